@@ -3,10 +3,10 @@
     python -m benchmarks.train_step --model llama-3-8b --batch 8 --length 2048
     python -m benchmarks.train_step --supervised 0.2  # chats: the last fifth of each sequence is the answer
 
-Each provider runs in its own process on the same GPU. Weights and AdamW states are bf16 for all providers, weights and
-tokens are random, and the time is the median of the timed steps after a warm-up. A provider is a function from the
-content of a config.json to a model whose output has `.loss`. A provider that is not installed or fails is listed with
-its error.
+Each provider runs in its own process on the same GPU. Weights and AdamW states are bf16 for all providers, except for
+the one whose states have 8 bits. Weights and tokens are random, and the time is the median of the timed steps after a
+warm-up. A provider is a function from the content of a config.json to a model whose output has `.loss`. A provider that
+is not installed or fails is listed with its error.
 """
 
 import argparse
@@ -28,6 +28,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
         "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "rope_theta": 500000.0,
         "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
+    },
+    "qwen2.5-32b": {
+        "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 5120, "intermediate_size": 27648,
+        "num_hidden_layers": 64, "num_attention_heads": 40, "num_key_value_heads": 8, "rope_theta": 1000000.0,
+        "max_position_embeddings": 32768,
     },
     "llama-3.2-1b": {
         "model_type": "llama", "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192,
@@ -109,12 +114,27 @@ def liger_eager(raw, checkpointing):
 
 
 def ligermodels(raw, checkpointing):
+    """checkpointing: as --activation-checkpointing of `ligermodels train`, but auto."""
     import ligermodels
 
     model = ligermodels.create(raw, dtype=torch.bfloat16, device="cuda")
     if checkpointing:
-        model.checkpoint_activations()
+        model.checkpoint_activations(kept_tensors=None if checkpointing == "selective" else 0)
     return model
+
+
+def fill_memory(model, batch, length, gib):
+    """Applies --activation-checkpointing auto for `gib` GiB to a model; returns the estimate of the peak in GiB."""
+    from functools import partial
+
+    from ligermodels.memory import training_memory
+    from ligermodels.training.scaling.activation_checkpointing import least_checkpointing
+
+    estimate = partial(training_memory, model, batch, length, torch.bfloat16)
+    chosen = least_checkpointing(model, estimate, gib * 2**30)
+    model.checkpoint_activations(*chosen, length)
+    peak = estimate(checkpointed_blocks=chosen.blocks, kept_tensors=chosen.kept_tensors).peak
+    return {"blocks": chosen.blocks, "kept_tensors": chosen.kept_tensors, "planned_gib": round(peak / 2**30, 1)}
 
 
 def ligermodels_without_flash_attention_4(raw, checkpointing):
@@ -125,6 +145,7 @@ def ligermodels_without_flash_attention_4(raw, checkpointing):
 
 
 OURS = "ligermodels and its AdamW"
+OURS_8BIT = f"{OURS} in 8 bits"
 PACKED = f"{OURS}, packed"  # every sequence is a document of one row, as `ligermodels train` gives them
 PACKED_BEFORE = f"{PACKED}, without flash-attn-4"
 PACKED_ROWS = f"{PACKED}, supervised rows"  # they alone meet the head, as in `ligermodels train` on chats
@@ -135,6 +156,7 @@ PROVIDERS = {
     "hugging face + liger, eager attention": liger_eager,
     "ligermodels": ligermodels,
     OURS: ligermodels,
+    OURS_8BIT: ligermodels,
     PACKED: ligermodels,
     PACKED_BEFORE: ligermodels_without_flash_attention_4,
     PACKED_ROWS: ligermodels,
@@ -146,17 +168,21 @@ def make_optimizer(provider: str, model):
     if not provider.startswith(OURS):
         return torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     from ligermodels.training.optimizers.adamw import AdamW
+    from ligermodels.training.optimizers.adamw8bit import AdamW8bit
 
-    return AdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.999), weight_decay=0.01)
+    make = AdamW8bit if provider == OURS_8BIT else AdamW
+    return make(model.parameters(), lr=1e-5, betas=(0.9, 0.999), weight_decay=0.01)
 
 
 def measure(
-    provider: str, model_name: str, batch: int, length: int, checkpointing: bool, steps: int, supervised: float
-) -> dict:
+    provider: str, model_name: str, batch: int, length: int, checkpointing: str, steps: int, supervised: float,
+    gib: float,
+) -> dict:  # fmt: skip
     """Measures one row. Runs in its own process, because Liger patches the classes of transformers in place."""
     torch.manual_seed(0)
     raw = MODELS[model_name]
-    model = PROVIDERS[provider](raw, checkpointing)
+    model = PROVIDERS[provider](raw, checkpointing if checkpointing in ("selective", "full") else None)
+    filled = fill_memory(model, batch, length, gib) if checkpointing == "auto" else {}
     attention = getattr(model.config, "_attn_implementation", None)
     optimizer = make_optimizer(provider, model)
     ids = torch.randint(raw["vocab_size"], (batch, length), device="cuda")
@@ -181,7 +207,7 @@ def measure(
         optimizer.zero_grad()
         return loss.detach()
 
-    return time_steps(step, steps, batch * length) | ({"attention": attention} if attention else {})
+    return time_steps(step, steps, batch * length) | filled | ({"attention": attention} if attention else {})
 
 
 def time_steps(step: Callable[[], torch.Tensor], steps: int, tokens: int) -> dict:
@@ -225,13 +251,16 @@ def main() -> None:
     parser.add_argument(
         "--providers", nargs="+", choices=PROVIDERS, default=[name for name in PROVIDERS if "eager" not in name]
     )
-    parser.add_argument("--activation-checkpointing", choices=("full", "none"), nargs="+", default=["full", "none"])
+    parser.add_argument(
+        "--activation-checkpointing", choices=("full", "selective", "auto", "none"), nargs="+", default=["full", "none"]
+    )
+    parser.add_argument("--memory", type=float, default=80.0, help="GiB that auto fills, of ligermodels' providers")
     parser.add_argument("--row", nargs=2, metavar=("PROVIDER", "CHECKPOINTING"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.row:
         provider, checkpointing = args.row
-        shape = args.batch, args.length, checkpointing == "full", args.steps
-        print(json.dumps(measure(provider, args.model, *shape, args.supervised)))
+        shape = args.batch, args.length, checkpointing, args.steps
+        print(json.dumps(measure(provider, args.model, *shape, args.supervised, args.memory)))
         return
 
     rows = []

@@ -163,6 +163,8 @@ TRAIN_ALIASES = (
     Alias("top_entropy_quantile", "top_entropy"),
     Alias("off_policy_mask_threshold", "off_policy_threshold"),
     Alias("vllm_importance_sampling_mode", "sampler_correction"),
+    Alias("vllm_importance_sampling_clip_max", "sampler_clip"),
+    Alias("vllm_importance_sampling_clip_min", "sampler_clip_min"),
     Alias("top_p top_k min_p repetition_penalty",
         note="completions are drawn from the whole distribution that the loss sees: use --temperature alone"),
     # The run, checkpoints and GPUs

@@ -24,6 +24,7 @@ from ligermodels.layers.block import Block, LayerInputLayer, ParallelLayer, Post
 from ligermodels.layers.cross_attention import CrossAttention
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.gated_delta import GatedDeltaNet
+from ligermodels.layers.kept_tensors import choose_kept
 from ligermodels.layers.latent_attention import LatentAttention
 from ligermodels.layers.lora import LoRALinear, lora_modules
 from ligermodels.layers.mixer import Mixer
@@ -35,6 +36,7 @@ from ligermodels.layers.normed_heads import NormedHeadsAttention, ReadingAttenti
 from ligermodels.layers.packed import PackedLinear
 from ligermodels.layers.quantised import QuantisedLinear
 from ligermodels.layers.short_conv import ShortConv
+from ligermodels.layers.siglip import PooledProjector
 from ligermodels.weights.module import QuantisedModule, named_weights
 
 FP32_BYTES, INT64_BYTES = 4, 8  # bytes
@@ -149,6 +151,7 @@ def training_memory(
     dtype: torch.dtype,
     *,
     checkpointed_blocks: int = 0,
+    kept_tensors: int | None = 0,
     shards: int = 1,
     optimizer_states: int | None = None,
     keep_unsharded: bool = False,
@@ -159,6 +162,7 @@ def training_memory(
 
     model: unsharded, with its parameters in the dtype in which they are stored; frozen parameters are not trained.
     checkpointed_blocks: number of blocks, from the first one on, with activation checkpointing.
+    kept_tensors: how many results these keep, in the order of `choose_kept`; None for all.
     shards: number of ranks over which the parameters are sharded.
     optimizer_states: bytes of the optimizer states of the whole model; None for AdamW's in the parameters' dtypes.
     keep_unsharded: blocks keep their unsharded parameters from forward to backward (FSDP2's reshard_after_forward is
@@ -170,18 +174,17 @@ def training_memory(
     text, trained, head = decoder_blocks(model), trained_parameters(model), model.head.weight
     tower = model.blocks[: -len(text)]
     hidden = tokens * model.config.hidden_size * size
-    saved, inputs = [], []
-    for blocks, rows in ((tower, patches), (text, tokens)):
-        saved += [rows * saved_by_block(block, size) for block in blocks]
-        # With activation checkpointing the pair (x, residual); the first block has no residual, only x.
-        pairs = [2 * rows * block.mixer.hidden_size * size for block in blocks]
-        inputs += [pairs[0] // 2, *pairs[1:]] if pairs else []
-    largest, last, last_input = max(saved), saved[-1], inputs[-1]
-    saved[:checkpointed_blocks] = inputs[:checkpointed_blocks]
+    rows = [patches] * len(tower) + [tokens] * len(text)
+    saved = [count * saved_by_block(block, size) for block, count in zip(model.blocks, rows, strict=True)]
+    largest, last = max(saved), saved[-1]
+    checkpointed = model.blocks[:checkpointed_blocks]
+    for index, kept in enumerate(choose_kept(checkpointed, kept_tensors, sequence_length)):
+        stream = checkpointed[index].mixer.hidden_size * size
+        saved[index] = rows[index] * (stream + sum(tensor.nbytes(size) for tensor in kept))
     loss = loss_bytes(model, tokens, dtype)
     if checkpointed_blocks == len(saved):
         head_gradient = head.numel() * head.itemsize if head.requires_grad else 0
-        loss = max(loss, head_gradient + last - last_input)
+        loss = max(loss, head_gradient + last - saved[-1])
     unsharded_at_start, unsharded_at_end = unsharded_bytes(model, size, shards, trained, keep_unsharded)
     return TrainingMemory(
         weights=sum(shard_bytes(parameter, shards) for parameter in model.parameters()),
@@ -362,7 +365,8 @@ def saved_by_normed_heads(attention: NormedHeadsAttention | ReadingAttention, si
 
 def saved_by_patch(model: CausalLM, size: int) -> int:
     """Bytes per patch outside of the blocks: of the patch embedding its input, of the projector its norm's input and
-    output, which fc1 reads, and fc1's output; the features, which insertion keeps."""
+    output, which fc1 reads, and fc1's output; the features, which insertion keeps. A projector that pools keeps what it
+    pools before and after its norm, the tower's own norm its input."""
     if not isinstance(model, VisionLanguageModel):
         return 0
     vision = model.config.vision
@@ -370,6 +374,10 @@ def saved_by_patch(model: CausalLM, size: int) -> int:
     if not (is_trained(model.projector) or is_trained(model.visual)):
         return 0
     features = model.config.hidden_size * size // vision.patches_per_feature
+    if isinstance(model.projector, PooledProjector):
+        pooled = (2 * vision.hidden_size * size + FP32_BYTES) // vision.patches_per_feature
+        normed = vision.hidden_size * size + 2 * FP32_BYTES if is_trained(model.visual) else 0
+        return embedding + normed + pooled + features
     return embedding + (1 + len(model.deepstack)) * (3 * vision.hidden_size * size + features)
 
 

@@ -41,6 +41,7 @@
 | `linear_logprobs_loss` | a loss that is a sum over rows of them, with gradients computed in the forward pass |
 | `linear_divergence`    | distillation: output projections and the divergence from a teacher                |
 | `adamw_`               | one AdamW step on one parameter, in place                                         |
+| `adamw8bit_`           | the same with both moments in 8 bits                                              |
 
 `cross_entropy_with_metrics` and `linear_cross_entropy_with_metrics` return a `CrossEntropyOutput`: the loss, z-loss,
 accuracy, predicted tokens and entropy, all from the same kernel.
@@ -62,6 +63,7 @@ from torch import Tensor
 
 from ligermodels.kernels.activated_linear import activated_linear
 from ligermodels.kernels.adamw import adamw_
+from ligermodels.kernels.adamw8bit import adamw8bit_
 from ligermodels.kernels.attention import attention
 from ligermodels.kernels.cache_write import CacheSlots, write_cache
 from ligermodels.kernels.causal_conv import causal_conv, causal_conv_state
@@ -107,6 +109,7 @@ __all__ = [
     "LowRank",
     "QuantisedWeight",
     "activated_linear",
+    "adamw8bit_",
     "adamw_",
     "add_rms_norm",
     "apply_rope",

@@ -35,6 +35,7 @@ SMALL = {
     "linear_logprobs_frozen": (8, 16, 64),
     "linear_logprobs_inference": (8, 16, 64),
     "linear_logprobs_loss": (8, 16, 64),
+    "dpo_loss": (2, 4, 16, 64),
     **{f"linear_divergence_{kind}": (8, 16, 24, 64) for kind in KINDS},
     "linear_divergence_top_k": (8, 16, 5, 64),
     "norm_linear": (8, 16, 24),
@@ -50,6 +51,7 @@ SMALL = {
     "experts": (8, 16, 8, 4, 2),
     "biased_experts": (8, 16, 8, 4, 2),
     "adamw": (8, 16),
+    "adamw8bit": (8, 256),
 }
 ENVIRONMENT = {"date": "2026-01-02T03:04:05", "gpu": "a GPU", "driver": "1.2", "versions": {"torch": "2.11.0"}}
 TIMING = timing.Timing(ms=2.0, ms_20=1.9, ms_80=2.2, host_us=30.0, host_ahead=True)

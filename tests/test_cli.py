@@ -42,7 +42,7 @@ def save_words(letter, folder):
 def test_list_names_architectures_and_sizes(capsys):
     assert main(["list"]) == 0
     lines = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()}
-    assert lines["gemma3"] == ["from", "a", "checkpoint"]
+    assert lines["gemma4"] == ["from", "a", "checkpoint"]
     assert " ".join(lines["llama"]) == "tiny (1.0M), 1b (1.2B), 3b (3.2B), 8b (8.0B)"
 
 

@@ -47,7 +47,7 @@ MAY_IMPORT = {
             "hub",
             "generation",
         ),
-        *("tokenizer", "memory", "training", "verify", "board", "pictures", "aliases", "__version__"),
+        *("tokenizer", "images", "memory", "training", "verify", "board", "pictures", "aliases", "__version__"),
     },
     "integrations": {"errors", "distributed", "architectures", "generation", "hub", "layers", "weights"},
     "__main__": {"cli"},

@@ -66,6 +66,11 @@ MODELS = {
     "routed experts and a shared one": BASE | SHARED | {"model_type": "qwen2_moe", "num_experts_per_tok": 2},
 }
 
+KINDS_OF_MIXERS = [
+    "sandwich norms and QK-norm", "parallel branches", "latent attention", "layer inputs and shared keys",
+    "gated delta rule", "routed experts and a shared one",
+]  # fmt: skip
+
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
@@ -87,6 +92,24 @@ def test_activations_match_the_tensors_that_autograd_saves(name, lora):
     head = (TOKENS + (0 if lora else vocab)) * hidden * 4  # its gradients, which are part of `loss`
     estimate = training_memory(model, 1, TOKENS, dtype).activations + head
     assert estimate == pytest.approx(saved, rel=0.03)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("name", KINDS_OF_MIXERS)
+def test_what_checkpointed_blocks_keep_matches_the_estimate(name):
+    def change(model):
+        if name == "sandwich norms and QK-norm":
+            ligermodels.add_lora(model, rank=16)
+        model.checkpoint_activations(kept_tensors=None, sequence_length=TOKENS)
+
+    raw, dtype = MODELS[name], torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    saved = saved_bytes(raw, LAYERS, dtype, change, 1, TOKENS)
+    model = ligermodels.create(raw | {"num_hidden_layers": LAYERS}, dtype=dtype, device="meta")
+    change(model)
+    vocab, hidden = model.lm_head.weight.shape
+    head = (TOKENS + vocab * model.lm_head.weight.requires_grad) * hidden * 4
+    estimate = training_memory(model, 1, TOKENS, dtype, checkpointed_blocks=LAYERS, kept_tensors=None)
+    assert estimate.activations + head == pytest.approx(saved, rel=0.03)
 
 
 @pytest.mark.parametrize(

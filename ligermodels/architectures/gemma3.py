@@ -1,55 +1,28 @@
 """Gemma 3: Gemma 2 with QK-norm instead of softcaps, five sliding-window layers to one full, and two kinds of RoPE."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import ClassVar
 
 from ligermodels.configs.base import preset, tiny
-from ligermodels.configs.features import SoftcapConfig
-from ligermodels.configs.rope import Rope, object_or_empty, read_ropes_by_layer_type
-from ligermodels.configs.vision import read_siglip_sizes
+from ligermodels.configs.gemma3 import Gemma3Config, Gemma3MultimodalConfig
 from ligermodels.layers.attention import QKNormAttention
 from ligermodels.layers.block import SandwichLayer
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mlp import GatedMLP
-from ligermodels.layers.siglip import SiglipProjector, SiglipTower
+from ligermodels.layers.siglip import PictureLanguageModel, siglip_rules
 from ligermodels.weights.mapping import Rename, Rule, packed_projections
-
-
-@dataclass(kw_only=True)
-class Gemma3Config(SoftcapConfig):
-    vocab_size: int = 262208
-    hidden_size: int = 2304
-    intermediate_size: int = 9216
-    num_hidden_layers: int = 26
-    num_attention_heads: int = 8
-    num_key_value_heads: int = 4
-    max_position_embeddings: int = 131072
-    sliding_window_pattern: int = 6
-    rope_local_base_freq: float | None = field(default=10_000.0, compare=False)  # `ropes` has it, from either spelling
-
-    def is_sliding(self, layer: int) -> bool:
-        return (layer + 1) % self.sliding_window_pattern != 0
-
-    @classmethod
-    def read_ropes(cls, raw: Mapping[str, Any]) -> dict[str, Rope]:
-        return read_ropes_by_layer_type(raw, 1_000_000.0, raw.get("rope_local_base_freq") or 10_000.0)
-
-
-class Gemma3MultimodalConfig(Gemma3Config):
-    @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
-        """Reads text_config. The reference implementation applies no logit softcap, so the field must not be set."""
-        text = {"model_type": "gemma3_text", "tie_word_embeddings": raw.get("tie_word_embeddings", True)}
-        config = super().from_dict(text | dict(object_or_empty("text_config", raw.get("text_config"))))
-        config.reject_if_set("final_logit_softcapping")
-        config.raw = dict(raw)
-        return config
-
 
 BASE = {"model_type": "gemma3_text"}
 SMALL = {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 128, "sliding_window_pattern": 2}
+SIGLIP = {"model_type": "siglip_vision_model", "vision_use_head": False, "patch_size": 14}
+TOWER = preset(SIGLIP, 1152, 4304, 27, 16, 16) | {"image_size": 896}
 HUB = BASE | {"vocab_size": 262144, "head_dim": 256, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
+LONG = HUB | {
+    "vocab_size": 262208, "sliding_window": 1024, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+}  # fmt: skip
+MULTIMODAL = {
+    "model_type": "gemma3", "boi_token_index": 255999, "eoi_token_index": 256000, "image_token_index": 262144,
+    "mm_tokens_per_image": 256, "eos_token_id": [1, 106], "vision_config": TOWER,
+}  # fmt: skip
 
 
 class Gemma3Text(CausalLM):
@@ -68,23 +41,34 @@ class Gemma3Text(CausalLM):
         return SandwichLayer(config, attention, GatedMLP(config))
 
 
-class Gemma3(Gemma3Text):
+class Gemma3(PictureLanguageModel, Gemma3Text):
     Config = Gemma3MultimodalConfig
     hub_class = "Gemma3ForConditionalGeneration"
-    SIZES: ClassVar = {}
-
-    def __init__(self, config: Gemma3MultimodalConfig) -> None:
-        super().__init__(config)
-        sizes = read_siglip_sizes(config.raw)
-        self.vision_tower, self.multi_modal_projector = SiglipTower(sizes), SiglipProjector(sizes, config.hidden_size)
+    SIZES: ClassVar = {
+        "tiny": {
+            "model_type": "gemma3",
+            "image_token_index": 1023,
+            "mm_tokens_per_image": 16,
+            "text_config": tiny(BASE) | SMALL,
+            "vision_config": preset(SIGLIP, 64, 128, 2, 4, 4) | {"image_size": 112},
+        },
+        "4b": MULTIMODAL | {"text_config": preset(LONG, 2560, 10240, 34, 8, 4)},
+        "27b": MULTIMODAL
+        | {"text_config": preset(LONG, 5376, 21504, 62, 32, 16) | {"head_dim": 128, "query_pre_attn_scalar": 168}},
+    }
 
     def weight_rules(self) -> tuple[Rule, ...]:
         text = Rename("language_model.model", "model", packed_projections(self.config))
-        return text, Rename("language_model.lm_head", "lm_head")
+        return text, Rename("language_model.lm_head", "lm_head"), *image_rules("", "vision_tower.vision_model")
 
     def other_weight_rules(self) -> tuple[tuple[Rule, ...], ...]:
         """The names that transformers 5 writes for a new model, and its names in memory."""
-        bare = Rename("vision_tower", "vision_tower.vision_model")
-        text = Rename("model.language_model", "model", packed_projections(self.config))
-        parts = [Rename(f"model.{part}", part) for part in ("vision_tower", "multi_modal_projector")]
-        return (*self.weight_rules(), bare), (text, *parts), (text, Rename("model.vision_tower", bare.ours), *parts)
+        text, head, *_ = self.weight_rules()
+        inner = Rename("model.language_model", "model", packed_projections(self.config))
+        towers = "vision_tower.vision_model", "vision_tower"
+        return (text, head, *image_rules("", towers[1])), *((inner, *image_rules("model.", each)) for each in towers)
+
+
+def image_rules(outer: str, tower: str) -> tuple[Rule, ...]:
+    """Those of the image side, whose names on the Hub begin with `outer`."""
+    return Rename(f"{outer}multi_modal_projector", "projector"), *siglip_rules(outer + tower)

@@ -8,10 +8,12 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from numbers import Real
+from typing import Any
 
 from ligermodels import hub
 from ligermodels.aliases import GENERATE_ALIASES, flag_of
 from ligermodels.cli.flags import UNUSABLE_INPUT, Commands, add_command, number, positive, whole_number
+from ligermodels.cli.generate_images import IMAGE_COMMAND, PromptInputs, PromptReader, message_content
 from ligermodels.cli.parsing import (
     add_adapter,
     add_device,
@@ -58,6 +60,9 @@ def add_to(commands: Commands) -> None:
     # fmt: on
     parser.add_argument("--system", help="the system message, with --chat")
     # fmt: off
+    parser.add_argument("--image", action="append", default=[], metavar="PATH", help="an image of the prompt, in the "
+        "order of its placeholders or before it; with --chat, of the first message; may be repeated. A line "
+        f"{IMAGE_COMMAND}PATH of a conversation adds one to the next message")
     parser.add_argument("--file", metavar="PATH", help="JSON lines with a prompt each, a text or a list of messages; "
         "with --chat, a text is the user's message; - for standard input")
     parser.add_argument("--output", metavar="PATH", help="JSON lines with the fields of --file and the completions, in "
@@ -95,17 +100,21 @@ def run(args: argparse.Namespace) -> int:
         args.prompt = given_prompt(args)
     folder, adapter = resolve_model(args.model, args)
     tokenizer = hub.load_tokenizer(folder, adapter=adapter)
+    reader = PromptReader(folder, tokenizer)
+    reader.check(args.image)
+    prompt = PromptInputs([])
     if args.chat:  # raises errors of the template before the weights are loaded
-        tokenizer.render_chat_template(first_messages(args, "…"), add_generation_prompt=True)
+        reader.of_messages(first_messages(args, "…", args.image))
+    elif args.file is None:
+        prompt = reader.of_text(args.prompt, args.image)
     model = load_with_adapter(folder, adapter, dtype=args.dtype, device=args.device, quantize=args.quantize)
     with warnings.catch_warnings(record=True) as caught:
         if args.file is not None:
             return run_file(model, tokenizer, args, sampling)
         if args.chat:
-            converse(model, tokenizer, args, sampling, caught)
+            converse(model, reader, args, sampling, caught)
         else:
-            ids = tokenizer.encode(args.prompt)
-            continue_prompt(model, tokenizer, ids, args, sampling, caught)
+            continue_prompt(model, tokenizer, prompt, args, sampling, caught)
     return 0
 
 
@@ -115,6 +124,8 @@ def refuse_flag_conflicts(args: argparse.Namespace) -> None:
         raise InputError("generate: --system needs --chat")
     if args.file is not None and args.prompt is not None:
         raise InputError("generate: --file and --prompt are both given; leave out one")
+    if args.file is not None and args.image:
+        raise InputError("generate: --image belongs to --prompt or --chat, not to the prompts of --file; leave it out")
     for flag, given in (("--output", args.output is not None), ("--logprobs", args.logprobs)):
         if given and args.file is None:
             raise InputError(f"generate: {flag} needs --file")
@@ -166,18 +177,19 @@ def lines_of_stdin() -> Iterator[str]:
         raise InputError(f"standard input: is not text in {error.encoding}; convert it") from error
 
 
-def first_messages(args: argparse.Namespace, text: str) -> list[dict[str, str]]:
+def first_messages(args: argparse.Namespace, text: str, images: Sequence[str] = ()) -> list[dict[str, Any]]:
     """The system message, if any, and the user's first message."""
     system = [] if args.system is None else [{"role": "system", "content": args.system}]
-    return [*system, {"role": "user", "content": text}]
+    return [*system, {"role": "user", "content": message_content(text, images)}]
 
 
 def continue_prompt(
-    model: CausalLM, tokenizer: Tokenizer, ids: Sequence[int], args: argparse.Namespace, sampling: Sampling,
+    model: CausalLM, tokenizer: Tokenizer, prompt: PromptInputs, args: argparse.Namespace, sampling: Sampling,
     caught: list[warnings.WarningMessage],
 ) -> None:  # fmt: skip
     """Prints the prompt and its continuation as it is generated; several samples when they have ended."""
-    engine = engine_for(model, tokenizer, [ids], args.max_new_tokens, None, sampling, ids)
+    ids, images = prompt
+    engine = engine_for(model, tokenizer, [ids], args.max_new_tokens, None, sampling, ids, [images])
     if args.num_samples == 1:
         print(args.prompt, end="", flush=True)
         show(pieces(engine), caught)
@@ -188,19 +200,37 @@ def continue_prompt(
 
 
 def converse(
-    model: CausalLM, tokenizer: Tokenizer, args: argparse.Namespace, sampling: Sampling,
+    model: CausalLM, reader: PromptReader, args: argparse.Namespace, sampling: Sampling,
     caught: list[warnings.WarningMessage],
 ) -> None:  # fmt: skip
     """Answers the prompt, or without one the user's messages until the input ends."""
     trained = max(model.config.trained_length, CACHE_TOKENS)
     tokens = args.cache_tokens or min(default_cache_tokens(model, 1), trained)
-    engine = Engine(model, tokenizer=tokenizer, max_tokens=tokens, max_rows=1)
-    messages: list[dict[str, str]] = []
+    engine = Engine(model, tokenizer=reader.tokenizer, max_tokens=tokens, max_rows=1)
+    messages: list[dict[str, Any]] = []
+    images = list(args.image)
     for text in user_turns(args.prompt):
-        messages += [{"role": "user", "content": text}] if messages else first_messages(args, text)
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-        engine.submit(ids, max_new_tokens=args.max_new_tokens, shown=(), **sampling)
+        if text.startswith(IMAGE_COMMAND):
+            images += named_image(reader, text.removeprefix(IMAGE_COMMAND).strip())
+            continue
+        content = message_content(text, images)
+        messages += [{"role": "user", "content": content}] if messages else first_messages(args, text, images)
+        images = []
+        ids, pixels = reader.of_messages(messages)
+        engine.submit(ids, max_new_tokens=args.max_new_tokens, shown=(), images=pixels, **sampling)
         messages.append({"role": "assistant", "content": show(pieces(engine), caught)})
+
+
+def named_image(reader: PromptReader, path: str) -> list[str]:
+    """The image of a line of a conversation. At a terminal, one that cannot be read is reported and left out."""
+    try:
+        reader.check([path])
+    except InputError as error:
+        if not sys.stdin.isatty():
+            raise
+        print_to_stderr(printable(f"ligermodels: {error}"))
+        return []
+    return [path]
 
 
 def user_turns(prompt: str | None) -> Iterator[str]:

@@ -3,6 +3,7 @@
 import argparse
 import copy
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,7 +39,10 @@ def add_to(commands: Commands) -> None:
     parser.add_argument("--sequence-length", type=positive, default=2048, help="tokens per row")
     add_dtype(parser, "dtype of weights, gradients, AdamW states and activations (default: that of the weights)")
     parser.add_argument(
-        "--activation-checkpointing", choices=["none", "full"], default="none", help="full: keep only block inputs"
+        "--activation-checkpointing",
+        choices=["none", "selective", "full"],
+        default="none",
+        help="full: keep only block inputs; selective: attention and the products around it too",
     )
     parser.add_argument("--lora-rank", type=positive, default=16, help="rank of LoRA on all projections")
     parser.add_argument("--plot", type=Path, metavar="PICTURE", help="draw the memory too: a new .png, .svg or .pdf")
@@ -117,23 +121,26 @@ def setting_of(described: Description, args: argparse.Namespace) -> str:
 def memory_of(described: Description, args: argparse.Namespace) -> Memory:
     batch = args.batch_size, args.sequence_length, described.dtype
     model = copy.deepcopy(described.model).to(described.dtype)
-    checkpointing = args.activation_checkpointing == "full"
-    checkpointed = len(model.blocks) if checkpointing else 0
+    needs = partial(
+        training_memory,
+        checkpointed_blocks=0 if args.activation_checkpointing == "none" else len(model.blocks),
+        kept_tensors=None if args.activation_checkpointing == "selective" else 0,
+    )
     generating = inference_memory(model, *batch)
     base = copy.deepcopy(model)
-    training = training_memory(model, *batch, checkpointed_blocks=checkpointed)
+    training = needs(model, *batch)
     add_lora(model, rank=args.lora_rank)
-    steps = {"train": training, "LoRA": training_memory(model, *batch, checkpointed_blocks=checkpointed)}
+    steps = {"train": training, "LoRA": needs(model, *batch)}
     if quantisable(base):
         quantise(base, "nf4")
         add_lora(base, rank=args.lora_rank)
-        steps["QLoRA"] = training_memory(base, *batch, checkpointed_blocks=checkpointed)
+        steps["QLoRA"] = needs(base, *batch)
     return Memory(steps, generating)
 
 
 def memory_lines(described: Description, args: argparse.Namespace, memory: Memory) -> Iterator[tuple[str, str]]:
     """(label, value) of the memory for full training, LoRA training and generation."""
-    checkpointing = "full" if args.activation_checkpointing == "full" else "no"
+    checkpointing = "no" if args.activation_checkpointing == "none" else args.activation_checkpointing
     yield "memory", f"for {setting_of(described, args)}, {checkpointing} activation checkpointing"
     for label, step in memory.training.items():
         at_loss = f"activations {memory_size(step.activations)} + loss {memory_size(step.loss)}"

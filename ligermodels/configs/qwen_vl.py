@@ -32,6 +32,10 @@ class QwenVisionConfig(AxialVisionConfig):
     spatial_merge_size: int = 2
     out_hidden_size: int = 3584
 
+    @property
+    def patch_shape(self) -> tuple[int, ...]:
+        return self.in_channels, self.temporal_patch_size, self.patch_size, self.patch_size
+
     def check_features(self, hidden_size: int) -> None:
         if self.out_hidden_size != hidden_size:
             raise ConfigError(

@@ -2,22 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import isqrt, prod
 from typing import Any, ClassVar, Self
 
-from ligermodels.configs.base import Config
+from ligermodels.configs.base import PLAIN_ACTIVATIONS, Config
 from ligermodels.configs.fields import check_choice, read_field
 from ligermodels.configs.rope import FULL_ATTENTION, Rope, object_or_empty
 from ligermodels.errors import ConfigError
 
-SIGLIP_DEFAULTS = {
-    "hidden_size": 768,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 12,
-    "num_channels": 3,
-    "image_size": 224,
-    "patch_size": 16,
-    "vision_use_head": True,
-}
 AXIAL = "axial"  # RoPE over the rows and columns of an image
 
 
@@ -46,12 +38,83 @@ class VisionConfig(Config):
 
     @property
     def pixels_per_patch(self) -> int:
-        """Values of a patch: channels, frames, rows, columns."""
-        return self.in_channels * self.temporal_patch_size * self.patch_size**2
+        """Values of a patch."""
+        return prod(self.patch_shape)
+
+    @property
+    def patch_shape(self) -> tuple[int, ...]:
+        """Channels, rows and columns of a patch; between channels and rows the frames, if it has several."""
+        return self.in_channels, self.patch_size, self.patch_size
 
     @property
     def patches_per_feature(self) -> int:
         return self.spatial_merge_size**2
+
+
+@dataclass(kw_only=True)
+class SiglipConfig(VisionConfig):
+    """SigLIP over pictures of one size: learned positions, no RoPE, no pooling head.
+
+    mm_tokens_per_image: the features of a picture; the patches of each square become one.
+    """
+
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    hidden_size: int = 768
+    intermediate_size: int = 3072
+    hidden_act: str = "gelu_pytorch_tanh"
+    image_size: int = 224
+    patch_size: int = 16
+    vision_use_head: bool = True
+    mm_tokens_per_image: int = 256
+
+    alternative_names: ClassVar = {"in_channels": "num_channels", "rms_norm_eps": "layer_norm_eps"}
+    layer_norms = True
+    norm_bias = True
+    activations = PLAIN_ACTIVATIONS
+
+    @classmethod
+    def of_model(cls, raw: Mapping[str, Any]) -> Self:
+        """mm_tokens_per_image is a field of the whole config.json."""
+        outer = {name: raw[name] for name in ("mm_tokens_per_image",) if name in raw}
+        return cls.from_dict({**outer, **vision_fields(raw)})
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
+        config = super().from_dict(raw)
+        config.spatial_merge_size = config.table_side // config.feature_side
+        return config
+
+    @classmethod
+    def read_ropes(cls, raw: Mapping[str, Any]) -> dict[str, Rope]:
+        return {}
+
+    @property
+    def table_side(self) -> int:
+        """Patches along a side of a picture: each has a learned position."""
+        return self.image_size // self.patch_size
+
+    @property
+    def feature_side(self) -> int:
+        """Features along a side of a picture."""
+        return isqrt(self.mm_tokens_per_image)
+
+    def validate(self) -> None:
+        super().validate()
+        if self.vision_use_head:
+            raise ConfigError(
+                "config.json: vision_config: vision_use_head must be false; a pooling head is not supported"
+            )
+        if self.image_size % self.patch_size:
+            raise ConfigError(
+                f"config.json: vision_config: image_size {self.image_size} must be a multiple of patch_size "
+                f"{self.patch_size}"
+            )
+        if self.feature_side**2 != self.mm_tokens_per_image or self.table_side % self.feature_side:
+            raise ConfigError(
+                f"config.json: mm_tokens_per_image {self.mm_tokens_per_image} must be the square of a number that "
+                f"divides the {self.table_side} patches of a side"
+            )
 
 
 @dataclass(kw_only=True)
@@ -87,14 +150,3 @@ def vision_fields(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(vision, Mapping):
         raise ConfigError(f"config.json: vision_config is {vision!r}; must be an object")
     return vision
-
-
-def read_siglip_sizes(raw: Mapping[str, Any]) -> dict[str, int]:
-    """The sizes in the vision_config of `raw`, a whole config.json. Raises ConfigError."""
-    vision = vision_fields(raw)
-    sizes = {
-        name: read_field(name, vision.get(name, default), type(default)) for name, default in SIGLIP_DEFAULTS.items()
-    }
-    if sizes["vision_use_head"]:
-        raise ConfigError("config.json: vision_config: vision_use_head must be false; a pooling head is not supported")
-    return sizes

@@ -249,11 +249,14 @@ class Engine:
             ids, tables = prompt.request.ids, prompt.samples[0].tables
             if prompt.request.images is not None and prompt.images is None:
                 prompt.images = cast(Any, self.model).encode_prompt(prompt.request.images)
-            piece = PromptPiece(ids[prompt.done : prompt.done + room], prompt.done, len(ids), tables, prompt.images)
+            stop = min(prompt.done + room, len(ids))
+            if prompt.images is not None:
+                stop = prompt.images.last_cut(prompt.done, stop)
+            piece = PromptPiece(ids[prompt.done : stop], prompt.done, len(ids), tables, prompt.images)
             pieces.append(piece)
             complete.append(piece.stop == len(ids))
             prompt.done, room = piece.stop, room - len(piece.ids)
-            if not room:
+            if room <= 0 or not complete[-1]:
                 break
         logits = self.forward_pieces(pieces)
         done = [self.prompts.popleft() for _ in range(sum(complete))]  # all but perhaps the last

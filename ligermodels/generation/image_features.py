@@ -16,11 +16,13 @@ class ImageFeatures(NamedTuple):
     """values [N, H]: the features. places: int64 [N], of their tokens in the flattened batch, each once.
 
     deepstack: further features [N, H], the first of which are added behind the first block, and so on.
+    ahead: int64 [N], how many tokens behind it each of their tokens sees; None for none.
     """
 
     values: Tensor
     places: Tensor
     deepstack: tuple[Tensor, ...] = ()
+    ahead: Tensor | None = None
 
     def insert(self, embeddings: Tensor) -> Tensor:
         """Embeddings [B, T, H] with the features at their places. The host does not wait for the device."""
@@ -32,26 +34,47 @@ class ImageFeatures(NamedTuple):
         values = self.deepstack[block].to(hidden.dtype)
         return hidden.flatten(0, 1).index_add(0, self.places, values).unflatten(0, hidden.shape[:2])
 
+    def seen_ahead(self, shape: Sequence[int]) -> Tensor | None:
+        """`ahead` of all tokens of a batch of shape (B, T); None if no token sees one behind it."""
+        if self.ahead is None or not len(self.ahead):
+            return None
+        none = self.places.new_zeros(shape[0] * shape[1])
+        return none.index_copy(0, self.places, self.ahead).view(*shape)
+
 
 class PromptImages(NamedTuple):
     """The images of one prompt of T tokens.
 
-    features [N, H] and deepstack, see `ImageFeatures`, on the model's device. places: int64 [N], of their tokens in the
-    prompt, ascending, and rope_ids: int64 [3, T], both on the CPU. rope_offset: what positions behind the prompt are
-    ahead of the number of tokens.
+    features [N, H], deepstack and ahead: see `ImageFeatures`. places: int64 [N], of their tokens in the prompt,
+    ascending. rope_ids: int64 [3, T], None where positions for RoPE are those of the tokens. rope_offset: what
+    positions behind the prompt are ahead of the number of tokens. Integers are on the CPU, features on the model's
+    device.
     """
 
     features: Tensor
     places: Tensor
-    rope_ids: Tensor
-    rope_offset: int
+    rope_ids: Tensor | None = None
+    rope_offset: int = 0
     deepstack: tuple[Tensor, ...] = ()
+    ahead: Tensor | None = None
+
+    def last_cut(self, start: int, stop: int) -> int:
+        """The last place up to `stop` where the prompt can be cut: no token before it sees one behind it. The place
+        after the image that the token `start` begins, if there is no such place behind `start`."""
+        if self.ahead is None:
+            return stop
+        ends = self.places + self.ahead + 1  # of what each image token sees
+        across = (self.places < stop) & (ends > stop)
+        if not across.any():
+            return stop
+        cut = int(self.places[across].min())
+        return cut if cut > start else int(ends[across].max())
 
 
 def no_features(features: ImageFeatures) -> ImageFeatures:
     """The same for no token, which depends on the features all the same: their gradients are then zeros."""
     places = torch.empty(0, dtype=torch.int64, device=features.values.device)
-    return ImageFeatures(features.values[:0], places, tuple(values[:0] for values in features.deepstack))
+    return ImageFeatures(features.values[:0], places, tuple(values[:0] for values in features.deepstack))  # no `ahead`
 
 
 def features_of_pieces(
@@ -63,16 +86,18 @@ def features_of_pieces(
     """
     if any(isinstance(prompt, CrossPrompt) for prompt in images):
         return cross_features_of_pieces(cast(Sequence[CrossPrompt | None], images), spans, device)
-    values, places, deepstack, begin = [], [], [], 0
+    values, places, deepstack, ahead, begin = [], [], [], [], 0
     for prompt, (start, stop) in zip(cast(Sequence[PromptImages | None], images), spans, strict=True):
         if prompt is not None:
             first, last = torch.searchsorted(prompt.places, torch.tensor([start, stop])).tolist()
             values.append(prompt.features[first:last])
             deepstack.append([features[first:last] for features in prompt.deepstack])
             places.append(prompt.places[first:last] - start + begin)
+            ahead += [] if prompt.ahead is None else [prompt.ahead[first:last]]
         begin += stop - start
     added = tuple(torch.cat(features) for features in zip(*deepstack, strict=True))
-    return ImageFeatures(torch.cat(values), torch.cat(places).to(device), added)
+    seen = torch.cat(ahead).to(device) if ahead else None
+    return ImageFeatures(torch.cat(values), torch.cat(places).to(device), added, seen)
 
 
 def rope_of_pieces(

@@ -16,13 +16,20 @@ class Placeholder:
     """printed: what a chat template prints for an image. feature: the token for each of the image's features.
 
     text: the text of an image with this plan. others: tokens of that text beside `feature`, none of which a model
-    writes; their embeddings are their own.
+    writes; their embeddings are their own. around: what chat templates print before and after `printed`.
     """
 
     printed: str
     feature: str
     text: Callable[[ImagePlan], str]
     others: tuple[str, ...] = ()
+    around: tuple[str, str] = ("", "")
+
+    @property
+    def in_plain_text(self) -> str:
+        """What stands for an image in a text without a chat template."""
+        before, after = self.around
+        return before + self.printed + after
 
     def expand(self, text: str, plans: Sequence[ImagePlan]) -> str:
         """The text with each placeholder replaced, in the order of the plans. Raises InputError for another number."""
@@ -44,7 +51,8 @@ class Placeholder:
 
 def qwen() -> Placeholder:
     token = "<|image_pad|>"
-    return Placeholder(token, token, lambda plan: token * plan.features)
+    around = "<|vision_start|>", "<|vision_end|>"
+    return Placeholder(token, token, lambda plan: token * plan.features, around=around)
 
 
 def gemma3(features: int) -> Placeholder:

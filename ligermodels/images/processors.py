@@ -7,12 +7,13 @@ B rows of text, each with its images; p patch size, m merge size.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from ligermodels.errors import InputError
 from ligermodels.images.resizing import (
     Box,
     Filter,
@@ -66,6 +67,15 @@ class ImageProcessor:
         """A model's pixels, fp32, of an image uint8 [3, height, width] and the plan for that size."""
         raise NotImplementedError
 
+    @property
+    def token_range(self) -> tuple[int, int] | None:
+        """The fewest and the most tokens of an image; None for a processor whose images have no free size."""
+        return None
+
+    def with_token_range(self, fewest: int, most: int) -> "ImageProcessor":
+        """The same for images of so many tokens. Raises InputError for a processor whose images have no free size."""
+        raise InputError("the images of this model have no free size, and so a fixed number of tokens; leave it out")
+
     def collate(self, rows: Sequence[Sequence[Prepared]], tokens: Tensor) -> dict[str, Tensor]:
         """The images of B rows, at least one in all, under the Hub's names of a model's arguments.
 
@@ -112,6 +122,17 @@ class QwenImages(ImageProcessor):
         size = smart_size(height, width, self.patch_size * self.merge_size, self.least, self.most)
         rows, columns = (side // self.patch_size for side in size)
         return ImagePlan(size, (rows, columns), rows * columns // self.merge_size**2)
+
+    @property
+    def pixels_per_token(self) -> int:
+        return (self.patch_size * self.merge_size) ** 2
+
+    @property
+    def token_range(self) -> tuple[int, int]:
+        return max(1, self.least // self.pixels_per_token), max(1, self.most // self.pixels_per_token)
+
+    def with_token_range(self, fewest: int, most: int) -> "QwenImages":
+        return replace(self, least=fewest * self.pixels_per_token, most=most * self.pixels_per_token)
 
     def pixels(self, image: Tensor, plan: ImagePlan) -> Tensor:
         """[patches, 3 * frames * p * p]: the m x m patches that are merged follow one another."""

@@ -19,6 +19,16 @@ from torch import Tensor
 
 from ligermodels.kernels.dispatch import register_op, runs_kernels, widen
 from ligermodels.kernels.launch import cdiv, kernel
+from ligermodels.kernels.param_rounding import (
+    KAHAN,
+    STOCHASTIC,
+    check_rounding,
+    mode_of,
+    random_words,
+    round_param_reference,
+    round_stochastically,
+    round_to_nearest,
+)
 
 ADAMW_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that the kernel supports
 ADAMW_TILE, ADAMW_WARPS = 1024, 4  # elements and warps of one program: a thread loads 16 bytes of each bf16 tensor
@@ -28,9 +38,13 @@ def adamw_reference(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor,
     lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
     step: Tensor, grad_scale: Tensor | None = None, found_inf: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns the updated (param, exp_avg, exp_avg_sq); arguments as in `adamw_`."""
+    compensation: Tensor | None = None, seed: int | None = None, stream: int = 0, first: int = 0,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Returns the updated (param, exp_avg, exp_avg_sq), and compensation if there is one; arguments as in `adamw_`."""
+    old = [x for x in (param, exp_avg, exp_avg_sq, compensation) if x is not None]
     p, g, m, v = (widen(x) for x in (param, grad, exp_avg, exp_avg_sq))
+    if compensation is not None:
+        p = p + compensation.to(p.dtype)
     if grad_scale is not None:
         g = g / grad_scale
     count = step.double()
@@ -38,15 +52,15 @@ def adamw_reference(
     v = beta2 * v + (1 - beta2) * g.square()
     denominator = v.sqrt() / (1 - beta2**count).sqrt() + eps
     p = p - lr * weight_decay * p - lr / (1 - beta1**count) * m / denominator
-    p, m, v = p.to(param.dtype), m.to(exp_avg.dtype), v.to(exp_avg_sq.dtype)
-    if found_inf is None:
-        return p, m, v
-    skip = found_inf == 1
-    return torch.where(skip, param, p), torch.where(skip, exp_avg, m), torch.where(skip, exp_avg_sq, v)
+    p, left_over = round_param_reference(p, param.dtype, step, compensation, seed, stream, first)
+    new = [x for x in (p, m.to(exp_avg.dtype), v.to(exp_avg_sq.dtype), left_over) if x is not None]
+    if found_inf is not None:
+        new = [torch.where(found_inf == 1, *pair) for pair in zip(old, new, strict=True)]
+    return tuple(new)
 
 
 @triton.jit
-def _bias_correction(log_beta, step):
+def bias_correction(log_beta, step):
     """1 - beta^step = -expm1(log_beta * step), exact to fp32: by Taylor series where the difference would cancel."""
     x = log_beta * step
     series = 1.0
@@ -55,29 +69,41 @@ def _bias_correction(log_beta, step):
     return tl.where(x > -0.5, -x * series, 1.0 - tl.exp(x))
 
 
-@kernel()
+@kernel(do_not_specialize=["seed", "stream", "group"])
 def _update_kernel(
-    param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, step_ptr, grad_scale_ptr, found_inf_ptr,
-    numel, lr, decay, rate1, rate2, log_beta1, log_beta2, eps,
-    SCALED: tl.constexpr, GUARDED: tl.constexpr, TILE: tl.constexpr,
+    param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, step_ptr, grad_scale_ptr, found_inf_ptr, compensation_ptr,
+    numel, lr, decay, rate1, rate2, log_beta1, log_beta2, eps, seed, stream, group, shift,
+    SCALED: tl.constexpr, GUARDED: tl.constexpr, ROUNDING: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program updates TILE elements. A skipped update masks its stores only, so that no load waits for the flag."""
-    offset = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    mask = offset < numel
+    """One program updates TILE elements. A skipped update masks its stores only, so that no load waits for the flag.
+
+    group: of the first weight's random words, of which it has word `shift`.
+    """
+    offset = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE) - shift
+    mask = (offset >= 0) & (offset < numel)
     param = tl.load(param_ptr + offset, mask).to(tl.float32)
     grad = tl.load(grad_ptr + offset, mask).to(tl.float32)
     exp_avg = tl.load(exp_avg_ptr + offset, mask).to(tl.float32)
     exp_avg_sq = tl.load(exp_avg_sq_ptr + offset, mask).to(tl.float32)
     step = tl.load(step_ptr)
+    if ROUNDING == KAHAN:
+        param += tl.load(compensation_ptr + offset, mask).to(tl.float32)
     if SCALED:
         grad *= 1.0 / tl.load(grad_scale_ptr)
     if GUARDED:
         mask = tl.where(tl.load(found_inf_ptr) == 1.0, False, mask)
-    step_size = lr / _bias_correction(log_beta1, step)
-    root_scale = tl.rsqrt(_bias_correction(log_beta2, step))
+    step_size = lr / bias_correction(log_beta1, step)
+    root_scale = tl.rsqrt(bias_correction(log_beta2, step))
     exp_avg += rate1 * (grad - exp_avg)
     exp_avg_sq += rate2 * (grad * grad - exp_avg_sq)
     param -= decay * param + step_size * exp_avg / (tl.sqrt(exp_avg_sq) * root_scale + eps)
+    if ROUNDING == STOCHASTIC:
+        groups = group + tl.program_id(0).to(tl.int64) * (TILE // 4) + tl.arange(0, TILE // 4)
+        param = round_stochastically(param, tl.reshape(random_words(seed, groups, step, stream), [TILE]))
+    elif ROUNDING == KAHAN:
+        rounded = round_to_nearest(param)
+        tl.store(compensation_ptr + offset, round_to_nearest(param - rounded).to(tl.bfloat16), mask)
+        param = rounded
     tl.store(param_ptr + offset, param.to(param_ptr.dtype.element_ty), mask)
     tl.store(exp_avg_ptr + offset, exp_avg.to(exp_avg_ptr.dtype.element_ty), mask)
     tl.store(exp_avg_sq_ptr + offset, exp_avg_sq.to(exp_avg_sq_ptr.dtype.element_ty), mask)
@@ -87,31 +113,42 @@ def _launch_(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor,
     lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
     step: Tensor, grad_scale: Tensor | None, found_inf: Tensor | None,
+    compensation: Tensor | None, seed: int | None, stream: int, first: int,
 ) -> None:  # fmt: skip
     numel = param.numel()
     if numel:
+        group, shift = divmod(first, 4) if seed is not None else (0, 0)
         launch = _update_kernel.bind(
-            SCALED=grad_scale is not None, GUARDED=found_inf is not None, TILE=ADAMW_TILE, num_warps=ADAMW_WARPS
+            SCALED=grad_scale is not None,
+            GUARDED=found_inf is not None,
+            ROUNDING=mode_of(compensation, seed),
+            TILE=ADAMW_TILE,
+            num_warps=ADAMW_WARPS,
         )
         # 1 - beta is computed here, in fp64: in fp32 only four digits of 1 - 0.999 are right.
         launch(
-            cdiv(numel, ADAMW_TILE), param, grad, exp_avg, exp_avg_sq, step,
+            cdiv(numel + shift, ADAMW_TILE), param, grad, exp_avg, exp_avg_sq, step,
             step if grad_scale is None else grad_scale, step if found_inf is None else found_inf,
-            numel, float(lr), float(lr * weight_decay), 1.0 - beta1, 1.0 - beta2, _log(beta1), _log(beta2), float(eps),
+            param if compensation is None else compensation,
+            numel, float(lr), float(lr * weight_decay), 1.0 - beta1, 1.0 - beta2, log_of_beta(beta1),
+            log_of_beta(beta2), float(eps), seed or 0, stream, group, shift,
         )  # fmt: skip
 
 
-def _log(beta: float) -> float:
+def log_of_beta(beta: float) -> float:
     return math.log(beta) if beta else -math.inf
 
 
-def _fake_(param, grad, exp_avg, exp_avg_sq, lr, beta1, beta2, eps, weight_decay, step, grad_scale, found_inf):
+def _fake_(param, grad, exp_avg, exp_avg_sq, lr, beta1, beta2, eps, weight_decay, step, grad_scale, found_inf,
+    compensation, seed, stream, first,
+):  # fmt: skip
     return None
 
 
 adamw_update_ = register_op(
     "adamw_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, float lr, float beta1,"
-    " float beta2, float eps, float weight_decay, Tensor step, Tensor? grad_scale, Tensor? found_inf) -> ()",
+    " float beta2, float eps, float weight_decay, Tensor step, Tensor? grad_scale, Tensor? found_inf,"
+    " Tensor(z!)? compensation, int? seed, int stream, int first) -> ()",
     _launch_,
     _fake_,
 )
@@ -121,13 +158,17 @@ def adamw_(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor,
     lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
     step: Tensor, grad_scale: Tensor | None = None, found_inf: Tensor | None = None,
+    compensation: Tensor | None = None, seed: int | None = None, stream: int = 0, first: int = 0,
 ) -> None:  # fmt: skip
     """One step of AdamW on param, exp_avg and exp_avg_sq, in place; call it under torch.no_grad.
 
     param, grad, exp_avg, exp_avg_sq: equal shapes, any float dtype each. The kernel runs if all are contiguous and no
     wider than fp32, the reference otherwise. step, grad_scale and found_inf are fp32 scalars on the same device: step
     counts this step too, gradients are divided by grad_scale, and nothing is written if found_inf is 1.
-    Raises ValueError if the shapes differ.
+    A bf16 param is rounded to nearest; with compensation, bf16 in its shape, what rounding leaves over is kept there;
+    with a seed it is rounded stochastically, by the random words of the weights from number `first` on in stream
+    `stream` (param_rounding.py).
+    Raises ValueError if the shapes differ, or for compensation or seed with another param.
     """
     tensors = (param, grad, exp_avg, exp_avg_sq)
     if any(x.shape != param.shape for x in tensors):
@@ -135,11 +176,15 @@ def adamw_(
             "adamw_: param, grad, exp_avg and exp_avg_sq must have equal shapes;"
             f" they have {', '.join(str(list(x.shape)) for x in tensors)}"
         )
-    arguments = (*tensors, lr, beta1, beta2, eps, weight_decay, step, grad_scale, found_inf)
-    if runs_kernels(param) and all(x.is_contiguous() and x.dtype in ADAMW_DTYPES for x in tensors):
+    check_rounding("adamw_", param, compensation, seed)
+    arguments = (
+        param, grad, exp_avg, exp_avg_sq, lr, beta1, beta2, eps, weight_decay, step, grad_scale, found_inf,
+        compensation, seed, stream, first,
+    )  # fmt: skip
+    written = [x for x in (param, exp_avg, exp_avg_sq, compensation) if x is not None]
+    if runs_kernels(param) and all(x.is_contiguous() and x.dtype in ADAMW_DTYPES for x in (grad, *written)):
         adamw_update_(*arguments)
-        # Autograd does not see what the kernel writes.
-        torch.autograd.graph.increment_version((param, exp_avg, exp_avg_sq))
+        torch.autograd.graph.increment_version(written)  # autograd does not see what the kernel writes
     else:
-        for old, new in zip((param, exp_avg, exp_avg_sq), adamw_reference(*arguments), strict=True):
+        for old, new in zip(written, adamw_reference(*arguments), strict=True):
             old.copy_(new)

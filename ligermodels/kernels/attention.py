@@ -6,6 +6,7 @@ equal ones, the smaller are padded with zeros. Which keys a query sees is in att
 
 Implementations:
 - rows without a window, softcap or sinks: SDPA, on the GPU with cuDNN first (fastest on Hopper), then FlashAttention;
+- queries that see different numbers of keys ahead of them, on a GPU: compiled FlexAttention (head dimension 16 and up);
 - everything else in half precision on a GPU: FlashAttention 4 if it is installed and can run there
   (flash_attention.py); otherwise the next two;
 - everything but a softcap in half precision on a GPU: FlashAttention 2 (flash_attention_2.py);
@@ -25,7 +26,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ligermodels.kernels.attention_mask import Mask, dense_mask
-from ligermodels.kernels.dispatch import autocast, is_traced, runs_kernels, widen
+from ligermodels.kernels.dispatch import autocast, can_be_read, is_traced, runs_kernels, widen
 from ligermodels.kernels.flash_attention import HEAD_DIMS, flash_attention, head_dims, runs_flash_attention
 from ligermodels.kernels.flash_attention_2 import MAX_FLASH_HEAD_DIM, flash_attention_2, runs_flash_attention_2
 from ligermodels.kernels.flex_attention import MIN_FLEX_HEAD_DIM, flex_attention
@@ -53,6 +54,7 @@ def attention(
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_k: int | None = None,
     position_ids: Tensor | None = None,
+    ahead: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
     """Attention of q [B, T, Hq, D] over k [B, S, Hkv, D], v [B, S, Hkv, V] -> [B, T, Hq, V]; any strides, unit stride
@@ -71,11 +73,12 @@ def attention(
     length of the longest document.
     cu_seqlens_k, max_seqlen_k: those of the keys, where the documents have other numbers of keys than of queries.
     position_ids: [B, T] positions of the queries, if k and v are a cache; key j is at position j.
+    ahead: int64 [B, T], how many keys behind its own position each query sees too; None for none.
     dropout: probability of dropping a softmax weight.
     Raises ValueError for packed documents in a batch of several rows, for offsets of the keys without those of the
-    queries or the reverse, for position_ids without causal, and for dropout combined with a softcap or sinks.
+    queries or the reverse, for position_ids or ahead without causal, and for dropout combined with a softcap or sinks.
     """
-    check_attention(q, k, softcap, sinks, cu_seqlens, cu_seqlens_k, position_ids, causal, dropout)
+    check_attention(q, k, softcap, sinks, cu_seqlens, cu_seqlens_k, position_ids, ahead, causal, dropout)
     q, k, v = autocast(q, k, v)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     # An exported program is for any length: this one must not be compared.
@@ -84,16 +87,16 @@ def attention(
     left = None if window is None else window - 1
     longest = max_seqlen or q.shape[1]
     longest_k = longest if cu_seqlens_k is None and cu_seqlens is not None else max_seqlen_k or k.shape[1]
-    mask = Mask(left, 0 if causal else left, cu_seqlens, cu_seqlens_k, longest, longest_k)
+    mask = Mask(left, 0 if causal else left, cu_seqlens, cu_seqlens_k, longest, longest_k, ahead)
 
     if position_ids is not None:
         return dense_attention(q, k, v, sinks, scale, softcap, mask, position_ids, dropout)
-    plain = softcap is None and sinks is None and cu_seqlens is None and left is None
+    plain = softcap is None and sinks is None and cu_seqlens is None and left is None and ahead is None
     if plain and (not causal or q.shape[1] == k.shape[1]):
         return plain_attention(q, k, v, scale, causal, dropout)
     if q.is_cuda and (sinks is None or runs_kernels(q)):
         return attention_on_gpu(q, k, v, sinks, scale, softcap, mask, dropout)
-    if cu_seqlens is not None and q.is_cpu and not is_traced((q, k, v)):
+    if cu_seqlens is not None and q.is_cpu and can_be_read(cu_seqlens):
         options = {"scale": scale, "causal": causal, "window": window, "softcap": softcap, "sinks": sinks}
         return attention_by_document(q, k, v, mask, dropout=dropout, **options)
     return dense_attention(q, k, v, sinks, scale, softcap, mask, None, dropout)
@@ -101,12 +104,14 @@ def attention(
 
 def check_attention(
     q: Tensor, k: Tensor, softcap: float | None, sinks: Tensor | None, cu_seqlens: Tensor | None,
-    cu_seqlens_k: Tensor | None, position_ids: Tensor | None, causal: bool, dropout: float,
+    cu_seqlens_k: Tensor | None, position_ids: Tensor | None, ahead: Tensor | None, causal: bool, dropout: float,
 ) -> None:  # fmt: skip
     if dropout and (softcap is not None or sinks is not None):
         raise ValueError("attention: dropout cannot be combined with a softcap or with sinks")
     if position_ids is not None and not causal:
         raise ValueError("attention: position_ids are for causal attention over a cache; they need causal=True")
+    if ahead is not None and not causal:
+        raise ValueError("attention: ahead adds keys to those of causal attention; it needs causal=True")
     if cu_seqlens is None and cu_seqlens_k is None:
         return
     if q.shape[0] != 1:
@@ -125,12 +130,12 @@ def attention_on_gpu(
     if size != value_size:
         q, k, v = (F.pad(x, (0, max(size, value_size) - x.shape[-1])) for x in (q, k, v))
         return attention_on_gpu(q, k, v, sinks, scale, softcap, mask, dropout)[..., :value_size]
-    if not dropout and runs_kernels(q) and runs_flash_attention(q):
+    if mask.ahead is None and not dropout and runs_kernels(q) and runs_flash_attention(q):
         return flash_attention(q, k, v, sinks, scale, softcap, mask)
-    if softcap is None and runs_flash_attention_2(q, mask):
+    if mask.ahead is None and softcap is None and runs_flash_attention_2(q, mask):
         return flash_attention_2(q, k, v, sinks, scale, mask, dropout)
     runs_flex = size >= MIN_FLEX_HEAD_DIM and q.dtype != torch.float64
-    if runs_flex and (softcap is not None or sinks is not None):
+    if runs_flex and not dropout and not (softcap is sinks is mask.ahead is None):
         return flex_attention(q, k, v, sinks, scale, softcap, mask)
     if mask.cu_seqlens is not None and not is_traced((q, k, v)):
         warn_of_quadratic_memory(q.dtype, q.shape[-1])
@@ -183,9 +188,10 @@ def attention_reference(
     causal: bool = True,
     sinks: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
+    ahead: Tensor | None = None,
 ) -> Tensor:
     left = None if window is None else window - 1
-    mask = Mask(left, 0 if causal else left, cu_seqlens, cu_seqlens_k)
+    mask = Mask(left, 0 if causal else left, cu_seqlens, cu_seqlens_k, ahead=ahead)
     seen = dense_mask(q.shape[1], k.shape[1], q.device, mask, position_ids)
     return masked_attention(q, k, v, sinks, q.shape[-1] ** -0.5 if scale is None else scale, softcap, seen)
 
@@ -211,9 +217,10 @@ def attention_by_document(q: Tensor, k: Tensor, v: Tensor, mask: Mask, **options
     """Attention computed document by document. Reads the offsets on the host: not for GPU tensors or tracing."""
     lengths, lengths_k = (offsets.diff().tolist() for offsets in mask.offsets if offsets is not None)
     if len(lengths) == 1:
-        return attention(q, k, v, **options)
-    documents = zip(q.split(lengths, 1), k.split(lengths_k, 1), v.split(lengths_k, 1), strict=True)
-    return torch.cat([attention(*document, **options) for document in documents], dim=1)
+        return attention(q, k, v, ahead=mask.ahead, **options)
+    ahead = [None] * len(lengths) if mask.ahead is None else mask.ahead.split(lengths, 1)
+    documents = zip(q.split(lengths, 1), k.split(lengths_k, 1), v.split(lengths_k, 1), ahead, strict=True)
+    return torch.cat([attention(q, k, v, ahead=seen, **options) for q, k, v, seen in documents], dim=1)
 
 
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, dropout: float) -> Tensor:

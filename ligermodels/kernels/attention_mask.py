@@ -2,6 +2,7 @@
 
 The last query of a document stands at the position of its last key. With T queries over S keys, query i is therefore at
 position i + S - T. It sees the key at position j of its document if and only if -right <= i + S - T - j <= left.
+Instead of `right`, each query may have a number of its own, `ahead`: tokens of an image see all of their image.
 """
 
 from typing import NamedTuple
@@ -19,6 +20,7 @@ class Mask(NamedTuple):
     cu_seqlens_k: Tensor | None = None  # of the keys; None for those of the queries
     longest: int = 0  # an upper bound of the queries in a document
     longest_k: int = 0  # of the keys
+    ahead: Tensor | None = None  # int64 [B, T], of each query in place of `right`
 
     @property
     def offsets(self) -> tuple[Tensor | None, Tensor | None]:
@@ -52,7 +54,9 @@ def dense_mask(queries: int, keys: int, device: torch.device, mask: Mask, positi
     distance = position[:, :, None] - torch.arange(keys, device=device)  # [B, T, S]
     seen = torch.ones_like(distance, dtype=torch.bool)
     # Not in place: selective checkpointing could not replay it.
-    if mask.right is not None:
+    if mask.ahead is not None:
+        seen = seen & (distance >= -mask.ahead[:, :, None])
+    elif mask.right is not None:
         seen = seen & (distance >= -mask.right)
     if mask.left is not None:
         seen = seen & (distance <= mask.left)

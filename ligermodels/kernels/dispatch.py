@@ -62,6 +62,11 @@ def is_traced(args: tuple[Any, ...]) -> bool:
     return args[0].is_meta or not UNTRACED_TYPES.issuperset(map(type, args))
 
 
+def can_be_read(x: Tensor) -> bool:
+    """Whether the host can read the values of x: also under a dispatch mode, unless it compiles or fakes them."""
+    return not is_dynamo_compiling() and type(x) is Tensor and not x.is_meta
+
+
 def is_last_use(*tensors: Tensor) -> bool:
     """Whether a node's backward may overwrite what it saved: nothing reads it again.
 

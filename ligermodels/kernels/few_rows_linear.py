@@ -8,7 +8,7 @@ Every program multiplies some rows of W by all of x. The norm needs no pass of i
 1 / rms(h), is constant along K, so that a program sums h² beside the products and multiplies at the end. The input,
 which is small and stays in the cache, is computed anew by each program. All in fp32, rounded once (h before the norm,
 because the residual stream goes on with it): more exact than norm or activation, and then a linear.
-W may be in NF4 (nf4.py): its tiles are dequantised where they are multiplied, and rounded to W's dtype before that.
+W may be in NF4 (few_rows_nf4.py).
 Moves N K elements: bound by memory bandwidth. Products are not by tensor cores, whose tiles have more rows. From about
 eight rows on that would be the limit.
 """
@@ -20,11 +20,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.dispatch import autocast, promoted_dtype, refuse_gradients, register_op, runs_kernels
-from ligermodels.kernels.gated_activation import activate, check_gate_up
+from ligermodels.kernels.few_rows_input import few_rows_input
+from ligermodels.kernels.few_rows_nf4 import nf4_launcher
+from ligermodels.kernels.gated_activation import check_gate_up
 from ligermodels.kernels.gated_linear import gated_linear_reference
 from ligermodels.kernels.launch import Launcher, as_rows, cdiv, kernel, multiprocessors
 from ligermodels.kernels.linear import low_rank_linear_reference
-from ligermodels.kernels.nf4 import Nf4, aligned, nf4_tile, sections
+from ligermodels.kernels.nf4 import Nf4, aligned, sections
 from ligermodels.kernels.norm_linear import norm_linear_reference
 from ligermodels.kernels.norm_tiles import check_weights, to_fp32
 from ligermodels.kernels.pdl import launch_dependents, pdl_constants, wait_for_previous_kernel
@@ -43,19 +45,16 @@ LINEAR_PROGRAMS_PER_MULTIPROCESSOR = 2  # at least, if there are enough rows of 
 @kernel()
 def _linear_kernel(
     x_ptr, residual_ptr, norm_ptr, weight_ptr, bias_ptr, hidden_ptr, y_ptr, x_stride, residual_stride, weight_stride,
-    columns, eps, offset, nested_scale, nested_offset, scales, codes, NF4: tl.constexpr, ROWS: tl.constexpr,
+    columns, eps, offset, ROWS: tl.constexpr,
     DEPTH: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr, GATE_MULTIPLIER: tl.constexpr, DOWN_MULTIPLIER: tl.constexpr, COLUMNS: tl.constexpr,
     STEP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program computes COLUMNS columns of all ROWS rows of y. ADD: there is a residual; SCALE: a norm's weight.
-
-    NF4: weight_ptr has the bytes of a quantised weight, whose sections begin at nested_scale to codes.
-    """
+    """One program computes COLUMNS columns of all ROWS rows of y. ADD: there is a residual; SCALE: a norm's weight."""
     wait_for_previous_kernel(PDL)
     launch_dependents(PDL)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    row_ptr = weight_ptr if NF4 else weight_ptr + column.to(tl.int64)[:, None] * weight_stride
+    row_ptr = weight_ptr + column.to(tl.int64)[:, None] * weight_stride
     total = ()
     squares = ()
     for _row in tl.static_range(ROWS):
@@ -64,30 +63,17 @@ def _linear_kernel(
     for start in tl.range(0, DEPTH, STEP, num_stages=STAGES):
         k = start + tl.arange(0, STEP)
         inside = k < DEPTH
-        if NF4:
-            weight = nf4_tile(
-                weight_ptr, column, column < columns, start, nested_scale, nested_offset, scales, codes,
-                y_ptr.dtype.element_ty, DEPTH, STEP,
-            )  # fmt: skip
-        else:
-            mask = (column < columns)[:, None] & inside[None, :]
-            weight = to_fp32(tl.load(row_ptr + k[None, :], mask, other=0.0, eviction_policy="evict_first"))
+        mask = (column < columns)[:, None] & inside[None, :]
+        weight = to_fp32(tl.load(row_ptr + k[None, :], mask, other=0.0, eviction_policy="evict_first"))
         scale = tl.load(norm_ptr + k, inside, other=0.0).to(tl.float32) + offset if SCALE else 1.0
         new_total = ()
         new_squares = ()
         for row in tl.static_range(ROWS):
-            x = tl.load(x_ptr + row * x_stride + k, inside, other=0.0).to(tl.float32)
-            if ADD:
-                residual = tl.load(residual_ptr + row * residual_stride + k, inside, other=0.0).to(tl.float32)
-                hidden = (x + residual).to(hidden_ptr.dtype.element_ty)
-                tl.store(hidden_ptr + row * DEPTH + k, hidden, inside & (tl.program_id(0) == 0))
-                x = hidden.to(tl.float32)
-            if ACTIVATION is not None:
-                up = tl.load(x_ptr + row * x_stride + DEPTH + k, inside, other=0.0).to(tl.float32)
-                activated, _ = activate(x * GATE_MULTIPLIER, ACTIVATION)
-                x = activated * up * DOWN_MULTIPLIER
-            new_squares += (squares[row] + x * x if NORM else squares[row],)  # type: ignore[assignment]
-            x = x * scale
+            x, plain = few_rows_input(
+                x_ptr, residual_ptr, hidden_ptr, row, k, inside, x_stride, residual_stride, scale,
+                DEPTH, ADD, ACTIVATION, GATE_MULTIPLIER, DOWN_MULTIPLIER,
+            )  # fmt: skip
+            new_squares += (squares[row] + plain * plain if NORM else squares[row],)  # type: ignore[assignment]
             new_total += (total[row] + weight * x[None, :],)  # type: ignore[assignment]
         total = new_total
         squares = new_squares
@@ -101,16 +87,13 @@ def _linear_kernel(
 
 @functools.cache
 def _launcher(
-    rows: int, columns: int, depth: int, itemsize: int, norm: bool, add: bool, scale: bool, bias: bool,
-    activation: str | None, gate_multiplier: float, down_multiplier: float, nf4: bool, device: torch.device,
-) -> tuple[Launcher, int]:  # fmt: skip
-    """The launcher, and how many programs it takes."""
-    # Dequantising takes the registers of one row more.
-    tile = columns_of_program(min(rows + nf4, MAX_ROWS), columns, device)
+    rows: int, columns: int, depth: int, itemsize: int, device: torch.device, **constants: object
+) -> tuple[Launcher, int]:
+    """The launcher, and how many programs it takes. constants: those of the kernel that say what it computes."""
+    tile = columns_of_program(rows, columns, device)
     launch = _linear_kernel.bind(
-        NF4=nf4, ROWS=rows, DEPTH=depth, NORM=norm, ADD=add, SCALE=scale, BIAS=bias, ACTIVATION=activation,
-        GATE_MULTIPLIER=gate_multiplier, DOWN_MULTIPLIER=down_multiplier, COLUMNS=tile, STEP=STEP_BYTES // itemsize,
-        STAGES=STAGES, num_warps=WARPS, **pdl_constants(device),
+        ROWS=rows, DEPTH=depth, COLUMNS=tile, STEP=STEP_BYTES // itemsize, STAGES=STAGES, num_warps=WARPS, **constants,
+        **pdl_constants(device),
     )  # fmt: skip
     return launch, cdiv(columns, tile)
 
@@ -136,18 +119,24 @@ def _launch(
     if not y.numel():
         return y, hidden
     x, weight = as_rows(x), aligned(weight) if groups else as_rows(weight)
-    at = sections(columns, depth, groups)
     residual = None if residual is None else as_rows(residual)
-    launch, programs = _launcher(
-        x.shape[0], columns, depth, dtype.itemsize, norm, residual is not None, norm_weight is not None,
-        bias is not None, activation, gate_multiplier, down_multiplier, groups > 0, x.device,
-    )  # fmt: skip
-    launch(
-        programs, x, x if residual is None else residual, x if norm_weight is None else norm_weight.contiguous(),
+    constants = {
+        "NORM": norm, "ADD": residual is not None, "SCALE": norm_weight is not None, "BIAS": bias is not None,
+        "ACTIVATION": activation, "GATE_MULTIPLIER": gate_multiplier, "DOWN_MULTIPLIER": down_multiplier,
+    }  # fmt: skip
+    tensors = (
+        x, x if residual is None else residual, x if norm_weight is None else norm_weight.contiguous(),
         weight, x if bias is None else bias.contiguous(), y if hidden is None else hidden, y,
-        x.stride(0), 0 if residual is None else residual.stride(0), weight.stride(0), columns, float(eps),
-        float(offset), at.nested_scale, at.nested_offset, at.scale, at.codes,
     )  # fmt: skip
+    strides = x.stride(0), 0 if residual is None else residual.stride(0)
+    if groups:
+        at = sections(columns, depth, groups)
+        launch, programs = nf4_launcher(x.shape[0], columns, depth, x.device, **constants)
+        places = at.nested_scale, at.nested_offset, at.scale, at.codes
+        launch(programs, *tensors, *strides, columns, float(eps), float(offset), *places)
+    else:
+        launch, programs = _launcher(x.shape[0], columns, depth, dtype.itemsize, x.device, **constants)
+        launch(programs, *tensors, *strides, weight.stride(0), columns, float(eps), float(offset))
     return y, hidden
 
 

@@ -70,35 +70,39 @@ def softcap_score_mod(softcap: float, fp32: bool):
 
 def kernel_options(q: Tensor, mask: Mask) -> dict[str, Any]:
     wide = q.shape[-1] == 256 and q.element_size() == 2 and shared_memory(q.device) >= HOPPER_SHARED_MEMORY
-    contiguous = mask.left is None and mask.cu_seqlens is None  # the key blocks that a query block sees
+    contiguous = mask.left is mask.cu_seqlens is mask.ahead is None  # the key blocks that a query block sees
     return {"BLOCKS_ARE_CONTIGUOUS": contiguous} | (HEAD_256_TILES if wide else {})
 
 
 class PackedMasks(NamedTuple):
-    """The block masks of one batch of packed documents."""
+    """The block masks of one batch."""
 
-    versions: tuple[int | None, ...]  # of the content of the offsets
-    cu_seqlens_k: Tensor | None
+    versions: tuple[int | None, ...]  # of the content of the tensors of the mask
+    others: tuple[Tensor | None, ...]  # those of them that are not the key
     alignment: Alignment
     by_window: dict[tuple[int | None, int | None], Any]  # (left, right) -> block mask
 
 
-PACKED_MASKS = WeakTensorKeyDictionary()  # cu_seqlens -> PackedMasks
+PACKED_MASKS = WeakTensorKeyDictionary()  # cu_seqlens, or where there is one `ahead` -> PackedMasks
 
 
 def shared_block_mask(queries: int, keys: int, device: torch.device, mask: Mask):
     """FlexAttention's block mask, cached for all layers: creating it takes longer than one attention."""
-    if mask.cu_seqlens is None:
+    key, others = mask.ahead, (mask.cu_seqlens, mask.cu_seqlens_k)
+    if key is None:
+        key, others = mask.cu_seqlens, (mask.cu_seqlens_k, None)
+    if key is None:
         return unpacked_block_mask(queries, keys, device, mask.left, mask.right)
-    masks = PACKED_MASKS.get(mask.cu_seqlens)
+    masks = PACKED_MASKS.get(key)
     # The next batch may overwrite the same tensors.
-    versions = tuple(None if x is None else x._version for x in (mask.cu_seqlens, mask.cu_seqlens_k))
-    if masks is None or masks.versions != versions or masks.cu_seqlens_k is not mask.cu_seqlens_k:
+    versions = tuple(None if x is None else x._version for x in (key, *others))
+    same = masks is not None and all(x is y for x, y in zip(masks.others, others, strict=True))
+    if masks is None or not same or masks.versions != versions:
         alignment = align_ends(queries, keys, device, mask)
-        masks = PACKED_MASKS[mask.cu_seqlens] = PackedMasks(versions, mask.cu_seqlens_k, alignment, {})
+        masks = PACKED_MASKS[key] = PackedMasks(versions, others, alignment, {})
     window = mask.left, mask.right
     if window not in masks.by_window:
-        masks.by_window[window] = make_block_mask(queries, keys, device, *window, masks.alignment)
+        masks.by_window[window] = make_block_mask(queries, keys, device, *window, masks.alignment, mask.ahead)
     return masks.by_window[window]
 
 
@@ -108,8 +112,9 @@ def unpacked_block_mask(queries: int, keys: int, device: torch.device, left: int
 
 
 def make_block_mask(
-    queries: int, keys: int, device: torch.device, left: int | None, right: int | None, alignment: Alignment
-):
+    queries: int, keys: int, device: torch.device, left: int | None, right: int | None, alignment: Alignment,
+    ahead: Tensor | None = None,
+):  # fmt: skip
     from torch.nn.attention.flex_attention import create_block_mask
 
     shift, document, document_k = alignment
@@ -117,7 +122,9 @@ def make_block_mask(
     def seen(batch, head, query, key):
         distance = query - key + (shift if isinstance(shift, int) else shift[query])
         mask = query >= 0
-        if right is not None:
+        if ahead is not None:
+            mask = mask & (distance >= -ahead[batch, query])
+        elif right is not None:
             mask = mask & (distance >= -right)
         if left is not None:
             mask = mask & (distance <= left)
@@ -125,4 +132,5 @@ def make_block_mask(
             mask = mask & (document[query] == document_k[key])
         return mask
 
-    return create_block_mask(seen, None, None, queries, keys, device=device)
+    batch = None if ahead is None else ahead.shape[0]
+    return create_block_mask(seen, batch, None, queries, keys, device=device)

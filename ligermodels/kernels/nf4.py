@@ -341,38 +341,6 @@ def nf4_values(data_ptr, pair):
     return tl.interleave(high, low)
 
 
-@triton.jit
-def nf4_tile(
-    data_ptr,
-    row,
-    mask,
-    start,
-    nested_scale,
-    nested_offset,
-    scale,
-    codes,
-    dtype,
-    DEPTH: tl.constexpr,
-    STEP: tl.constexpr,
-):
-    """Rows [R] of a weight [rows, DEPTH], columns start to start + STEP -> [R, STEP] fp32, rounded to `dtype` before.
-
-    mask: which rows there are. What is beyond DEPTH is zero.
-    """
-    block = start // 64 + tl.arange(0, STEP // 64)
-    pair = start // 2 + tl.arange(0, STEP // 2)
-    row = row.to(tl.int64)[:, None]
-    scales = nf4_scales(
-        data_ptr, row, row * (DEPTH // 64) + block[None, :], mask[:, None] & (block < DEPTH // 64)[None, :],
-        nested_scale, nested_offset, scale,
-    )  # fmt: skip
-    byte = tl.load(
-        data_ptr + codes + row * (DEPTH // 2) + pair[None, :], mask[:, None] & (pair < DEPTH // 2)[None, :], other=0x77
-    )
-    values = nf4_values(data_ptr, byte).reshape(row.shape[0], STEP // 64, 64) * scales[:, :, None]
-    return values.reshape(row.shape[0], STEP).to(dtype).to(tl.float32)
-
-
 @kernel()
 def _dequantize_kernel(
     data_ptr, weight_ptr, scales, scales_per_row, nested_scale, nested_offset, scale, codes, BLOCKS: tl.constexpr,

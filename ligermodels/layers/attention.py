@@ -83,6 +83,7 @@ class Attention(Mixer):
             q = q * positions.query_scale
         options: dict[str, Any] = {"scale": self.scale, "window": self.window, "softcap": self.softcap}
         options |= {} if self.sinks is None else {"sinks": self.sinks}
+        options |= {} if positions.ahead is None else {"ahead": positions.ahead}
         if cache is not None:
             return cache.attend(q, k, v, positions.position_ids, **options).flatten(2)
         return positions.attend(q, k, v, dropout=self.dropout if self.training else 0.0, **options).flatten(2)

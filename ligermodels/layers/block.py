@@ -6,17 +6,19 @@ Must not know any family.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from ligermodels.configs.base import Config
 from ligermodels.generation.cache import LayerCache, LayerStates
 from ligermodels.kernels.gated_activation import gated_activation
 from ligermodels.layers.fused import add_then_norm, apply_linear
+from ligermodels.layers.kept_tensors import ResultSize, keeping
 from ligermodels.layers.mixer import Mixer, Positions
 from ligermodels.layers.mlp import MLP, GatedMLP
 from ligermodels.layers.moe import MoE
@@ -35,23 +37,27 @@ class Block(nn.Module, ABC):
         self.mlp = mlp
         self.dropout = 0.0  # of both branches, before they join the residual stream
         self.activation_checkpointing = False
+        self.kept: frozenset[ResultSize] = frozenset()  # what activation checkpointing keeps beside the input
 
     @property
     def mixer(self) -> Any:
         """The module that mixes the tokens; a wrapper of it, where a tool has put one in its place."""
         return self._modules[self.mixer_name]
 
-    def checkpoint_activations(self) -> None:
-        """Saves only the block's inputs for backward, which recomputes the rest.
+    def checkpoint_activations(self, kept: Collection[ResultSize] = ()) -> None:
+        """Saves only the block's input, and what is in `kept`, for backward, which recomputes the rest.
 
+        kept: the sizes of `keepable_tensors`.
         Also unfuses the down projection from its activation. Recomputation stops at the last saved tensor; an unfused
         linear saves its input before its matrix product, so that this product is not recomputed.
         """
         self.set_activation_checkpointing(True)
+        self.kept = frozenset(kept)
 
     def keep_activations(self) -> None:
         """Undoes `checkpoint_activations`."""
         self.set_activation_checkpointing(False)
+        self.kept = frozenset()
 
     def set_activation_checkpointing(self, enabled: bool) -> None:
         self.activation_checkpointing = enabled
@@ -64,10 +70,18 @@ class Block(nn.Module, ABC):
     ) -> BlockOutput:
         """x, residual [B, T, H] -> (x, residual, router logits), of the same shapes."""
         if self.activation_checkpointing and torch.is_grad_enabled():
-            has_dropout = self.mixer.dropout > 0 or self.dropout > 0
-            inputs = x, residual, positions, cache
-            return checkpoint(self.forward_block, *inputs, use_reentrant=False, preserve_rng_state=has_dropout)
+            return self.forward_checkpointed(x if residual is None else x + residual, positions, cache)
         return self.forward_block(x, residual, positions, cache)
+
+    def forward_checkpointed(
+        self, x: Tensor, positions: Positions, cache: LayerCache | LayerStates | None
+    ) -> BlockOutput:
+        """`forward_block` of the residual stream x [B, T, H], which is all that is kept for backward beside `kept`."""
+        return checkpoint(
+            self.forward_block, x, None, positions, cache, use_reentrant=False,
+            preserve_rng_state=self.mixer.dropout > 0 or self.dropout > 0,
+            context_fn=keeping(self.kept) if self.kept else noop_context_fn,
+        )  # fmt: skip
 
     @abstractmethod
     def forward_block(

@@ -27,6 +27,7 @@ from ligermodels.kernels.logprobs_of_logits import LogProbs
 from ligermodels.kernels.shared_keys import SharedKeys
 from ligermodels.layers.block import Block
 from ligermodels.layers.fused import add_then_norm
+from ligermodels.layers.kept_tensors import choose_kept
 from ligermodels.layers.lm_head import LMHead, divergence_from, logprobs_from, loss_of, select_rows
 from ligermodels.layers.lora import initialize_lora
 from ligermodels.layers.mixer import KeysReadLater, Positions
@@ -139,6 +140,7 @@ class Decoder(nn.Module):
         positions = Positions(
             position_ids, angles, cu_seqlens, max_seqlen, shared_keys, scale, padding=padding,
             layer_inputs=self.layer_inputs(input_ids, x),
+            ahead=features.seen_ahead(x.shape[:2]) if isinstance(features, ImageFeatures) else None,
             cross=features if isinstance(features, CrossFeatures) else None,
             read_later=KeysReadLater() if self.keys_are_shared else None,
         )  # fmt: skip
@@ -550,13 +552,18 @@ class CausalLM(AdaptableModule, HubModule, ABC):
         """`activation_checkpointing_disable`, under its older name."""
         self.activation_checkpointing_disable()
 
-    def checkpoint_activations(self, count: int | None = None) -> None:
+    def checkpoint_activations(
+        self, count: int | None = None, kept_tensors: int | None = 0, sequence_length: int = 1
+    ) -> None:
         """Enables activation checkpointing in the first `count` blocks; None for all.
 
         It takes the first blocks because their backward runs last, when the other blocks have freed their activations.
+        kept_tensors: how many results these blocks keep; None for all that `choose_kept` finds, with sequences of
+        sequence_length tokens.
         """
-        for block in self.blocks[:count]:
-            block.checkpoint_activations()
+        blocks = self.blocks[:count]
+        for block, kept in zip(blocks, choose_kept(blocks, kept_tensors, sequence_length), strict=True):
+            block.checkpoint_activations({tensor.size for tensor in kept})
 
     @torch.no_grad()
     def initialize(self, seed: int) -> None:

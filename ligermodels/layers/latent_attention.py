@@ -121,5 +121,9 @@ class LatentAttention(Mixer):
     def score_width(self) -> int:
         return self.num_heads * (self.head_dim + self.value_size)
 
+    @property
+    def output_size(self) -> int:
+        return self.num_heads * self.value_size
+
     def implementation(self, device: torch.device, dtype: torch.dtype) -> str:
         return packed_attention_name(device, dtype, max(self.head_dim, self.value_size), None)

@@ -37,6 +37,7 @@ class Positions:
     causal: bool = True
     padding: Tensor | None = None  # int64 [B], with a cache: how many places at the end of each row are no tokens
     layer_inputs: Tensor | None = None  # [B, T, layers, size], what each layer reads beside the residual stream
+    ahead: Tensor | None = None  # int64 [B, T], how many tokens behind it a token sees; None where all see none
     cross: CrossFeatures | None = None  # images that cross-attention reads; None without
     read_later: KeysReadLater | None = None  # None where no layer reads the keys of another
 
@@ -64,6 +65,7 @@ class Mixer(PackingModule, ABC):
     dropout: float = 0.0
     window: int | None = None
     source: int | None = None
+    num_heads: int
 
     @abstractmethod
     def forward(
@@ -86,6 +88,11 @@ class Mixer(PackingModule, ABC):
         return 0
 
     @property
+    def output_size(self) -> int:
+        """Elements of attention's output for a token, where `score_width` is not 0."""
+        return self.score_width // 2
+
+    @property
     def state_flops(self) -> int:
         """FLOPs of a token in forward that read and change states."""
         return 0
@@ -97,3 +104,9 @@ class Mixer(PackingModule, ABC):
     @abstractmethod
     def implementation(self, device: torch.device, dtype: torch.dtype) -> str:
         """What computes packed documents there, for reports."""
+
+
+def mean_attended_keys(length: int, window: int | None) -> float:
+    """Returns the average number of keys that a query of a row attends to, its own included."""
+    most = min(window or length, length)
+    return (most * (most + 1) / 2 + (length - most) * most) / length

@@ -48,13 +48,14 @@ class Images(NamedTuple):
     layout: of these patches. places: int64 [N], of the tokens of their features in the flattened batch.
     rope_ids: int64 [3, B, T], the positions of all tokens, from 0 in each row or packed document.
     rope_offsets: int64 [B, 1], of unpacked rows: what positions behind them are ahead of the number of tokens.
+    The last two are None where the tokens' own positions are those of RoPE.
     """
 
     pixels: Tensor
     layout: PatchLayout
     places: Tensor
-    rope_ids: Tensor
-    rope_offsets: Tensor
+    rope_ids: Tensor | None = None
+    rope_offsets: Tensor | None = None
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Self:
         return tree_map_only(Tensor, lambda x: x.to(device, non_blocking=non_blocking), self)
@@ -121,7 +122,7 @@ class VisionLanguageModel(ImageParts):
         vision = config.vision
         vision.check_features(config.hidden_size)
         self.visual = self.tower(vision)
-        self.projector = PatchMerger(vision, config.hidden_size)
+        self.projector = self.merger(vision)
         tapped = len(self.visual.tapped)
         self.deepstack = nn.ModuleList(
             PatchMerger(vision, config.hidden_size, norm_squares=True) for _ in range(tapped)
@@ -156,6 +157,10 @@ class VisionLanguageModel(ImageParts):
     def tower(self, config: Any) -> VisionTower:
         """Builds the vision tower."""
 
+    def merger(self, config: Any) -> nn.Module:
+        """Builds the projector, which takes the tower's output (x, residual)."""
+        return PatchMerger(config, self.config.hidden_size)
+
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -168,6 +173,7 @@ class VisionLanguageModel(ImageParts):
         video_grid_thw: Tensor | None = None,
         second_per_grid_ts: Sequence[float] | Tensor | None = None,
         mm_token_type_ids: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
         rope_ids: Tensor | None = None,
         **inputs: Any,
@@ -175,10 +181,10 @@ class VisionLanguageModel(ImageParts):
         """As `CausalLM.forward`, with images.
 
         images: what `prepare_images` returned, on the model's device. In its place the tensors of the Hub's processors:
-        pixel_values: [P, channels frames p p], patches of all images in the order of their tokens. image_grid_thw: int
+        pixel_values: [P, values of a patch], patches of all images in the order of their tokens. image_grid_thw: int
         [images, 3], patches over time, height and width. pixel_values_videos, video_grid_thw: the same of videos.
         second_per_grid_ts: of each video, the seconds between two of its frames; None for one.
-        mm_token_type_ids: not needed; the token ids say it.
+        mm_token_type_ids, token_type_ids: not needed; the token ids say it.
         position_ids: as those of `CausalLM.forward`; or [3, B, T], of time, height and width; or [4, B, T], both.
 
         Without `images` the ids are read on the host. Raises InputError for images that do not fit the tokens.
@@ -199,10 +205,12 @@ class VisionLanguageModel(ImageParts):
             images = images.to(input_ids.device)
         if images is not None:
             inputs["features"] = self.encode_images(images)
-            if rope_ids is None:
+            if rope_ids is None and images.rope_ids is not None:
                 rope_ids = images.rope_ids if cache is None else cache.extend_rope(*images[-2:])
         elif "features" not in inputs and is_sharded(self) and (is_trained(self.visual) or is_trained(self.projector)):
             inputs["features"] = no_features(self.encode_grey_image())
+        if input_ids is not None and self.config.image_token_id >= self.config.vocab_size:  # it has no embedding
+            input_ids = input_ids.masked_fill(input_ids == self.config.image_token_id, 0)
         return super().forward(input_ids, labels, position_ids=position_ids, rope_ids=rope_ids, **inputs)
 
     def encode_images(self, images: Images) -> ImageFeatures:
@@ -216,9 +224,11 @@ class VisionLanguageModel(ImageParts):
         """The features of one prompt's images, for generation. images: of the ids [1, T]."""
         order = images.places.argsort()
         features, there = self.encode_images(images.to(self.device)), order.to(self.device)
+        rope_ids, offsets, ahead = images.rope_ids, images.rope_offsets, features.ahead
         return PromptImages(
-            features.values[there], images.places[order], images.rope_ids[:, 0], int(images.rope_offsets),
-            tuple(values[there] for values in features.deepstack),
+            features.values[there], images.places[order], None if rope_ids is None else rope_ids[:, 0],
+            0 if offsets is None else int(offsets), tuple(values[there] for values in features.deepstack),
+            None if ahead is None else ahead.cpu()[order],
         )  # fmt: skip
 
     def encode_grey_image(self) -> ImageFeatures:
@@ -231,7 +241,25 @@ class VisionLanguageModel(ImageParts):
         layout, _ = self.patch_layout([Grid(1, side, side)])
         pixels = torch.zeros(side * side, vision.pixels_per_patch, device=device)
         layout = tree_map_only(Tensor, lambda x: x.to(device), layout)
-        return self.encode_images(Images(pixels, layout, *(pixels.new_empty(0) for _ in range(3))))
+        return self.encode_images(Images(pixels, layout, pixels.new_empty(0)))
+
+    @property
+    def processor_settings(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What a new processor must know: the fields of preprocessor_config.json, and of processor_config.json."""
+        vision = self.config.vision
+        image = {
+            "image_processor_type": self.image_processor_type, "patch_size": vision.patch_size,
+            "merge_size": vision.spatial_merge_size, "temporal_patch_size": vision.temporal_patch_size,
+        }  # fmt: skip
+        return image, {}
+
+    def example_images(self, rows: int) -> tuple[int, dict[str, Tensor]]:
+        """Random pixel inputs of one image a row, and the image tokens of each."""
+        vision, side = self.config.vision, self.config.vision.spatial_merge_size
+        grid = Grid(1, 2 * side, 3 * side)
+        generator = torch.Generator().manual_seed(0)
+        pixels = torch.randn(rows * grid.patches, vision.pixels_per_patch, generator=generator)
+        return grid.merged(side).patches, {"pixel_values": pixels, "image_grid_thw": torch.tensor([grid] * rows)}
 
     def patch_layout(self, grids: Sequence[Grid]) -> tuple[PatchLayout, Tensor | None]:
         """The layout of the patches of images with these grids, and the order of their squares in it."""
@@ -248,14 +276,19 @@ class VisionLanguageModel(ImageParts):
         attention_mask: Tensor | None = None,
         *,
         mm_token_type_ids: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
         """As `CausalLM.generate`, with the pixel inputs of `forward` among the options."""
         pixels = {name: options.pop(name) for name in PIXEL_INPUTS if options.get(name) is not None}
         if pixels:
             rows = input_ids if attention_mask is None else input_ids.masked_fill(attention_mask == 0, -1)
-            options["images"] = split_by_row(pixels, rows.cpu(), self.config)
+            options["images"] = self.split_by_row(pixels, rows.cpu())
         return super().generate(input_ids, attention_mask, **options)
+
+    def split_by_row(self, pixels: Mapping[str, Any], ids: Tensor) -> list[dict[str, Any]]:
+        """The pixel inputs of a batch, for each of its rows alone. ids: [B, T] on the CPU, other ids at padding."""
+        return split_by_row(pixels, ids, self.config)
 
     @_disable_dynamo
     def prepare_images(

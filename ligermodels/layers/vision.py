@@ -23,18 +23,17 @@ from ligermodels.layers.vision_positions import PatchLayout
 
 
 class PatchEmbedding(nn.Module):
-    """A convolution whose stride is its kernel, as a matrix product. weight [E, channels, frames, p, p]."""
+    """A convolution whose stride is its kernel, as a matrix product. weight [E, channels, (frames,) p, p]."""
 
     bias: nn.Parameter | None
 
     def __init__(self, config: VisionConfig, bias: bool) -> None:
         super().__init__()
-        shape = config.in_channels, config.temporal_patch_size, config.patch_size, config.patch_size
-        self.weight = nn.Parameter(torch.empty(config.hidden_size, *shape))
+        self.weight = nn.Parameter(torch.empty(config.hidden_size, *config.patch_shape))
         self.register_parameter("bias", nn.Parameter(torch.empty(config.hidden_size)) if bias else None)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Patches [P, channels frames p p] -> [1, P, E], in the weight's dtype."""
+        """Patches [P, values of a patch] -> [1, P, E], in the weight's dtype."""
         return F.linear(pixels.to(self.weight.dtype), self.weight.flatten(1), self.bias)[None]
 
 
@@ -52,29 +51,33 @@ class VisionTower(nn.Module):
     windowed: the indices of the blocks whose attention is within windows; the others attend within frames.
     table: the number of positions of a learned square table, which is added to the patches; 0 for none.
     tapped: the indices of the blocks whose hidden states are returned too.
+    final_norm: whether the output is normed.
     """
 
     def __init__(
         self, config: VisionConfig, blocks: Sequence[Block], *, patch_bias: bool = False,
-        windowed: Collection[int] = (), table: int = 0, tapped: Collection[int] = (),
+        windowed: Collection[int] = (), table: int = 0, tapped: Collection[int] = (), final_norm: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         self.patch_embed = PatchEmbedding(config, patch_bias)
         self.pos_embed = nn.Embedding(table, config.hidden_size) if table else None
         self.blocks = nn.ModuleList(blocks)
-        self.rotary_emb = rotary_embedding(config.ropes[FULL_ATTENTION], config.head_dim, 1)
+        self.norm = hidden_norm(config) if final_norm else None
+        rope = config.ropes.get(FULL_ATTENTION)
+        self.rotary_emb = None if rope is None else rotary_embedding(rope, config.head_dim, 1)
         self.patches_per_feature = config.patches_per_feature
         self.windowed, self.tapped = frozenset(windowed), frozenset(tapped)
 
     def forward(self, pixels: Tensor, layout: PatchLayout) -> TowerOutput:
-        """Patches [P, channels frames p p]; see `TowerOutput`."""
+        """Patches [P, values of a patch]; see `TowerOutput`."""
         x, residual, tapped = self.patch_embed(pixels), None, []
         if self.pos_embed is not None and layout.table is not None:
             entries, weights = layout.table  # interpolated in fp32, rounded once
             table = widen(self.pos_embed.weight)
             weights = weights.to(table.dtype)
             x = x + F.embedding_bag(entries, table, per_sample_weights=weights, mode="sum").to(x.dtype)
-        angles = {FULL_ATTENTION: self.rotary_emb(layout.positions[:, None])}
+        rotary = self.rotary_emb
+        angles = {} if rotary is None else {FULL_ATTENTION: rotary(layout.positions[:, None])}
         frames, windows = (
             None if spans is None else Positions(layout.positions, angles, *spans, causal=False)
             for spans in (layout.frames, layout.windows)
@@ -83,6 +86,8 @@ class VisionTower(nn.Module):
             x, residual, _ = block(x, residual, windows if index in self.windowed else frames)
             if index in self.tapped:
                 tapped.append(x + residual)
+        if self.norm is not None:
+            x, residual = add_then_norm(self.norm, x, residual)[0], None
         return TowerOutput(x, residual, tapped)
 
 

@@ -23,6 +23,7 @@ from ligermodels.training.setting_values import (
     FINITE,
     FRACTION,
     FROM_0_TO_1,
+    IMAGE_TOKENS,
     LENGTH,
     NORM,
     NOT_NEGATIVE,
@@ -105,6 +106,9 @@ class TrainConfig:
     packing: bool = setting("data", True, "sequence packing with document masking", objectives=SUPERVISED)
     chat_template: str | None = setting("data", None, "the chat template that renders chats and is exported: a Jinja "
         f"file, or {', '.join(BUILT_IN_TEMPLATES)}", metavar="FILE|NAME", shown="the model's own")
+    image_tokens: str | None = setting("data", None, "the most tokens of an image, or fewest:most; larger and smaller "
+        "images are resized", IMAGE_TOKENS, metavar="MOST", shown="1024, of models whose images have any size",
+        objectives=("sft",))
     allow_bad_lines: int = setting("data", 0, "skip up to this many lines that cannot be read", COUNT)
 
     epochs: float | None = setting("training", None, "passes over the data", ABOVE_ZERO,
@@ -117,11 +121,19 @@ class TrainConfig:
     micro_batch_size: int | None = setting("training", None, "sequences per forward pass of a rank; the rest of its "
         "batch is gradient accumulation", POSITIVE, shown="as many as fit into memory; tiny: no accumulation",
         objectives=SUPERVISED)
-    optimizer: Literal["adamw", "adamw8bit", "muon"] = setting("training", "adamw", "adamw8bit needs torchao")
+    optimizer: Literal["adamw", "adamw8bit", "muon"] = setting("training", "adamw", "adamw8bit: moments in 8 bits")
     optimizer_state_dtype: Literal["float32", "bfloat16"] | None = setting("training", None, "dtype of the optimizer "
         "states", shown="that of the parameters")
     learning_rate: float | None = setting("training", None, "peak learning rate", ABOVE_ZERO,
-        shown="1e-5; LoRA: 1e-4; new weights: 4.5e-3 at width 128, 1/width; of preferences below a tenth of these")
+        shown="1e-5; LoRA: 1e-4; new weights: 4.5e-3 at width 128, with images 1e-3, 1/width; of preferences below a "
+        "tenth of these")
+    train_parts: tuple[Literal["vision", "projector", "text"], ...] | None = setting("training", None, "parts of a "
+        "model with images that are trained; the others are frozen", shown="all; with LoRA its updates alone",
+        objectives=("sft",))
+    vision_learning_rate: float | None = setting("training", None, "peak learning rate of the vision tower", ABOVE_ZERO,
+        shown="--learning-rate", objectives=("sft",))
+    projector_learning_rate: float | None = setting("training", None, "peak learning rate of the projector",
+        ABOVE_ZERO, shown="--learning-rate", objectives=("sft",))
     schedule: Literal["cosine", "linear", "wsd"] = setting("training", "cosine", "wsd: warmup, stable, decay")
     warmup: int | None = setting("training", None, "steps of linear warmup", COUNT, shown="3 % of the steps; tiny: 30")
     weight_decay: float = setting("training", 0.1, "not applied to norms, biases and embeddings", NOT_NEGATIVE)
@@ -130,9 +142,12 @@ class TrainConfig:
         shown="bfloat16 on a GPU, else float32; tiny: float32")
     param_dtype: Literal["float32", "bfloat16"] | None = setting("training", None, "dtype of the trained parameters",
         shown="bfloat16 for --dtype bfloat16 on one process without LoRA, else float32")
+    param_rounding: Literal["nearest", "stochastic", "kahan"] = setting("training", "nearest", "of updated bfloat16 "
+        "parameters; stochastic: by the seed; kahan: with a compensation, 2 more bytes a parameter")
     float8: bool = setting("training", False, "float8 matrix products in the blocks, through torchao; needs --compile")
-    activation_checkpointing: Literal["none", "auto", "full"] | None = setting("training", None, "blocks that keep "
-        "only their inputs for the backward pass; auto: as few as fit into memory", shown="auto; tiny: none")
+    activation_checkpointing: Literal["none", "auto", "selective", "full"] | None = setting("training", None, "full: "
+        "blocks keep only their inputs for the backward pass; selective: attention and the products around it too; "
+        "auto: as little of it as memory demands", shown="auto; tiny: none")
     compile: bool = setting("training", False, "torch.compile each block")
     seed: int = setting("training", 0, "seed of new weights, data order and dropout", SEED)
     deterministic: bool = setting("training", False, "the same bits in every run on the same devices; slower attention")
@@ -227,7 +242,9 @@ class TrainConfig:
         objectives=RL)
     sampler_correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = setting(
         "reinforcement", None, "weight by the ratio of the policy and the sampler", shown="no weight", objectives=RL)
-    sampler_clip: float = setting("reinforcement", 3.0, "bound of that ratio", ABOVE_ZERO, objectives=RL)
+    sampler_clip: float = setting("reinforcement", 3.0, "upper bound of that ratio", ABOVE_ZERO, objectives=RL)
+    sampler_clip_min: float | None = setting("reinforcement", None, "lower bound of that ratio", ABOVE_ZERO,
+        shown="no bound", objectives=RL)
     off_policy_threshold: float | None = setting("reinforcement", None, "leave out completions with a negative "
         "advantage whose mean log-probability fell by more than this", ABOVE_ZERO, shown="leave out none",
         objectives=RL)
@@ -235,6 +252,10 @@ class TrainConfig:
         "are trained on", POSITIVE_FRACTION, objectives=RL)
     entropy_coef: float = setting("reinforcement", 0.0, "weight of the entropy, which the loss then raises",
         NOT_NEGATIVE, objectives=RL)
+    entropy_target: float | None = setting("reinforcement", None, "adapt --entropy-coef by 0.005 a step, up where the "
+        "entropy is at most this", ABOVE_ZERO, shown="--entropy-coef stays", objectives=RL)
+    pass_at: int | None = setting("reinforcement", None, "validate also with this many sampled completions of each "
+        "held-out prompt, as pass@K", LENGTH, metavar="K", shown="greedy completions alone", objectives=RL)
     mask_truncated: bool = setting("reinforcement", False, "leave out completions that reached "
         "--max-completion-length", objectives=RL)
     keep_zero_spread: bool = setting("reinforcement", False, "keep prompts whose completions all got the same reward",
@@ -338,7 +359,7 @@ class RunConfig(TrainConfig):
     warmup: int
     dtype: Literal["float32", "tf32", "bfloat16"]
     param_dtype: Literal["float32", "bfloat16"]
-    activation_checkpointing: Literal["none", "auto", "full"]
+    activation_checkpointing: Literal["none", "auto", "selective", "full"]
     eval_every: int
 
     @property

@@ -33,7 +33,19 @@ BELOW_HALF = Constraint(lambda x: 0 <= x < 0.5, "a number from 0 to below 0.5")
 FROM_0_TO_1 = Constraint(lambda x: 0 <= x <= 1, "a number from 0 to 1")
 FINITE = Constraint(math.isfinite, "a finite number")
 POSITIVE_FRACTION = Constraint(lambda x: 0 < x <= 1, "a number above 0 and at most 1")
+IMAGE_TOKENS = Constraint(
+    lambda x: token_range(x) is not None, "the most tokens of an image, or fewest:most as 64:1024"
+)
 BELOW_ONE = Constraint(lambda x: 0 <= x < 1, "a number from 0 to below 1")
+
+
+def token_range(text: str) -> tuple[int, int] | None:
+    """(fewest, most) of "64:1024"; of "1024" the fewest are 1. None for another text."""
+    fewest, colon, most = text.rpartition(":")
+    if not most.isdecimal() or not (fewest.isdecimal() or not colon):
+        return None
+    found = int(fewest or 1), int(most)
+    return found if 1 <= found[0] <= found[1] else None
 
 
 def choices_of(kind: Any) -> tuple[str, ...]:

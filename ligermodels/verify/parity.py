@@ -10,13 +10,15 @@ If the truth is in fp32, the reference's own error in fp32 is unknown. It is est
 the ratio of the machine epsilons and by √K, the roundings of a sum of K terms (in bf16, sums are in fp32 too).
 In bf16, rounding can flip the choice between two nearly equal experts on either side. For models with experts the
 logits' error is therefore the median over tokens. The error of the gradients is the median over tensors.
+A model with images gets one in each row. Gradients that are zero but for rounding, as of the biases of keys without
+RoPE, are not compared.
 """
 
 import gc
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
@@ -29,6 +31,7 @@ from ligermodels.generation.decoding import generate
 from ligermodels.hub import models
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.moe import MoE
+from ligermodels.layers.multimodal import VisionLanguageModel
 from ligermodels.verify import reference
 from ligermodels.verify.certificate import Check
 from ligermodels.verify.text import TEXTS, has_tokenizer_json
@@ -38,6 +41,7 @@ from ligermodels.weights.mapping import Piece, plan_pieces
 FP32_FACTOR, BF16_FACTOR = 4.0, 1.5
 EPS = torch.finfo(torch.float32).eps
 BATCH_ROWS, ROW_TOKENS = 2, 64
+VANISHING = 1e-7  # of the largest gradient: in fp64 too, the reference computes each softmax in fp32
 PROMPT_LENGTH = 16  # tokens of the first row that greedy decoding continues
 LOGITS, LOSS = "logits", "loss"
 FP64_MEMORY_FRACTION = 0.6  # fraction of the free memory for weights and gradients in fp64
@@ -123,22 +127,27 @@ class Errors:
 def parity_checks(folder: Path, device: str, new_tokens: int) -> list[Check]:
     """Runs all comparisons. Each side is loaded once per dtype."""
     blueprint = models.build_on_meta(*models.select_architecture(read_config(folder), folder / CONFIG_FILE))
-    names, ids = HubNames.of(blueprint), example_token_ids(folder, blueprint.config.vocab_size).to(device)
-    prompt = ids[0, :PROMPT_LENGTH].tolist()
+    names, ids = HubNames.of(blueprint), example_token_ids(folder, blueprint.config.vocab_size)
+    example = example_of(blueprint, ids).to(device)
+    prompt, first_images = example.ids[0, : example.prompt_length].tolist(), example.images_of_first_row
     truth_dtype = torch.float64 if fits_fp64(blueprint, device) else torch.float32
     truth: dict[str, Tensor] = {}
 
     def theirs(dtype: torch.dtype) -> Errors:
         model = reference.load_reference_model(folder, dtype, device)
-        tokens = reference.greedy_continuation(model, prompt, new_tokens, device) if dtype is torch.float32 else []
-        return compare(measure(model, ids, names.theirs), truth, tokens)
+        tokens: list[int] = []
+        if dtype is torch.float32:
+            tokens = reference.greedy_continuation(model, prompt, new_tokens, device, first_images, example.token)
+        inputs = reference.image_inputs(model, example.ids, example.images, example.token)
+        return compare(measure(model, example, names.theirs, inputs), truth, tokens)
 
     def ours(dtype: torch.dtype) -> Errors:
         model = hub.load(folder, dtype=dtype, device=device)
         tokens: list[int] = []
         if dtype is torch.float32:
-            (tokens,) = generate(model, [prompt], max_new_tokens=new_tokens, stop_tokens=())
-        return compare(measure(model, ids, names.ours), truth, tokens)
+            images = [first_images or None]
+            (tokens,) = generate(model, [prompt], max_new_tokens=new_tokens, stop_tokens=(), images=images)
+        return compare(measure(model, example, names.ours, example.images), truth, tokens)
 
     exact, plain_bf16 = run_and_free(theirs, truth_dtype), run_and_free(theirs, torch.bfloat16)
     if truth_dtype is torch.float64:
@@ -189,11 +198,47 @@ def example_token_ids(folder: Path, vocab_size: int) -> Tensor:
     return torch.tensor((ids * count)[:count]).view(BATCH_ROWS, ROW_TOKENS)
 
 
-def measure(model: nn.Module, ids: Tensor, gradients: Gradients) -> Measured:
+@dataclass(frozen=True)
+class Example:
+    """What both sides compute. ids: [BATCH_ROWS, ROW_TOKENS or more]. images: pixel inputs, one image a row; empty for
+    none. token, count: their tokens, at the start of each row; None and 0 without images."""
+
+    ids: Tensor
+    images: dict[str, Tensor] = field(default_factory=dict)
+    token: int | None = None
+    count: int = 0
+
+    def to(self, device: str) -> "Example":
+        return replace(self, ids=self.ids.to(device), images={k: v.to(device) for k, v in self.images.items()})
+
+    @property
+    def labels(self) -> Tensor:
+        return self.ids if self.token is None else self.ids.masked_fill(self.ids == self.token, -100)
+
+    @property
+    def prompt_length(self) -> int:
+        return self.count + PROMPT_LENGTH
+
+    @property
+    def images_of_first_row(self) -> dict[str, Tensor]:
+        return {name: values[: len(values) // BATCH_ROWS] for name, values in self.images.items()}
+
+
+def example_of(model: CausalLM, ids: Tensor) -> Example:
+    """The ids, behind an image in each row if the model takes images; none of them stands for an image elsewhere."""
+    if not isinstance(model, VisionLanguageModel):
+        return Example(ids)
+    token, video = model.config.image_token_id, model.config.video_token_id
+    count, images = model.example_images(BATCH_ROWS)
+    text = ids.masked_fill((ids == token) | (ids == (token if video is None else video)), 0)
+    return Example(torch.cat([ids.new_full((BATCH_ROWS, count), token), text], 1), images, token, count)
+
+
+def measure(model: nn.Module, example: Example, gradients: Gradients, images: Mapping[str, Tensor]) -> Measured:
     """The logits, the loss and the gradients by Hub name."""
     with torch.no_grad():
-        yield LOGITS, model(ids).logits
-    loss = model(input_ids=ids, labels=ids).loss
+        yield LOGITS, model(example.ids, **images).logits
+    loss = model(input_ids=example.ids, labels=example.labels, **images).loss
     yield LOSS, loss.detach()
     loss.backward()
     yield from gradients(model)
@@ -204,13 +249,24 @@ def compare(measured: Measured, truth: dict[str, Tensor], tokens: list[int]) -> 
     if not truth:
         truth |= {what: value.to("cpu", copy=True) for what, value in measured}
         return Errors(tokens=tokens)
+    vanishing = vanishing_gradients(truth)
     errors = Errors(dict.fromkeys(truth, math.inf), tokens)
     for what, value in measured:
+        if what in vanishing:
+            del errors.of[what]
+            continue
         errors.of[what] = relative_error(value, truth[what]) if what in truth else math.inf
         if what == LOGITS:
             rows = zip(value.flatten(0, 1), truth[what].flatten(0, 1), strict=True)
             errors.token_median = median(relative_error(row, expected) for row, expected in rows)
     return errors
+
+
+def vanishing_gradients(truth: Mapping[str, Tensor]) -> set[str]:
+    """The names of the gradients that are zero but for rounding."""
+    sizes = {what: value.double().norm().item() for what, value in truth.items() if what not in (LOGITS, LOSS)}
+    smallest = VANISHING * max(sizes.values())
+    return {what for what, size in sizes.items() if size < smallest}
 
 
 def relative_error(value: Tensor, truth: Tensor) -> float:

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.util
+import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -60,12 +61,28 @@ def loading_error(folder: Path, error: Exception) -> CheckpointError:
     return CheckpointError(f"{folder}: transformers {version()} cannot load it: {reason}")
 
 
+def image_inputs(model: nn.Module, ids: Tensor, images: Mapping[str, Tensor], token: int | None) -> dict[str, Tensor]:
+    """The arguments for images of rows of ids: pixel inputs, and which tokens are of images."""
+    if token is None:
+        return {}
+    named = inspect.signature(model.forward).parameters
+    kinds = (ids == token).long()
+    return {**images, **{name: kinds for name in ("mm_token_type_ids", "token_type_ids") if name in named}}
+
+
 @torch.no_grad()
-def greedy_continuation(model: nn.Module, prompt: Sequence[int], new_tokens: int, device: str) -> list[int]:
-    """Greedy decoding without a cache and without the folder's generation settings: a full forward per token."""
+def greedy_continuation(
+    model: nn.Module, prompt: Sequence[int], new_tokens: int, device: str,
+    images: Mapping[str, Tensor] | None = None, token: int | None = None,
+) -> list[int]:  # fmt: skip
+    """Greedy decoding without a cache and without the folder's generation settings: a full forward per token.
+
+    images: pixel inputs of the prompt, whose image tokens are `token`.
+    """
     ids = torch.tensor([list(prompt)], device=device)
     for _ in range(new_tokens):
-        ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
+        inputs = image_inputs(model, ids, images or {}, token)
+        ids = torch.cat([ids, model(ids, **inputs).logits[:, -1:].argmax(-1)], 1)
     return ids[0, len(prompt) :].tolist()
 
 

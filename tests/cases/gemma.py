@@ -42,6 +42,7 @@ GEMMA3: Raw = {
     "eoi_token_index": 96,
     "image_token_index": 97,
 }
+UNTIED: Raw = {"tie_word_embeddings": False}
 NESTED_ROPE: Raw = {
     "rope_theta": None,
     "rope_local_base_freq": None,
@@ -91,6 +92,16 @@ CASES = {
             "attention-softcap": {"attn_logit_softcapping": 6.0},
         },
     ),
-    **family(GEMMA3, {"rope-linear": {"text_config": GEMMA3["text_config"] | NESTED_ROPE}}),
+    **family(
+        GEMMA3,
+        {
+            "rope-linear": {"text_config": GEMMA3["text_config"] | NESTED_ROPE},
+            "untied": UNTIED | {"text_config": GEMMA3["text_config"] | UNTIED},
+            "beyond-the-window": {"mm_tokens_per_image": 16},
+            "image-token-without-embedding": {"text_config": GEMMA3["text_config"] | {"vocab_size": 97}},
+            "vision-eps": {"vision_config": VISION | {"layer_norm_eps": 0.1}},
+            "vision-gelu": {"vision_config": VISION | {"hidden_act": "gelu"}},
+        },
+    ),
 }
 CASES = {name: without_nulls(raw) for name, raw in CASES.items()}

@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 
@@ -100,6 +102,31 @@ def test_softcaps_are_within_the_error_budget(window, dtype):
 def test_softcap_over_packed_documents_is_within_the_error_budget(dtype):
     cu_seqlens = torch.tensor([0, 40, 128], dtype=torch.int32, device=DEVICE)
     compare(draw(batch=1, queries=128), dtype, softcap=2.0, cu_seqlens=cu_seqlens)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 6])
+def test_queries_that_see_keys_ahead_of_them_are_within_the_error_budget(window, dtype):
+    """Alone, in packed documents, and over longer keys; 40 queries, of which 9 to 20 see up to the 20th."""
+    ahead = torch.zeros(1, 40, dtype=torch.int64, device=DEVICE)
+    ahead[0, 9:21] = torch.arange(11, -1, -1)
+    compare(draw(batch=1, queries=40), dtype, window=window, ahead=ahead)
+    compare(draw(batch=1, queries=40), dtype, window=window, ahead=ahead, cu_seqlens=offsets(0, 5, 30, 40))
+    compare(draw(batch=1, queries=40, keys=64), dtype, window=window, ahead=ahead)
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_ahead_and_window_say_which_keys_a_query_sees(window):
+    ahead = torch.tensor([[0, 0, 3, 2, 1, 0, 0, 0, 1, 0], [9, 0, 0, 0, 0, 0, 0, 0, 0, 0]])
+    seen = dense_mask(10, 10, torch.device("cpu"), Mask(None if window is None else window - 1, ahead=ahead))
+    for row, query, key in itertools.product(range(2), range(10), range(10)):
+        expected = key <= query + ahead[row, query] and query - key < (window or 10)
+        assert seen[row, query, key] == expected
+
+
+def test_ahead_without_causal_is_refused():
+    with pytest.raises(ValueError, match="ahead adds keys to those of causal attention"):
+        attention(*draw(), causal=False, ahead=torch.zeros(2, 37, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

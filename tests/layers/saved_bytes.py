@@ -1,6 +1,9 @@
-"""Counts the bytes that autograd saves for backward."""
+"""Counts the bytes that autograd and selective checkpointing save for backward."""
+
+import gc
 
 import torch
+from torch.utils.checkpoint import _VersionWrapper
 
 import ligermodels
 from tests.conftest import DEVICE
@@ -9,7 +12,7 @@ BATCH, LENGTH = 2, 16
 
 
 def saved_bytes(raw, layers, dtype, change=lambda model: None, batch=BATCH, length=LENGTH):
-    """Bytes of all distinct storages that autograd saves in one forward, without parameters.
+    """Bytes of all distinct storages that are saved in one forward, without parameters.
 
     change: a function that modifies the model first.
     """
@@ -24,8 +27,17 @@ def saved_bytes(raw, layers, dtype, change=lambda model: None, batch=BATCH, leng
             saved[storage.data_ptr()] = (storage.nbytes(), x)  # keeps x alive, so that no address is reused
         return x
 
+    before = wrapped()  # a graph without a backward pass keeps them
     ids = torch.randint(3, 99, (batch, length), device=DEVICE)
     with torch.autograd.graph.saved_tensors_hooks(save, lambda x: x):
         loss = model(ids, ids).loss
     assert loss.requires_grad
+    for kept in wrapped():
+        if not any(kept is other for other in before):
+            save(kept.val)
     return sum(size for size, _ in saved.values())
+
+
+def wrapped():
+    """The results that selective checkpointing keeps now."""
+    return [x for x in gc.get_objects() if type(x) is _VersionWrapper]

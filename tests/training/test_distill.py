@@ -205,6 +205,13 @@ def test_bad_teachers_and_settings_without_effect_are_refused(folder):
             plan(distillation(folder, **fields))
 
 
+def test_texts_without_prompts_are_refused_where_a_student_samples(folder):
+    folder, _ = folder
+    (folder / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
+    with pytest.raises(InputError, match=r"texts.jsonl:1: is a text without a prompt, and --on-policy samples"):
+        plan(on_policy(folder, on_policy=0.5, data=(str(folder / "texts.jsonl"),)))
+
+
 def test_divergences_are_named_with_the_share_of_the_teacher_in_jsd():
     assert parse_divergence("jsd:0.3") == ("jsd", 0.3) and parse_divergence("jsd") == ("jsd", 0.5)
     assert parse_divergence("cosine")[0] == "cosine"

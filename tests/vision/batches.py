@@ -10,16 +10,28 @@ GRIDS = [(1, 6, 10), (1, 2, 4), (1, 8, 6)]
 VIDEO = [(2, 4, 8)]
 SECONDS = 1.5  # between frames
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3")
 VISION_CASES = [name for name in CASES if name.partition("-")[0] in FAMILIES]
 
 
-def tokens_of(grid: tuple[int, int, int], side: int = 2) -> int:
-    return grid[0] * grid[1] * grid[2] // side**2
+def takes_pictures(name: str) -> bool:
+    """Whether images have one size, and the model no grids."""
+    return "mm_tokens_per_image" in CASES[name]
+
+
+def tokens_of(raw, grid: tuple[int, int, int], side: int = 2) -> int:
+    return raw.get("mm_tokens_per_image", grid[0] * grid[1] * grid[2] // side**2)
+
+
+def image_token(raw) -> int:
+    return raw.get("image_token_id", raw.get("image_token_index"))
 
 
 def pixels_of(name: str, grids: list[tuple[int, int, int]], seed: int = 1) -> Tensor:
     vision = CASES[name]["vision_config"]
+    if takes_pictures(name):
+        side = vision["image_size"]
+        return torch.randn(len(grids), 3, side, side, generator=torch.Generator().manual_seed(seed))
     width = 3 * vision["temporal_patch_size"] * vision["patch_size"] ** 2
     patches = sum(t * h * w for t, h, w in grids)
     return torch.randn(patches, width, generator=torch.Generator().manual_seed(seed))
@@ -32,12 +44,12 @@ def row_of(raw, pattern: list, generator: torch.Generator) -> list[int]:
         if isinstance(part, int):
             ids += torch.randint(3, 90, (part,), generator=generator).tolist()
         elif isinstance(part, list) and raw["model_type"].startswith("qwen3"):  # text between the frames
-            frame = [raw["video_token_id"]] * tokens_of((1, *part[0][1:]))
+            frame = [raw["video_token_id"]] * tokens_of(raw, (1, *part[0][1:]))
             ids += [token for number in range(part[0][0]) for token in (*frame, 5 + number)]
         elif isinstance(part, list):
-            ids += [raw["video_token_id"]] * tokens_of(part[0])
+            ids += [raw["video_token_id"]] * tokens_of(raw, part[0])
         else:
-            ids += [raw["image_token_id"]] * tokens_of(part)
+            ids += [image_token(raw)] * tokens_of(raw, part)
     return ids
 
 
@@ -52,7 +64,8 @@ def batch_of(name: str, patterns: list[list], seed: int = 3) -> dict[str, Tensor
     if len({*map(len, rows)}) > 1:
         batch["attention_mask"] = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows])
     if images:
-        batch |= {"pixel_values": pixels_of(name, images), "image_grid_thw": torch.tensor(images)}
+        batch["pixel_values"] = pixels_of(name, images)
+        batch |= {} if takes_pictures(name) else {"image_grid_thw": torch.tensor(images)}
     if videos:
         batch |= {"pixel_values_videos": pixels_of(name, videos, seed=2), "video_grid_thw": torch.tensor(videos)}
         if "tokens_per_second" in raw["vision_config"]:
@@ -60,16 +73,24 @@ def batch_of(name: str, patterns: list[list], seed: int = 3) -> dict[str, Tensor
     return batch
 
 
+def images_between(name: str, batch: dict[str, Tensor], grids: list, first: int, last: int) -> dict[str, Tensor]:
+    """The pixel inputs of some of the images of a batch, which have these grids."""
+    if takes_pictures(name):
+        return {"pixel_values": batch["pixel_values"][first:last]}
+    begin, end = (sum(t * h * w for t, h, w in grids[:number]) for number in (first, last))
+    return {"pixel_values": batch["pixel_values"][begin:end], "image_grid_thw": batch["image_grid_thw"][first:last]}
+
+
 def for_reference(name: str, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same for transformers, whose positions need the kind of every token."""
     raw, ids = CASES[name], batch["input_ids"]
-    kinds = (ids == raw["image_token_id"]) + 2 * (ids == raw["video_token_id"])
-    return batch | {"mm_token_type_ids": kinds}
+    kinds = (ids == image_token(raw)) + 2 * (ids == raw.get("video_token_id"))
+    return batch | {"token_type_ids" if takes_pictures(name) else "mm_token_type_ids": kinds}
 
 
 def labels_for(name: str, batch: dict[str, Tensor]) -> Tensor:
     """Labels: the ids, -100 at padding, at the tokens of images and at every fifth token."""
     raw, ids = CASES[name], batch["input_ids"]
-    labels = ids.masked_fill((ids == raw["image_token_id"]) | (ids == raw["video_token_id"]), -100)
+    labels = ids.masked_fill((ids == image_token(raw)) | (ids == raw.get("video_token_id")), -100)
     labels[:, ::5] = -100
     return labels.masked_fill(batch.get("attention_mask", torch.ones_like(ids)) == 0, -100)

@@ -8,6 +8,7 @@ from tests.vision.test_parity import PATTERNS, check_image_parity
 
 POSITIONS = "ligermodels.layers.vision_positions"
 PLACES = "ligermodels.layers.image_places"
+SIGLIP = "ligermodels.layers.siglip"
 TOWER = "ligermodels.layers.vision:VisionTower.forward"
 
 BREAKS = {
@@ -42,6 +43,54 @@ BREAKS = {
     "sections of M-RoPE interleaved": Sabotage(
         "ligermodels.configs.rope:Rope.position_axes", "if not self.mrope_interleaved", "if False", "qwen2_vl"
     ),
+    "table of positions transposed": Sabotage(
+        f"{POSITIONS}:table_reads",
+        "taps[0][:, :, None] * side + taps[1][:, None]",
+        "taps[1][:, None] * side + taps[0][:, :, None]",
+        "qwen3_vl",
+    ),
+    "corners of the table not on the image's corners": Sabotage(
+        f"{POSITIONS}:table_reads", "* (side - 1) / (sizes - 1).clamp(min=1)", "* side / sizes", "qwen3_vl"
+    ),
+    "table read one entry late": Sabotage(f"{POSITIONS}:table_reads", "place.floor()", "place.round()", "qwen3_vl"),
+    "positions of the table left out": Sabotage(TOWER, "if self.pos_embed is not None and", "if False and", "qwen3_vl"),
+    "deepstack a layer late": Sabotage(
+        "ligermodels.generation.image_features:ImageFeatures.add",
+        "self.deepstack[block]",
+        "self.deepstack[block - 1]",
+        "qwen3_vl",
+    ),
+    "deepstack of another block": Sabotage(TOWER, "if index in self.tapped", "if index in {1, 2}", "qwen3_vl"),
+    "deepstack of the branch alone": Sabotage(TOWER, "tapped.append(x + residual)", "tapped.append(x)", "qwen3_vl"),
+    "tanh GELU in the merger": Sabotage(
+        "ligermodels.layers.vision:PatchMerger.forward", '"gelu"', '"gelu_tanh"', "qwen3_vl"
+    ),
+    "exact GELU in the tower": Sabotage(
+        "ligermodels.configs.base:kernel_activation", "known[value]", 'known[value].removesuffix("_tanh")', "qwen3_vl"
+    ),
+    "sections in chunks instead of interleaved": Sabotage(
+        "ligermodels.configs.rope:Rope.position_axes", "if not self.mrope_interleaved", "if True", "qwen3_vl"
+    ),
+    "bias of the patch embedding left out": Sabotage(
+        "ligermodels.layers.vision:PatchEmbedding.forward", "self.bias", "None", "qwen3_vl"
+    ),
+    "tokens of a picture see none behind them": Sabotage(
+        f"{SIGLIP}:seen_ahead", "count - 1, -1, -1", "0, -count, -1", "gemma3"
+    ),
+    "tokens of a picture see one behind it": Sabotage(
+        f"{SIGLIP}:seen_ahead", "count - 1, -1, -1", "count, 0, -1", "gemma3"
+    ),
+    "pictures see beyond the window": Sabotage(
+        "ligermodels.kernels.attention_mask:dense_mask", "mask.left is not", "mask.ahead is mask.left is not", "gemma3"
+    ),
+    "patches of a picture in raster order": Sabotage(
+        f"{SIGLIP}:picture_patches", "permute(0, 2, 5, 3, 6,", "permute(0, 2, 3, 5, 6,", "gemma3"
+    ),
+    "largest of the pooled features": Sabotage(f"{SIGLIP}:PooledProjector.forward", ".mean(1)", ".amax(1)", "gemma3"),
+    "norm of the projector left out": Sabotage(
+        f"{SIGLIP}:PooledProjector.forward", "self.mm_soft_emb_norm(pooled)", "pooled", "gemma3"
+    ),
+    "last norm of the tower left out": Sabotage(TOWER, "if self.norm is not None", "if False", "gemma3"),
     "images in reverse": Sabotage(
         f"{PLACES}:next_grid", "waiting[token].popleft()", "waiting[token].pop()", "qwen2_vl"
     ),

@@ -14,7 +14,7 @@ from ligermodels.memory import count_parameters, training_memory
 from ligermodels.training.reporting.flops import flops_per_patch
 from tests.cases import CASES
 from tests.conftest import DEVICE
-from tests.vision.batches import GRIDS, VISION_CASES, batch_of, labels_for
+from tests.vision.batches import GRIDS, VISION_CASES, batch_of, image_token, labels_for
 
 FAMILIES = [name for name in VISION_CASES if "-" not in name]
 A, B, C = GRIDS
@@ -62,7 +62,7 @@ def test_activation_checkpointing_of_all_blocks_changes_no_gradient(name):
     model, batch = ligermodels.create(CASES[name], device=DEVICE), on_device(name, [[2, A, 3, B], [C, 1]])
     other = copy.deepcopy(model)
     other.checkpoint_activations()
-    assert [block.activation_checkpointing for block in other.visual.blocks] == [True] * 3
+    assert all(block.activation_checkpointing for block in other.blocks)
     for each in (model, other):
         each(**batch).loss.backward()
     for (parameter, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
@@ -124,15 +124,19 @@ def test_lora_on_a_tower_that_is_not_there_is_refused():
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "gemma3"])
 def test_activations_of_images_match_the_tensors_that_autograd_saves(name):
-    vision = CASES[name]["vision_config"] | {"depth": 2, "num_heads": 4, "patch_size": 4, "window_size": 64}
-    wide = {"embed_dim": 256} if name == "qwen2_vl" else {"hidden_size": 256, "intermediate_size": 320}
-    raw = CASES[name] | {"vision_config": vision | wide}
-    grid, width = (1, 8, 8), 3 * 2 * 4 * 4
-    patches = 64
-    ids = torch.tensor([[5, 6, *[raw["image_token_id"]] * 16, 7, 8]], device=DEVICE)
-    images = {"pixel_values": torch.randn(patches, width), "image_grid_thw": torch.tensor([grid])}
+    patches, raw = 64, CASES[name]
+    if name == "gemma3":
+        vision = {"hidden_size": 256, "intermediate_size": 320, "num_attention_heads": 4, "image_size": 32}
+        raw = raw | {"vision_config": raw["vision_config"] | vision, "mm_tokens_per_image": 16}
+        images = {"pixel_values": torch.randn(1, 3, 32, 32)}
+    else:
+        vision = raw["vision_config"] | {"depth": 2, "num_heads": 4, "patch_size": 4, "window_size": 64}
+        wide = {"embed_dim": 256} if name == "qwen2_vl" else {"hidden_size": 256, "intermediate_size": 320}
+        raw = raw | {"vision_config": vision | wide}
+        images = {"pixel_values": torch.randn(patches, 3 * 2 * 4 * 4), "image_grid_thw": torch.tensor([[1, 8, 8]])}
+    ids = torch.tensor([[5, 6, *[image_token(raw)] * 16, 7, 8]], device=DEVICE)
     images = {key: x.to(DEVICE) for key, x in images.items()}
 
     def saved(**inputs):
@@ -155,19 +159,20 @@ def test_activations_of_images_match_the_tensors_that_autograd_saves(name):
     assert with_images - without == pytest.approx(saved(**images) - saved(), rel=0.03)
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "gemma3"])
 def test_the_flops_of_a_patch_equal_torchs_count(name):
     """Of linears, forward and backward, with everything trained but the pixels."""
-    model, grid = ligermodels.create(CASES[name]), Grid(1, 8, 8)
+    model, side = ligermodels.create(CASES[name]), 4 if name == "gemma3" else 8
+    grid = Grid(1, side, side)
     layout_inputs = batch_of(name, [[tuple(grid)]])
     images = model.prepare_images(**layout_inputs)
     with FlopCounterMode(display=False) as counter:
         model.encode_images(images).values.sum().backward()
     counts = counter.get_flop_counts()["Global"]
     linear = sum(counts[op] for op in counts if op in (torch.ops.aten.mm, torch.ops.aten.addmm))
-    frames, windows = 64, 16 if name == "qwen2_5_vl" else 64
-    full = 3 if name == "qwen2_vl" else 1
-    attention = 12 * 24 * (full * frames + (3 - full) * windows)
+    # The sum over layers of the keys that a patch attends to.
+    keys = {"qwen2_vl": 3 * 64, "qwen2_5_vl": 64 + 2 * 16, "gemma3": 2 * 16}[name]
+    attention = 12 * model.config.vision.hidden_size * keys
     assert flops_per_patch(model, [grid]) == pytest.approx(linear / grid.patches + attention)
 
 
@@ -186,6 +191,7 @@ RUNS = [
     {"name": "qwen2_vl", "parts": ["projector", "text"]},
     {"name": "mllama", "parts": ["vision", "projector", "text"], "checkpointed_blocks": 6},
     {"name": "mllama", "parts": ["text"]},
+    {"name": "gemma3", "parts": ["vision", "projector", "text"], "checkpointed_blocks": 3},
 ]
 
 

@@ -160,6 +160,11 @@ class TrainingRows:
         return sum(rows.tokens for rows in self.sources)
 
     @property
+    def image_tokens(self) -> np.ndarray:
+        """The number of image tokens of each row of all sources, int64 [rows]."""
+        return np.concatenate([part.image_tokens for rows in self.sources for part in rows.parts])
+
+    @property
     def length(self) -> int:
         """The number of tokens of a row, with padding."""
         return self.sources[0].length

@@ -19,6 +19,7 @@ SHAPE_COLOURS = {
 SHAPES = ("circle", "square", "triangle", "cross")
 QUESTIONS = {"colour": "What colour is the shape?", "kind": "What kind of shape is it?"}
 SHADE = 20  # the most that a channel of a colour differs from its value above
+TEXT_REPETITIONS = 100
 GROUND = (20, 100)  # grey levels of the ground
 
 
@@ -36,6 +37,14 @@ def shape_conversations(seed: int, count: int) -> Iterator[tuple[bytes, list[dic
                 question = [{"type": "image"}, {"type": "text", "text": question}]
             messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answers[topic]}]
         yield picture, messages
+
+
+def shape_texts() -> Iterator[str]:
+    """Questions and answers, as often as words that a tokenizer should know as a whole."""
+    answers = [f"It is {colour}." for colour in SHAPE_COLOURS] + [f"It is a {kind}." for kind in SHAPES]
+    for _ in range(TEXT_REPETITIONS):
+        yield from QUESTIONS.values()
+        yield from answers
 
 
 def draw(kind: str, colour: tuple[int, int, int], random: np.random.Generator) -> bytes:

@@ -28,6 +28,7 @@ from ligermodels.training.data.split import Selection, exclude_validation
 from ligermodels.units import counted
 
 DEFAULT_SEQUENCE_LENGTH = 2048
+SAMPLED_IMAGES = 64  # of a store, whose mean size stands for that of all
 MOST_DOCUMENTS = 0.99  # a sequence length that would hold so many as a whole is shown
 TITLES = {
     "stories": "the embedded stories",
@@ -57,7 +58,8 @@ class Data:
     was trained on the data, because the model has none. floor: the lowest validation loss that any model can reach, in
     nats per supervised token; None if it is not known. questions: (prompt, answer) on the validation documents, of
     embedded data only. processor: of the images in the data; None if there are none. new_images: if the model is new
-    and reads images, what is exported about them.
+    and reads images, what is exported about them. picture_sizes: the pixels, (height, width), of pictures as the model
+    gets them, of some of the images; empty without images.
     """
 
     names: str
@@ -71,6 +73,7 @@ class Data:
     questions: list[Question] | None
     processor: Processor | None = None
     new_images: NewImages | None = None
+    picture_sizes: Sequence[tuple[int, int]] = ()
 
 
 def open_data(
@@ -123,6 +126,7 @@ def open_data(
         names, describe_data(specs, reader.skipped, excluded), training, validation, document_lengths(sizes, length),
         reader.used_tokenizer, reader.new_tokenizer, validation_floor(validation_sources, held_out), questions or None,
         decoder.processor if decoder else None, images if reader.new_tokenizer else None,
+        sample_pictures([*itertools.chain(*kept)], decoder.processor) if decoder else (),
     )  # fmt: skip
 
 
@@ -157,6 +161,17 @@ def refuse_cut_images(parts: Sequence[Selection], length: int) -> None:
                     f"{part.store.place(begin)}: has {end - begin} tokens, with those of its images, more than a row "
                     f"of {length}; raise --sequence-length, or make the images smaller"
                 )
+
+
+def sample_pictures(parts: Sequence[Selection], processor: Processor) -> list[tuple[int, int]]:
+    """The sizes of pictures as the model gets them, of images that are spread over the stores of these documents."""
+    sizes: list[tuple[int, int]] = []
+    for images in (part.store.images for part in parts):
+        if images is not None:
+            for number in np.linspace(0, len(images.starts) - 1, SAMPLED_IMAGES).astype(int):
+                plan = processor.plan_size(int(images.heights[number]), int(images.widths[number]))
+                sizes += [plan.resized] * (1 + len(plan.crops))
+    return sizes
 
 
 def document_lengths(sizes: np.ndarray, length: int) -> DocumentLengths:

@@ -60,6 +60,17 @@ class Rows:
         """The number of tokens in all rows, without padding."""
         return int(self.lengths.sum(dtype=np.int64))
 
+    @property
+    def image_tokens(self) -> np.ndarray:
+        """The number of image tokens of each row, int64 [R]."""
+        images = self.store.images
+        if images is None:
+            return np.zeros(len(self), np.int64)
+        before = np.concatenate([[0], np.cumsum(images.stops - images.starts)])
+        first, last = (np.searchsorted(images.starts, at) for at in (self.starts, self.starts + self.lengths))
+        of_segments = np.concatenate([[0], np.cumsum(before[last] - before[first])])
+        return np.diff(of_segments[self.ends])
+
     def segments(self, row: int) -> list[Segment]:
         span = slice(self.ends[row], self.ends[row + 1])
         sizes = zip(self.starts[span].tolist(), self.lengths[span].tolist(), strict=True)

@@ -15,6 +15,7 @@ from typing import Any
 
 from ligermodels.errors import InputError
 from ligermodels.images.inputs import Processor
+from ligermodels.images.processors import ImageProcessor
 from ligermodels.images.settings import IMAGE_PROCESSOR_FILE, PROCESSOR_FILE
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.tokenizer.files import has_tokenizer
@@ -30,6 +31,7 @@ from ligermodels.training.data.embedded import (
     Question,
     random_tokens,
 )
+from ligermodels.training.data.embedded_shapes import shape_texts
 from ligermodels.training.data.embedded_stories import vocabulary_texts
 from ligermodels.training.data.hub_datasets import HUB_PREFIX, hub_cache_files
 from ligermodels.training.data.new_image_tokenizer import NewImages, train_image_tokenizer
@@ -54,11 +56,13 @@ from ligermodels.training.data.sources import (
 from ligermodels.training.data.split import Selection, all_documents, default_fraction, split_documents
 from ligermodels.training.data.store import TokenStore, open_store, write_store
 from ligermodels.training.data.token_files import described_end, open_indexed, open_tokens, write_index
+from ligermodels.training.setting_values import token_range
 from ligermodels.units import counted
 from ligermodels.weights.reading import read_text
 
 # A new tokenizer is trained on the start of the data: so many characters for each entry, and at most so many.
 MAX_IMAGE_SETTINGS_BYTES = 10**6
+MOST_IMAGE_TOKENS = 1024  # of an image, unless --image-tokens says otherwise; files allow 16,384
 CHARACTERS_PER_ENTRY, MAX_CHARACTERS = 10**4, 10**8
 
 
@@ -206,15 +210,19 @@ class SourceReader:
         folder = self.folder if self.new_tokenizer is None else tokenizer.file.parent
         if folder is None or not self.image_settings:
             raise InputError("has images, but the model has no image processor, so that it reads no images")
-        return Processor.from_folder(folder, tokenizer)
+        processor = Processor.from_folder(folder, tokenizer)
+        processor.images = limited_images(processor.images, self.config.image_tokens)
+        return processor
 
     @property
     def image_settings(self) -> list[str]:
-        """The content of the files of the image processor; empty for a model without one."""
+        """What decides about images: the content of the processor's files, and limits; empty for a model without it."""
+        limit = str(self.config.image_tokens)
         if self.new_images is not None:
-            return [repr(self.new_images)]
+            return [repr(self.new_images), limit]
         files = [] if self.folder is None else [self.folder / name for name in (IMAGE_PROCESSOR_FILE, PROCESSOR_FILE)]
-        return [read_text(file, MAX_IMAGE_SETTINGS_BYTES) for file in files if file.exists()]
+        found = [read_text(file, MAX_IMAGE_SETTINGS_BYTES) for file in files if file.exists()]
+        return [*found, limit] if found else []
 
     def trained_tokenizer(self, names: Sequence[str]) -> Tokenizer:
         """A tokenizer trained on these sources; without any, as all data is embedded, on the embedded corpus."""
@@ -227,11 +235,15 @@ class SourceReader:
         def fill(folder: Path) -> None:
             total = min(self.tokenizer_characters, total_bytes(files)) if names else None
             with ReadingProgress("Training a tokenizer", total) as progress:
-                texts = self.tokenizer_texts(names, progress) if names else vocabulary_texts()
+                texts = self.tokenizer_texts(names, progress) if names else self.embedded_texts()
                 self.save_new_tokenizer(progress.track(texts), size, folder)
 
         key = self.cache_key(files, hub=hub_names(names), fields=self.fields, new=repr(self.new_images))
         return Tokenizer.from_folder(cached_folder(key, fill))
+
+    def embedded_texts(self) -> Iterator[str]:
+        """What a tokenizer for embedded data is trained on."""
+        return vocabulary_texts() if self.new_images is None else itertools.chain(vocabulary_texts(), shape_texts())
 
     def save_new_tokenizer(self, texts: Iterable[str], size: int, folder: Path) -> None:
         if self.new_images is None:
@@ -310,3 +322,21 @@ def tokenizer_hash(tokenizer: Tokenizer) -> str:
     templates = sorted((name, template.source) for name, template in tokenizer.templates.items())
     content = repr((tokenizer.tokenizer.to_str(), sorted(tokenizer.named.items()), templates))
     return hashlib.sha256(content.encode()).hexdigest()
+
+
+def limited_images(images: ImageProcessor, image_tokens: str | None) -> ImageProcessor:
+    """The image processor with the limits of --image-tokens; None for the files' limits, and at most MOST_IMAGE_TOKENS.
+
+    Raises InputError if images have no free size, or --image-tokens is no such limit.
+    """
+    if image_tokens is None:
+        found = images.token_range
+        if found is None or found[1] <= MOST_IMAGE_TOKENS:
+            return images
+        return images.with_token_range(min(found[0], MOST_IMAGE_TOKENS), MOST_IMAGE_TOKENS)
+    limits = token_range(image_tokens)
+    assert limits is not None  # checked with the other settings
+    try:
+        return images.with_token_range(*limits)
+    except InputError as error:
+        raise InputError(f"--image-tokens {image_tokens}: {error}") from None

@@ -8,6 +8,7 @@ the sampling, as there.
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -47,7 +48,7 @@ class OnPolicyDistill(Taught, GroupDistill):
 
     def group_options(self, length: int, positions: int) -> GroupOptions:
         if self.kind == "distillation":
-            return super().group_options(length, positions)
+            return replace(super().group_options(length, positions), needs_prompts=True)
         longest = positions - self.config.max_completion_length
         if longest < 2:
             raise InputError(

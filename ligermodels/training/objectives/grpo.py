@@ -39,11 +39,14 @@ from ligermodels.training.objectives.references import (
 )
 from ligermodels.training.objectives.watching import GenerationWatch
 from ligermodels.training.reinforcement.completions_file import COMPLETIONS_FILE, CompletionsFile
+from ligermodels.training.reinforcement.entropy_control import EntropyControl
 from ligermodels.training.reinforcement.judging import (
+    JudgedGeneration,
     completion_lines,
     generation_metrics,
     judge,
     mean,
+    pass_fraction,
     weighted_totals,
 )
 from ligermodels.training.reinforcement.policy import metric_sums, policy_loss, step_metrics
@@ -75,10 +78,12 @@ class GRPO(Objective):
     sampler: Sampler
     engine: EngineSize
     generation_bytes: int  # beside the weights, the optimizer's states and what stays
+    began: float  # when the step did, by the clock
 
     def __init__(self, config: TrainConfig, world: World) -> None:
         super().__init__(config, world)
         self.policy = policy_options(config)
+        self.entropy = EntropyControl(config.entropy_coef, config.entropy_target)
         self.rewards = open_rewards(config.reward or (), config.max_completion_length)
         self.weights = [function.weight for function in self.rewards]
         self.reward_models = [made.function for made in self.rewards if isinstance(made.function, ModelReward)]
@@ -266,12 +271,13 @@ class GRPO(Objective):
         return mini_batch(rollouts, prompts, config.sequence_length, share=self.share_prompts, world=self.world)
 
     def logprobs(self, model: CausalLM, row: RolloutBatch) -> LogProbs:
-        extras, entropy = ((), True) if self.policy.entropy_coef else (("entropy",), False)
+        extras, entropy = ((), True) if self.entropy.is_used else (("entropy",), False)
         return model.logprobs(**row.batch.model_inputs, temperature=self.temperature, entropy=entropy, extras=extras)
 
     # -- a step
 
     def work(self, model: CausalLM, progress: Progress) -> Work:
+        self.began = time.perf_counter()
         generated: Mapping[str, float] = {}
         begins = self.rollouts is None or not self.place(progress) < self.updates
         if begins:
@@ -294,14 +300,18 @@ class GRPO(Objective):
     def loss(self, model: CausalLM, batch: RolloutBatch, work: Work) -> Share:
         found = self.logprobs(model, batch)
         loss = policy_loss(self.policy, batch, found) / work.counts[0]
-        if self.policy.entropy_coef:
+        if self.entropy.applied:
             assert found.entropy is not None
             bonus = entropy_sum(found.entropy, batch.batch.completions, batch.token_mask)
-            loss = loss - self.policy.entropy_coef * bonus / work.counts[1]
+            loss = loss - self.entropy.applied * bonus / work.counts[1]
         return Share(loss, *metric_sums(self.policy, batch, found))
 
     def metrics(self, sums: Mapping[str, float], maxima: Mapping[str, float], step: int) -> dict[str, float]:
-        return step_metrics(sums, maxima)
+        found = step_metrics(sums, maxima) | {"step_time": time.perf_counter() - self.began}
+        if self.entropy.is_used:
+            found["entropy_coef"] = self.entropy.applied
+            self.entropy.finish_step(found["entropy"])
+        return found
 
     def warnings(self, values: Mapping[str, float]) -> list[str]:
         return self.watch.warnings(values)
@@ -311,23 +321,31 @@ class GRPO(Objective):
             self.reference.finish_step(model, step)
 
     def validate(self, model: CausalLM, step: int, stop: Stop) -> Validation | None:
-        """The mean reward of greedy completions of held-out prompts; its negative is the loss."""
-        prompts = [p for p in self.data.validation.prompts(self.world) if p.unit < MOST_VALIDATION_PROMPTS]
-        samples = self.sampler.sample(model, prompts, self.sampling_plan(0))
-        state = TrainerState(step, self.config.steps)
-        generation = judge(self.rewards, prompts, samples, state, self.config.reward_timeout)
+        """The mean reward of greedy completions of held-out prompts; its negative is the loss. With --pass-at K also
+        pass@K, of sampled ones."""
+        generation = self.judge_held_out(model, step, self.sampling_plan(0))
         rewards = generation.rewards
         values = {"reward": mean(weighted_totals(rewards, self.weights))}
         for function, column in zip(self.rewards, rewards.T, strict=True):
             values[f"rewards/{function.name}/mean"] = mean(column)
+        if count := self.config.pass_at:
+            sampled = self.judge_held_out(model, step, replace(self.sampling_plan(self.temperature), n=count))
+            values[f"pass@{count}"] = pass_fraction(sampled.rewards[:, 0], count)
         first = generation.groups[0]
         sample = f"{self.tokenizer.decode(first.prompt.ids)} | {first.samples[0].text}"
         return Validation(-values["reward"], values, per_token=False, sample=sample)
 
+    def judge_held_out(self, model: CausalLM, step: int, plan: SamplingPlan) -> JudgedGeneration:
+        prompts = [p for p in self.data.validation.prompts(self.world) if p.unit < MOST_VALIDATION_PROMPTS]
+        samples = self.sampler.sample(model, prompts, plan)
+        state = TrainerState(step, self.config.steps)
+        return judge(self.rewards, prompts, samples, state, self.config.reward_timeout)
+
     # -- in a checkpoint
 
     def tensors(self) -> dict[str, Tensor]:
-        return {} if self.reference is None else self.reference.tensors()
+        reference = {} if self.reference is None else self.reference.tensors()
+        return reference | self.entropy.tensors()
 
     def state(self) -> dict[str, Tensor]:
         return {} if self.rollouts is None else self.rollouts.state()

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ligermodels.aliases import flag_of
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
 from ligermodels.losses import group_advantages, rloo_advantages
-from ligermodels.training.config import TrainConfig
+from ligermodels.training.config import FIELDS, TrainConfig
 from ligermodels.training.objectives.references import (
     ReferenceSpec,
     default_reference,
@@ -38,13 +39,31 @@ def policy_options(config: TrainConfig) -> PolicyOptions:
         raise InputError("--beta has no effect with --loss rloo, which has no reference: leave it out")
     if names[0] == "rloo" and config.scale_rewards is not None:
         raise InputError("--scale-rewards has no effect with --loss rloo: leave it out")
+    if names[0] == "rloo" and config.reward_aggregation != FIELDS["reward_aggregation"].default:
+        raise InputError(
+            f"--reward-aggregation {config.reward_aggregation} has no effect with --loss rloo: leave it out"
+        )
+    if not config.kl_correction and not config.beta:
+        raise InputError("--kl-correction off goes with --beta, which is missing")
+    refuse_unused_clips(config)
     return PolicyOptions(
         name=names[0], longest=config.max_completion_length, epsilon=config.epsilon, epsilon_high=config.epsilon_high,
         delta=config.delta, importance_sampling_level=config.importance_sampling_level, beta=config.beta or 0.0,
         use_bias_correction_kl=config.kl_correction, sampler_correction=config.sampler_correction,
-        sampler_clip=config.sampler_clip, off_policy_threshold=config.off_policy_threshold,
-        entropy_coef=config.entropy_coef,
+        sampler_clip=config.sampler_clip, sampler_clip_min=config.sampler_clip_min,
+        off_policy_threshold=config.off_policy_threshold,
     )  # fmt: skip
+
+
+def refuse_unused_clips(config: TrainConfig) -> None:
+    """Raises InputError for bounds of the sampler's correction without one, or of which none is left."""
+    low, high = config.sampler_clip_min, config.sampler_clip
+    if config.sampler_correction is None:
+        for name in ("sampler_clip", "sampler_clip_min"):
+            if getattr(config, name) != FIELDS[name].default:
+                raise InputError(f"{flag_of(name)} goes with --sampler-correction, which is missing")
+    if low is not None and low >= high:
+        raise InputError(f"--sampler-clip-min {low:g}: must be below --sampler-clip, {high:g}")
 
 
 def reference_spec(config: TrainConfig, policy: PolicyOptions, world: World) -> ReferenceSpec | None:

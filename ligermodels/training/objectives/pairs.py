@@ -125,12 +125,6 @@ class DPO(Referenced, PairObjective):
     def options_with(self, found: LogProbs) -> dict[str, Any]:
         return self.options | {"log_sum_squares": found.log_sum_squares}
 
-    def metrics(self, sums: Mapping[str, float], maxima: Mapping[str, float], step: int) -> dict[str, float]:
-        found = super().metrics(sums, maxima, step)
-        if "sft" not in self.options["loss_type"]:
-            found.pop("nll_loss")
-        return found
-
 
 class ORPO(PairObjective):
     """Odds-ratio preference optimisation: the likelihood of the chosen side, and its odds against the rejected one."""

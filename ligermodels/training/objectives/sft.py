@@ -15,7 +15,7 @@ from ligermodels.training.data.new_image_tokenizer import NewImages
 from ligermodels.training.objectives.objective import Objective, Share, Work
 from ligermodels.training.reporting.evaluation import evaluate
 from ligermodels.training.reporting.metrics import Validation
-from ligermodels.training.runs.defaults import Choice, schedule
+from ligermodels.training.runs.defaults import Choice, image_choices, schedule
 from ligermodels.training.runs.stopping import Stop
 
 
@@ -23,12 +23,7 @@ def new_images(model: CausalLM) -> NewImages | None:
     """What a model fixes about images; None for one that reads none."""
     if not isinstance(model, VisionLanguageModel):
         return None
-    vision = model.config.vision
-    settings = {
-        "image_processor_type": model.image_processor_type, "patch_size": vision.patch_size,
-        "merge_size": vision.spatial_merge_size, "temporal_patch_size": vision.temporal_patch_size,
-    }  # fmt: skip
-    return NewImages(model.config.image_token_id, settings)
+    return NewImages(model.config.image_token_id, *model.processor_settings)
 
 
 class SFT(Objective):
@@ -44,7 +39,8 @@ class SFT(Objective):
         self.data = open_data(self.config, folder, model.config.embedded_tokens, positions, adapter, images, prepare)
 
     def choices(self, hidden_size: int) -> dict[str, Choice]:
-        return schedule(self.config, self.data, hidden_size, self.world)
+        chosen = schedule(self.config, self.data, hidden_size, self.world)
+        return chosen | image_choices(self.config, self.data, hidden_size)
 
     def complete(self, config: RunConfig) -> None:
         super().complete(config)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim.adamw import adamw as torch_adamw
 
 from ligermodels.errors import InputError
@@ -23,6 +24,8 @@ class AdamW(torch.optim.AdamW):
 
     state_dtype: dtype of both moments; None for the dtype of each parameter. With None, this class and
     torch.optim.AdamW can load each other's state_dict. All parameters of a group must be on one device.
+    param_rounding: how updated bf16 parameters are rounded (kernels/param_rounding.py): "nearest"; "stochastic", with
+    random bits of the seed; or "kahan", with one more bf16 state, compensation.
     grad_scale, found_inf: fp32 device scalars, as torch's GradScaler sets them; `clip_and_step` sets both. The step
     divides gradients by grad_scale, and writes nothing if found_inf is 1.0.
     """
@@ -38,9 +41,13 @@ class AdamW(torch.optim.AdamW):
         weight_decay: float,
         eps: float = 1e-8,
         state_dtype: torch.dtype | None = None,
+        param_rounding: str = "nearest",
+        seed: int = 0,
     ) -> None:
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
-        self.state_dtype = state_dtype
+        self.state_dtype, self.param_rounding, self.seed = state_dtype, param_rounding, seed
+        every = (p for group in self.param_groups for p in group["params"])
+        self.streams = {p: number for number, p in enumerate(every)}  # of random words, one a parameter
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -90,7 +97,22 @@ class AdamW(torch.optim.AdamW):
 
     def new_state(self, p: nn.Parameter) -> dict[str, Tensor]:
         zeros = {name: torch.zeros_like(p, dtype=self.state_dtype) for name in ("exp_avg", "exp_avg_sq")}
-        return {"step": torch.zeros((), device=p.device)} | zeros
+        return {"step": torch.zeros((), device=p.device)} | zeros | self.new_compensation(p)
+
+    def new_compensation(self, p: nn.Parameter) -> dict[str, Tensor]:
+        compensated = self.param_rounding == "kahan" and p.dtype == torch.bfloat16
+        return {"compensation": torch.zeros_like(p)} if compensated else {}
+
+    def rounding(self, p: nn.Parameter) -> dict[str, Any]:
+        """The arguments of `adamw_` by which the parameter is rounded."""
+        if p.dtype != torch.bfloat16:
+            return {}
+        match self.param_rounding:
+            case "kahan":
+                return {"compensation": local_view(self.state_of(p)["compensation"])}
+            case "stochastic":
+                return {"seed": self.seed, "stream": self.streams[p], "first": first_element(p)}
+        return {}
 
     def update(self, params: Sequence[nn.Parameter], group: dict[str, Any]) -> None:
         """One step for parameters of one group, all of which have gradients."""
@@ -102,11 +124,12 @@ class AdamW(torch.optim.AdamW):
         exp_avgs, exp_avg_sqs = ([local_view(state[name]) for state in states] for name in ("exp_avg", "exp_avg_sq"))
         lr, (beta1, beta2), eps, weight_decay = group["lr"], group["betas"], group["eps"], group["weight_decay"]
         same_dtype = len({x.dtype for x in (*weights, *grads, *exp_avgs, *exp_avg_sqs)}) == 1
-        if runs_kernels(weights[0]) or not same_dtype:
+        if runs_kernels(weights[0]) or not same_dtype or self.param_rounding != "nearest":
             self.count_step(steps)
             scalars = lr, beta1, beta2, eps, weight_decay
-            for p, g, m, v, step in zip(weights, grads, exp_avgs, exp_avg_sqs, steps, strict=True):
-                adamw_(p, g, m, v, *scalars, step, self.grad_scale, self.found_inf)
+            rounding = map(self.rounding, params)
+            for p, g, m, v, step, how in zip(weights, grads, exp_avgs, exp_avg_sqs, steps, rounding, strict=True):
+                adamw_(p, g, m, v, *scalars, step, self.grad_scale, self.found_inf, **how)
         else:
             torch_adamw(
                 weights, grads, exp_avgs, exp_avg_sqs, [], steps, fused=True, grad_scale=self.grad_scale,
@@ -123,6 +146,14 @@ class AdamW(torch.optim.AdamW):
 def local_view(x: Tensor) -> Tensor:
     """Returns this rank's shard of a DTensor; a plain tensor is returned as it is."""
     return x.to_local() if isinstance(x, DTensor) else x
+
+
+def first_element(p: Tensor) -> int:
+    """The number, in the flattened parameter, of the first element of this rank's shard, which is a range of rows."""
+    if not isinstance(p, DTensor):
+        return 0
+    _, offsets = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
+    return offsets[0] * p.shape[1:].numel()
 
 
 def write_if_finite(old: Tensor, new: Tensor, found_inf: Tensor | None) -> None:

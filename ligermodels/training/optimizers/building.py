@@ -1,44 +1,58 @@
 """Optimizers by name, their parameter groups, gradient clipping and the step. Must not know the data."""
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from ligermodels.errors import InputError, suggest
+from ligermodels.layers.multimodal import VisionLanguageModel
 from ligermodels.training.optimizers.adamw import AdamW
 from ligermodels.training.optimizers.adamw8bit import AdamW8bit
 from ligermodels.training.optimizers.muon import Muon, matrix_views
 
 OPTIMIZERS = ("adamw", "adamw8bit", "muon")
 BETAS = (0.9, 0.95)
+RATE_SCALE = "rate_scale"  # key of a parameter group: its learning rate, as a multiple of that of the run
 
 
 def build_optimizer(
-    model: nn.Module, name: str = "adamw", *, state_dtype: torch.dtype | None = None, weight_decay: float = 0.1
-) -> AdamW:
+    model: nn.Module, name: str = "adamw", *, state_dtype: torch.dtype | None = None, weight_decay: float = 0.1,
+    part_scales: Mapping[str, float] | None = None,
+    param_rounding: str = "nearest", seed: int = 0,
+) -> AdamW:  # fmt: skip
     """Builds the optimizer of a model's trainable parameters, sharded or not. The learning rate is 0 until
     `set_learning_rate` sets it.
 
     name: one of OPTIMIZERS. state_dtype: dtype of the optimizer state; None for that of each parameter. weight_decay:
-    not applied to norms, biases and embeddings. Raises InputError if the name is unknown, adamw8bit is given a
-    state_dtype, or torchao is missing.
+    not applied to norms, biases and embeddings. part_scales: by part of a model with images, what `set_learning_rate`
+    multiplies its rate by. param_rounding, seed: as in `AdamW`. Raises InputError if the name is unknown, adamw8bit is
+    given a state_dtype, or muon another param_rounding than nearest.
     """
-    decayed, not_decayed = decay_groups(model)
-    groups: list[dict[str, Any]] = [
-        {"params": decayed, "weight_decay": weight_decay},
-        {"params": not_decayed, "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
+    scale_of = {
+        id(parameter): scale
+        for part, scale in (part_scales or {}).items()
+        for parameter in cast(VisionLanguageModel, model).parts()[part]
+    }
+    groups: list[dict[str, Any]] = []
+    for parameters, decay in zip(decay_groups(model), (weight_decay, 0.0), strict=True):
+        for scale in dict.fromkeys(scale_of.get(id(parameter), 1.0) for parameter in parameters):
+            chosen = [parameter for parameter in parameters if scale_of.get(id(parameter), 1.0) == scale]
+            groups.append({"params": chosen, "weight_decay": decay} | ({} if scale == 1.0 else {RATE_SCALE: scale}))
     options: dict[str, Any] = {"lr": 0.0, "betas": BETAS, "weight_decay": weight_decay}
     match name:
         case "adamw":
-            return AdamW(groups, state_dtype=state_dtype, **options)
+            return AdamW(groups, state_dtype=state_dtype, param_rounding=param_rounding, seed=seed, **options)
         case "adamw8bit" if state_dtype is None:
-            return AdamW8bit(groups, **options)
+            return AdamW8bit(groups, param_rounding=param_rounding, seed=seed, **options)
         case "adamw8bit":
             raise InputError(
                 f"optimizer adamw8bit keeps its state in 8 bits, not in {state_dtype}; omit the state dtype"
+            )
+        case "muon" if param_rounding != "nearest":
+            raise InputError(
+                f"optimizer muon rounds parameters to nearest, not {param_rounding}: use adamw or adamw8bit"
             )
         case "muon":
             return Muon(groups, matrix_views(model), state_dtype=state_dtype, **options)
@@ -61,8 +75,9 @@ def decay_groups(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Paramete
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """Sets the learning rate of all parameters, of parts with a rate of their own in proportion."""
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate
+        group["lr"] = learning_rate * group.get(RATE_SCALE, 1.0)
 
 
 def clip_and_step(optimizer: AdamW, loss: Tensor, norm: Tensor, max_grad_norm: float) -> None:

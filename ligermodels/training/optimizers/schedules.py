@@ -48,3 +48,11 @@ def default_learning_rate(hidden_size: int, *, pretrained: bool, lora: bool) -> 
     if not pretrained:
         return 4.5e-3 * 128 / hidden_size
     return 1e-4 if lora else 1e-5
+
+
+def default_image_learning_rate(hidden_size: int) -> float:
+    """Returns the default peak learning rate of new weights that learn from images: 1e-3 at hidden size 128.
+
+    At the rate of new weights of text the tiny Qwen2-VL knows no shape after 500 steps, with this rate half of them.
+    """
+    return 1e-3 * 128 / hidden_size

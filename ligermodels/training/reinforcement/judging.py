@@ -145,6 +145,12 @@ def generation_metrics(generation: JudgedGeneration, functions: Sequence[RewardF
     return metrics | generation.logged
 
 
+def pass_fraction(values: Tensor, count: int) -> float:
+    """The fraction of prompts of which one completion has a reward of 1 or more: pass@count. values: of one function,
+    for `count` completions of each prompt."""
+    return float((values.view(-1, count).nan_to_num(0.0) >= 1).any(1).double().mean())
+
+
 def mean(values: Tensor) -> float:
     """Of the values that are present; 0 without any."""
     return float(values.nanmean().nan_to_num(0.0))

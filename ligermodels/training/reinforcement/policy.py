@@ -47,8 +47,8 @@ POLICY_LOSSES = {
 class PolicyOptions:
     """The loss and what is added to it; names as in `losses.policy` and `losses.policy_weights`.
 
-    sampler_correction: mode of `sampler_weights`, None for none; sampler_clip: its clip_max. longest: the most tokens
-    that a completion may have. Raises InputError for an option that the loss does not have.
+    sampler_correction: mode of `sampler_weights`, None for none; sampler_clip, sampler_clip_min: its bounds. longest:
+    the most tokens that a completion may have. Raises InputError for an option that the loss does not have.
     """
 
     name: str
@@ -61,8 +61,8 @@ class PolicyOptions:
     use_bias_correction_kl: bool = True
     sampler_correction: str | None = None
     sampler_clip: float = 3.0
+    sampler_clip_min: float | None = None
     off_policy_threshold: float | None = None
-    entropy_coef: float = 0.0
 
     def __post_init__(self) -> None:
         if self.name not in POLICY_LOSSES:
@@ -107,8 +107,9 @@ def policy_loss(options: PolicyOptions, row: RolloutBatch, found: LogProbs) -> T
     if options.sampler_correction:
         correct = losses.sampler_log_weights if options.name == "vespo" else losses.sampler_weights
         correction = correct(
-            old, row.sampling_logprobs, cu_seqlens, mode=options.sampler_correction, clip_max=options.sampler_clip
-        )
+            old, row.sampling_logprobs, cu_seqlens, mode=options.sampler_correction, clip_max=options.sampler_clip,
+            clip_min=options.sampler_clip_min,
+        )  # fmt: skip
         if options.name == "vespo":
             arguments["sampler_log_weights"] = correction
         else:

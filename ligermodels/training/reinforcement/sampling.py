@@ -4,12 +4,15 @@ The random numbers of a completion depend on the seed, on the prompt's number in
 completion's number alone: not on ranks, nor on what else is sampled.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
+from ligermodels import distributed
+from ligermodels.errors import InputError
 from ligermodels.generation.capacity import cache_bytes, tokens_that_fit
 from ligermodels.generation.engine import DEFAULT_ROWS, Engine
 from ligermodels.generation.paged_cache import PAGE_SIZE, pages_for
@@ -88,6 +91,7 @@ class Sampler:
         with fsdp.gathered(model):
             samples = self.run_engine(model, prompts, plan, first) if prompts else []
         model.train(was_training)
+        distributed.raise_on_all(not_finite(prompts, samples))
         return samples
 
     def run_engine(
@@ -111,6 +115,20 @@ class Sampler:
             model, tokenizer=self.tokenizer, max_tokens=tokens, max_length=longest, max_rows=rows,
             vocab_size=self.vocab_size,
         )  # fmt: skip
+
+
+def not_finite(prompts: Sequence[GroupPrompt], samples: Sequence[Sequence[GeneratedSample]]) -> InputError | None:
+    """What to raise where a token was drawn from logits that are NaN or infinite; None if they were all finite."""
+    for prompt, group in zip(prompts, samples, strict=True):
+        for sample in group:
+            place = next((i for i, value in enumerate(sample.logprobs) if not math.isfinite(value)), None)
+            if place is not None:
+                return InputError(
+                    f"{prompt.place}: token {place + 1} of a completion was sampled from logits that are NaN or "
+                    "infinite: the weights are damaged, or a step was too large: lower --learning-rate and resume from "
+                    "an earlier checkpoint"
+                )
+    return None
 
 
 def as_completion(prompt: str | list[ChatMessage], text: str) -> str | list[ChatMessage]:

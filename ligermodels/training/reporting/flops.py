@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from ligermodels.layers.decoder import CausalLM
+from ligermodels.layers.mixer import mean_attended_keys
 from ligermodels.layers.moe import MoE
 from ligermodels.layers.multimodal import VisionLanguageModel, is_trained
 from ligermodels.layers.vision_positions import Grid
@@ -120,9 +121,3 @@ def flops_per_patch(model: VisionLanguageModel, grids: Sequence[Grid]) -> float:
         keys = float(spans.cu_seqlens.diff().double().square().sum()) / patches
         flops += (12 if backward else 4) * vision.hidden_size * keys
     return flops
-
-
-def mean_attended_keys(length: int, window: int | None) -> float:
-    """Returns the average number of keys that a query of a row attends to, its own included."""
-    most = min(window or length, length)
-    return (most * (most + 1) / 2 + (length - most) * most) / length

@@ -43,6 +43,7 @@ def refuse_contradictions(config: TrainConfig) -> None:
             f"--optimizer-state-dtype {config.optimizer_state_dtype}: the states of --optimizer adamw8bit have 8 bits; "
             "leave one of the two out"
         )
+    refuse_unused_rounding(config)
     if config.float8 and not config.compile:
         raise InputError("--float8 takes twice the time of bfloat16 unless blocks are compiled: add --compile")
     if config.quantize:
@@ -54,6 +55,11 @@ def refuse_contradictions(config: TrainConfig) -> None:
     unused = [name for name in LORA_SETTINGS if getattr(config, name) != FIELDS[name].default]
     if unused and not config.with_lora:
         raise InputError(f"{flag_of(unused[0])} goes with --lora-rank, which is missing")
+    if config.train_parts is not None and config.with_lora:
+        raise InputError(
+            "--train-parts is for training without LoRA, which trains its updates alone: choose them with "
+            "--lora-targets, as all-linear vision; leave --train-parts out"
+        )
     if not config.data and not is_family and config.objective in SUPERVISED:
         raise missing_data(config)
 
@@ -84,6 +90,19 @@ def refuse_unfit_quantisation(config: TrainConfig) -> None:
         raise InputError(f"{given}: quantised weights cannot be trained in full; add --lora-rank 16, or leave it out")
     if config.float8:
         raise InputError(f"{given}: --float8 quantises the same linears for its products; leave one of them out")
+
+
+def refuse_unused_rounding(config: TrainConfig) -> None:
+    """Raises InputError if --param-rounding has no effect, as far as the parameter dtype is known."""
+    given = f"--param-rounding {config.param_rounding}"
+    if config.param_rounding == "nearest":
+        return
+    if config.param_dtype == "float32":
+        raise InputError(
+            f"{given}: is for parameters in bfloat16, but these are in float32: add --param-dtype bfloat16"
+        )
+    if config.optimizer == "muon":
+        raise InputError(f"{given}: --optimizer muon rounds to nearest; give --optimizer adamw or adamw8bit")
 
 
 def refuse_unused_profile(config: TrainConfig) -> None:

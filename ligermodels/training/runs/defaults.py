@@ -15,7 +15,7 @@ from ligermodels.aliases import flag_of
 from ligermodels.distributed import World
 from ligermodels.training.config import SUPERVISED, RunConfig, TrainConfig
 from ligermodels.training.data import Data
-from ligermodels.training.optimizers.schedules import default_learning_rate
+from ligermodels.training.optimizers.schedules import default_image_learning_rate, default_learning_rate
 
 TORCH_DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bfloat16": torch.bfloat16}
 TINY = {
@@ -85,6 +85,18 @@ def schedule(config: TrainConfig, data: Data, hidden_size: int, world: World) ->
         "eval_every": Choice(math.ceil(taken / VALIDATIONS), f"{VALIDATIONS} validations"),
         "activation_checkpointing": Choice("auto", "as much as memory demands"),
     }
+
+
+def image_choices(config: TrainConfig, data: Data, hidden_size: int) -> dict[str, Choice]:
+    """What differs where the data have images: the rate of new weights, and the limits of images of any size."""
+    if data.processor is None:
+        return {}
+    chosen, limits = {}, data.processor.images.token_range
+    if config.has_new_weights:
+        chosen["learning_rate"] = Choice(default_image_learning_rate(hidden_size))
+    if limits is not None:
+        chosen["image_tokens"] = Choice("{}:{}".format(*limits), "other images are resized")
+    return chosen
 
 
 def length_reason(data: Data, length: int) -> str:

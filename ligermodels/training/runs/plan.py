@@ -33,6 +33,7 @@ from ligermodels.training.data.opening import DocumentLengths
 from ligermodels.training.optimizers.adamw import AdamW
 from ligermodels.training.reporting.flops import flops_per_token
 from ligermodels.training.runs.folder import CHECKPOINTS
+from ligermodels.training.runs.image_load import NO_IMAGES, ImageLoad
 from ligermodels.training.scaling.activation_checkpointing import MemoryEstimator
 from ligermodels.training.scaling.fsdp import dp_shard_size
 from ligermodels.units import counted, memory_size
@@ -48,8 +49,9 @@ class Plan:
     once. lengths: of the training documents; None for groups. micro_batch_size: sequences per forward pass of a rank.
     tokens_per_step: over all ranks; of groups, about. chosen: a line for each setting that was not given. dtype: of
     computation. attention: what computes it. checkpointed_blocks: blocks with activation checkpointing, of `blocks`.
-    memory: of one rank. phases: peak bytes of a rank in each phase of the run. advice: warnings of the objective.
-    flops: per token. positions: the model's max_position_embeddings. checkpoint: bytes of one checkpoint, about.
+    kept_tensors: results that these keep. memory: of one rank. phases: peak bytes of a rank in each phase of the run.
+    advice: warnings of the objective. flops: per token, those of the images among them. positions: the model's
+    max_position_embeddings. checkpoint: bytes of one checkpoint, about.
     """
 
     config: RunConfig
@@ -67,6 +69,7 @@ class Plan:
     dtype: torch.dtype
     attention: str
     flops: int
+    images: ImageLoad
     memory: TrainingMemory
     phases: Mapping[str, int]
     advice: Sequence[str]
@@ -74,6 +77,7 @@ class Plan:
     blocks: int
     positions: int
     checkpoint: int
+    kept_tensors: int
 
     @property
     def accumulated(self) -> int:
@@ -141,11 +145,16 @@ class Plan:
         tokens = self.config.steps * self.tokens_per_step
         yield "the run", f"{self.steps}, {tokens:,} tokens"
         yield "compute", f"{self.flops:.3g} FLOPs a token, {self.flops * tokens:.3g} in all"
+        if self.images.tokens:
+            of_all = self.images.tokens / (self.rows * self.config.sequence_length)
+            share = f"{of_all:.0%} of the tokens of the rows, {self.images.flops / self.flops:.0%} of the FLOPs"
+            yield "images", f"{share}; at most {self.images.most_patches:,} patches in a row"
         if self.config.packing:
             yield "attention", self.attention
         checkpointed = (
             f", {self.checkpointed_blocks} of {self.blocks} blocks checkpointed" if self.checkpointed_blocks else ""
         )
+        checkpointed += f" with {self.kept_tensors} results kept" if self.kept_tensors else ""
         yield "memory", f"of a {device_name(self.world.device)}, not all at the same time{checkpointed}"
         for part, size in self.memory.parts.items():
             if size:
@@ -271,13 +280,15 @@ def make_plan(
     chosen: Sequence[str],
     dtype: torch.dtype,
     checkpointed_blocks: int,
+    kept_tensors: int,
     memory: TrainingMemory,
     phases: Mapping[str, int],
+    images: ImageLoad = NO_IMAGES,
     advice: Sequence[str] = (),
 ) -> Plan:
     """The plan of a run.
 
-    model: with its LoRA, not sharded yet; it may be on the meta device.
+    images: what they add. model: with its LoRA, not sharded yet; it may be on the meta device.
     """
     trained = trained_parameters(model)
     states = memory.optimizer_states * dp_shard_size(world, config.dp_replicate)
@@ -286,9 +297,8 @@ def make_plan(
     return Plan(
         config, world, count_parameters(model), elements(trained), description, rows, passes, validation_rows,
         lengths, micro_batch_size, tokens_per_step, chosen, dtype, attention,
-        flops_per_token(model, config.sequence_length), memory, phases, advice, checkpointed_blocks,
-        len(model.blocks),
-        model.config.max_position_embeddings, checkpoint,
+        round(flops_per_token(model, config.sequence_length) + images.flops), images, memory, phases, advice,
+        checkpointed_blocks, len(model.blocks), model.config.max_position_embeddings, checkpoint, kept_tensors,
     )  # fmt: skip
 
 
@@ -328,16 +338,19 @@ def device_name(device: torch.device) -> str:
 
 
 def memory_needs(
-    model: CausalLM, optimizer: AdamW, config: RunConfig, world: World, dtype: torch.dtype, beside: int
-) -> MemoryEstimator:
+    model: CausalLM, optimizer: AdamW, config: RunConfig, world: World, dtype: torch.dtype, beside: int,
+    row_patches: int = 0,
+) -> MemoryEstimator:  # fmt: skip
     """The memory of a step of this run as a function of the settings that may still change.
 
     model: on the meta device, unsharded. optimizer: an optimizer of it, whose states are created on the meta device.
-    beside: bytes of a rank that stay beside the model. The result takes the micro-batch size as `batch_size`.
+    beside: bytes of a rank that stay beside the model. row_patches: the most of the images of a row. The result takes
+    the micro-batch size as `batch_size`.
     """
     optimizer.create_states()
-    return functools.partial(
+    estimate = functools.partial(
         training_memory, model, sequence_length=config.sequence_length, dtype=dtype,
         shards=dp_shard_size(world, config.dp_replicate), optimizer_states=state_bytes(optimizer),
         beside=beside,
     )  # fmt: skip
+    return lambda *, batch_size, **options: estimate(batch_size, patches=batch_size * row_patches, **options)

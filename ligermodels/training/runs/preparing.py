@@ -25,8 +25,14 @@ from ligermodels.training.optimizers import build_optimizer
 from ligermodels.training.optimizers.adamw import AdamW
 from ligermodels.training.reporting.loggers import check_logger_packages
 from ligermodels.training.runs.continuing import with_base_of_adapter
-from ligermodels.training.runs.contradictions import refuse_contradictions, refuse_unused_profile
+from ligermodels.training.runs.contradictions import (
+    refuse_contradictions,
+    refuse_unused_profile,
+    refuse_unused_rounding,
+)
 from ligermodels.training.runs.defaults import TORCH_DTYPES, completed, precision, with_choices
+from ligermodels.training.runs.image_load import image_load
+from ligermodels.training.runs.model_parts import part_scales, train_parts
 from ligermodels.training.runs.plan import Plan, make_plan, memory_needs
 from ligermodels.training.runs.publishing import check_hub_access
 from ligermodels.training.runs.resuming import refuse_finished, refuse_other_settings
@@ -72,6 +78,7 @@ def prepare(config: TrainConfig, world: World) -> Run:
     # The model, without its weights yet. Frozen weights are stored in the compute dtype.
     pretrained = None if config.has_new_weights else resolve(str(config.model), revision=config.revision)
     config, chosen = with_choices(config, precision(config, world))
+    refuse_unused_rounding(config)
     objective.config = config  # with the choices that are made without the data
     # Whether fp32 products use tf32 is set in torch, for the process.
     torch.set_float32_matmul_precision("high" if config.dtype == "tf32" else "highest")
@@ -93,6 +100,8 @@ def prepare(config: TrainConfig, world: World) -> Run:
             targets=config.lora_targets, modules_to_save=modules_to_save(config), dtype=param_dtype,
         )  # fmt: skip
 
+    train_parts(model, config, compute_dtype)
+
     # The data, and the settings that depend on it.
     objective.open(pretrained, model, adapter)
     data = objective.data
@@ -104,13 +113,26 @@ def prepare(config: TrainConfig, world: World) -> Run:
     refuse_unused_profile(config)
     refuse_finished(config)
 
-    # The memory that a step needs. Activation checkpointing takes as many blocks as memory demands.
+    # The memory that a step needs. Activation checkpointing takes as many blocks and results as memory demands.
     states = None if config.optimizer_state_dtype is None else TORCH_DTYPES[config.optimizer_state_dtype]
-    build = partial(build_optimizer, name=config.optimizer, state_dtype=states, weight_decay=config.weight_decay)
-    estimate = memory_needs(model, build(model), config, world, compute_dtype, objective.bytes_beside(model))
+    build = partial(
+        build_optimizer,
+        name=config.optimizer,
+        state_dtype=states,
+        weight_decay=config.weight_decay,
+        part_scales=part_scales(model, config),
+        param_rounding=config.param_rounding,
+        seed=config.seed,
+    )
+    images = image_load(model, data)
+    beside = objective.bytes_beside(model)
+    estimate = memory_needs(model, build(model), config, world, compute_dtype, beside, images.most_patches)
     micro_batch_size = objective.micro_batch_size = micro_batch_size_of(config, world, len(model.blocks), estimate)
     estimate = partial(estimate, batch_size=micro_batch_size)
-    checkpointed_blocks = apply_activation_checkpointing(model, config.activation_checkpointing, world, estimate)
+    checkpointed_blocks, kept_tensors = apply_activation_checkpointing(
+        model, config.activation_checkpointing, world, estimate, config.sequence_length
+    )
+    estimate = partial(estimate, kept_tensors=kept_tensors)
     reshard_after_forward = must_reshard_after_forward(world, estimate, checkpointed_blocks)
     estimate = partial(estimate, keep_unsharded=not reshard_after_forward)
     memory = estimate(checkpointed_blocks=checkpointed_blocks)
@@ -119,8 +141,8 @@ def prepare(config: TrainConfig, world: World) -> Run:
         passes=data.training.mixture.rows_per_epoch, validation_rows=len(data.validation),
         lengths=data.lengths if isinstance(data, Data) else None, micro_batch_size=micro_batch_size,
         tokens_per_step=objective.tokens_per_step, chosen=[*chosen, *more],
-        dtype=compute_dtype, checkpointed_blocks=checkpointed_blocks, memory=memory,
-        phases=objective.phases(memory), advice=objective.advice(),
+        dtype=compute_dtype, checkpointed_blocks=checkpointed_blocks, kept_tensors=kept_tensors, memory=memory,
+        phases=objective.phases(memory), images=images, advice=objective.advice(),
     )  # fmt: skip
     return Run(config, pretrained, adapter, model, objective, build, estimate, reshard_after_forward, made)
 

@@ -21,8 +21,8 @@ from ligermodels.units import counted
 
 # Settings that decide which tensors a checkpoint has, and in which dtypes.
 CHECKPOINT_SETTINGS = (
-    *("param_dtype", "optimizer", "optimizer_state_dtype"),
-    *("lora_rank", "lora_targets", "modules_to_save", "adapter"),
+    *("param_dtype", "param_rounding", "optimizer", "optimizer_state_dtype"),
+    *("lora_rank", "lora_targets", "modules_to_save", "adapter", "train_parts"),
 )
 
 

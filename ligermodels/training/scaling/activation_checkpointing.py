@@ -6,11 +6,14 @@ Must not know the data.
 import bisect
 import math
 from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from ligermodels.distributed import World, smallest
 from ligermodels.layers.decoder import CausalLM
+from ligermodels.layers.kept_tensors import choose_kept
 from ligermodels.memory import TrainingMemory
 
 USABLE_MEMORY = 0.95  # of the free memory: the estimate is within 3 %, and the allocator leaves gaps
@@ -22,22 +25,51 @@ LIBRARY_BYTES = 2**30  # allocated by NCCL and cuBLAS at their first use
 MemoryEstimator = Callable[..., TrainingMemory]
 
 
-def apply_activation_checkpointing(model: CausalLM, mode: str, world: World, estimate: MemoryEstimator) -> int:
-    """Applies activation checkpointing to the first blocks of a model, and returns their number.
+class Checkpointing(NamedTuple):
+    blocks: int  # how many, from the first one on, have activation checkpointing
+    kept_tensors: int  # how many results these keep beside their inputs
 
-    mode: "none"; "full" for all blocks; "auto" for as few blocks as needed for the step to fit into the memory of the
-    fullest GPU, and none on a CPU. The number is the same on every rank.
+
+def apply_activation_checkpointing(
+    model: CausalLM, mode: str, world: World, estimate: MemoryEstimator, sequence_length: int
+) -> Checkpointing:
+    """Applies activation checkpointing to the first blocks of a model, and returns what it has chosen.
+
+    mode: "none"; "selective" for all blocks, which keep attention and the products of their mixers; "full" for all
+    blocks, which keep only their inputs; "auto" for as little of it as needed for the step to fit into the memory of
+    the fullest GPU, and none on a CPU. The choice is the same on every rank.
     """
     blocks = len(model.blocks)
     match mode:
         case "none":
-            count = 0
+            chosen = Checkpointing(0, 0)
+        case "selective":
+            chosen = Checkpointing(blocks, keepable_in(model, blocks))
         case "full":
-            count = blocks
+            chosen = Checkpointing(blocks, 0)
         case _:
-            count = fewest_checkpointed_blocks(blocks, estimate, usable_memory(world))
-    model.checkpoint_activations(count)
-    return count
+            chosen = least_checkpointing(model, estimate, usable_memory(world))
+    model.checkpoint_activations(*chosen, sequence_length)
+    return chosen
+
+
+def least_checkpointing(model: CausalLM, estimate: MemoryEstimator, usable: float) -> Checkpointing:
+    """What recomputes least and fits: as few blocks as possible; if it must be all, they keep as much as possible."""
+    blocks = len(model.blocks)
+    count = fewest_checkpointed_blocks(blocks, partial(estimate, kept_tensors=None), usable)
+    most = keepable_in(model, count)
+    if count < blocks:
+        return Checkpointing(count, most)
+
+    def fits(left_out: int) -> bool:
+        return estimate(checkpointed_blocks=blocks, kept_tensors=most - left_out).peak <= usable
+
+    return Checkpointing(blocks, most - bisect.bisect_left(range(most), True, key=fits))
+
+
+def keepable_in(model: CausalLM, blocks: int) -> int:
+    """How many results the first blocks could keep."""
+    return sum(map(len, choose_kept(model.blocks[:blocks], None, 1)))
 
 
 def must_reshard_after_forward(world: World, estimate: MemoryEstimator, checkpointed_blocks: int) -> bool:

@@ -18,10 +18,12 @@ RECOMPILE_LIMIT = 64
 def compile_blocks(model: CausalLM) -> None:
     """Applies torch.compile to every block, in place. It is compiled at its first call; parameter names stay.
 
-    Activation checkpointing and the FSDP2 hooks stay outside the compiled code. Blocks of the same structure share
+    The FSDP2 hooks stay outside the compiled code, and so does activation checkpointing, except where it keeps results:
+    which ones is then decided in the graph. Blocks of the same structure share
     compiled code. A length that changes from batch to batch becomes dynamic when it changes first. Call this function
     after LoRA is added and before sharding.
     """
     torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
     for block in model.blocks:
-        block.forward_block = torch.compile(block.forward_block, fullgraph=True)  # type: ignore[method-assign]
+        name = "forward_checkpointed" if block.kept else "forward_block"
+        setattr(block, name, torch.compile(getattr(block, name), fullgraph=True))

@@ -4,6 +4,8 @@ It depends on the kind of the devices alone, not on their free memory: a run tha
 same, and is bit-exact. Must not know the data.
 """
 
+from functools import partial
+
 import torch
 
 from ligermodels.distributed import World
@@ -36,8 +38,11 @@ def micro_batch_size_of(config: RunConfig, world: World, blocks: int, estimate: 
     options = {
         "none": [(size, 0) for size in sizes],
         "auto": [*((size, 0) for size in large), *((size, blocks) for size in sizes)],
+        "selective": [(size, blocks) for size in sizes],
         "full": [(size, blocks) for size in sizes],
     }
     tried = options[config.activation_checkpointing]
+    if config.activation_checkpointing == "selective":
+        estimate = partial(estimate, kept_tensors=None)
     fitting = (s for s, count in tried if estimate(batch_size=s, checkpointed_blocks=count).peak <= usable)
     return next(fitting, 1)

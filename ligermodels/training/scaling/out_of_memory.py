@@ -69,9 +69,9 @@ def memory_saving_flags(
 
     Flags that change only the activations come with the estimate of the peak that they lead to.
     """
-    if checkpointed_blocks < blocks:
-        lowest = memory_size(estimate(checkpointed_blocks=blocks).peak)
-        yield f"--activation-checkpointing full ({lowest}), or auto for as few blocks as needed"
+    lowest = estimate(checkpointed_blocks=blocks, kept_tensors=0).peak
+    if lowest < estimate(checkpointed_blocks=checkpointed_blocks).peak:
+        yield f"--activation-checkpointing full ({memory_size(lowest)}), or auto for as little as needed"
     if micro_batch_size > 1:
         half = micro_batch_size // 2
         peak = memory_size(estimate(batch_size=half, checkpointed_blocks=checkpointed_blocks).peak)

@@ -56,18 +56,18 @@ class Net(nn.Module):
             parameter.copy_(parameter.shape[-1] ** -0.5 * torch.randn(parameter.shape, generator=generator))
 
 
-def new_optimizer(model, name="adamw", state_dtype=None):
-    optimizer = build_optimizer(model, name, state_dtype=state_dtype)
+def new_optimizer(model, name="adamw", state_dtype=None, param_rounding="nearest"):
+    optimizer = build_optimizer(model, name, state_dtype=state_dtype, param_rounding=param_rounding)
     set_learning_rate(optimizer, 1e-3)
     return optimizer
 
 
-def new_run(optimizer="adamw", dtype=torch.float32, state_dtype=None, seed=1, **options):
+def new_run(optimizer="adamw", dtype=torch.float32, state_dtype=None, seed=1, param_rounding="nearest", **options):
     model = Net(**options)
     model.initialize(seed)
     torch.manual_seed(seed)
     model.to(dtype)
-    return model, new_optimizer(model, optimizer, state_dtype)
+    return model, new_optimizer(model, optimizer, state_dtype, param_rounding)
 
 
 def new_sharded_run(mesh, optimizer="adamw", seed=1, **options):

@@ -39,6 +39,13 @@ RUNS = {
     "fp32 state": {"dtype": torch.bfloat16, "state_dtype": torch.float32},
     "muon": {"optimizer": "muon"},
     "8 bit": {"optimizer": "adamw8bit", "width": 256},
+    "8 bit, stochastic": {
+        "optimizer": "adamw8bit",
+        "width": 256,
+        "dtype": torch.bfloat16,
+        "param_rounding": "stochastic",
+    },
+    "compensated": {"dtype": torch.bfloat16, "param_rounding": "kahan"},
 }
 
 

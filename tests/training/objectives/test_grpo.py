@@ -1,6 +1,7 @@
 """Reinforcement learning: a run that learns, its rollouts, and a resume between two updates of a generation."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -9,12 +10,17 @@ from ligermodels.distributed import World
 from ligermodels.errors import InputError
 from ligermodels.training import TrainConfig, train
 from ligermodels.training.objectives import grpo
+from ligermodels.training.reinforcement.judging import pass_fraction
 from ligermodels.training.reinforcement.policy import policy_loss
+from ligermodels.training.runs.preparing import prepare
 from ligermodels.training.runs.settings import config_of_run
 
 REWARD = """
 def even(completion_ids, **columns):
     return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
+
+def solves(completion_ids, **columns):
+    return [float(any(token % 2 == 0 for token in ids[:5])) for ids in completion_ids]
 
 def first(prompts, completions, answer, log_extra, log_metric):
     log_extra("answer", answer)
@@ -105,6 +111,55 @@ def test_a_run_that_is_killed_between_two_updates_resumes_to_the_bit(config, tmp
     assert (texts[0] == texts[1]) is True and len(texts[0].splitlines()) == 2 * 4 * 8
 
 
+@pytest.fixture
+def few(tmp_path):
+    """Settings for data of 40 prompts, which are tokenised at once."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": f"{n} plus {n} is"}) for n in range(40)))
+    return {"data": (str(file),), "max_completion_length": 6, "prompts": 2, "generations": 4}
+
+
+def test_the_weight_of_the_entropy_follows_its_target_and_is_in_the_checkpoint(config, few, tmp_path):
+    """Nearly uniform over less than 1024 tokens, the entropy is below a target of 7: the weight rises from 0.
+
+    TRL's rule: the first step applies none, each step that stays below the target adds 0.005.
+    """
+    settings = few | {"steps": 4, "entropy_target": 7.0, "checkpoint_every": 2}
+    whole = train(config(**settings))
+    steps = [record for record in whole.metrics if "entropy_coef" in record]
+    assert [record["entropy_coef"] for record in steps] == pytest.approx([0.0, 0.005, 0.01, 0.015])
+    assert all(5 < record["entropy"] < 7 and 0 < record["step_time"] < 60 for record in steps)
+    above = train(config(**(settings | {"entropy_target": 0.1, "entropy_coef": 0.01}), output=tmp_path / "above"))
+    assert [record["entropy_coef"] for record in above.metrics if "entropy_coef" in record] == [0.0] * 4
+
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-000004")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    metrics.write_text("".join(line for line in metrics.open() if "exported" not in line))
+    resumed = train(config_of_run(tmp_path / "run"))
+    for one, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_pass_at_k_is_the_share_of_prompts_that_one_completion_solves(config, few):
+    """Of five tokens one must be even: of two completions, one in a thousand fails."""
+    found = train(config("solves", **few, steps=1, pass_at=2, eval_every=1, keep_zero_spread=True)).metrics
+    (validation,) = [record for record in found if "validation_pass@2" in record]
+    assert validation["validation_pass@2"] > 0.9
+    table = torch.tensor([0.0, 1.0, 0.5, 0.9, torch.nan, 2.0], dtype=torch.float64)
+    assert pass_fraction(table, 2) == pytest.approx(2 / 3) and pass_fraction(table, 3) == 1
+
+
+def test_logits_that_are_not_finite_end_a_generation_with_one_line(config, few):
+    run = prepare(config(**few, steps=1, eval_every=1), World(torch.device("cpu")))
+    model, objective = run.model.to_empty(device="cpu"), run.objective
+    model.initialize(0)
+    model.model.norm.weight.data.fill_(torch.nan)
+    prompts = objective.data.training.prompts(0, 2, objective.world)
+    with pytest.raises(InputError, match="token 1 of a completion was sampled from logits that are NaN") as error:
+        objective.sampler.sample(model, prompts, objective.sampling_plan(1.0))
+    assert str(error.value).startswith(prompts[0].place) and "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
@@ -115,6 +170,17 @@ def test_a_run_that_is_killed_between_two_updates_resumes_to_the_bit(config, tmp
         ({"reference": "model"}, "--reference model goes with --beta, which is missing"),
         ({"beta": 0.1, "reference": "precomputed"}, "--reference precomputed: completions are sampled during the run"),
         ({"lora_rank": 4, "lora_dropout": 0.1}, "--lora-dropout 0.1: would change the probabilities"),
+        ({"sampler_clip": 2.0}, "--sampler-clip goes with --sampler-correction, which is missing"),
+        ({"sampler_clip_min": 0.5}, "--sampler-clip-min goes with --sampler-correction, which is missing"),
+        (
+            {"sampler_correction": "token_mask", "sampler_clip_min": 3.0},
+            "--sampler-clip-min 3: must be below --sampler-clip, 3",
+        ),
+        ({"kl_correction": False}, "--kl-correction off goes with --beta, which is missing"),
+        (
+            {"loss": ("rloo",), "reward_aggregation": "normalize_then_sum"},
+            "--reward-aggregation normalize_then_sum has no effect with --loss rloo: leave it out",
+        ),
     ],
 )
 def test_options_without_effect_are_refused(config, changes, message):

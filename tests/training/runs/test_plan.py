@@ -25,7 +25,7 @@ WHOLE = DocumentLengths(documents=200, longest=256, cut=0, holds_most=240)
 
 def planned(
     *argv, rank=None, rows=1000, passes=None, world=None, validation_rows=10, checkpointed_blocks=0, lengths=WHOLE,
-    chosen=(),
+    chosen=(), kept_tensors=0,
 ):  # fmt: skip
     args = run_config("--model", "llama", *argv)
     model = ligermodels.create("llama", size="tiny", device="meta")
@@ -36,7 +36,8 @@ def planned(
         model, args, world or World(CPU), description="my.jsonl", rows=rows, passes=passes or [rows],
         validation_rows=validation_rows, lengths=lengths, micro_batch_size=args.micro_batch_size or args.batch_size,
         tokens_per_step=args.units * args.sequence_length, chosen=chosen, dtype=getattr(torch, args.dtype),
-        checkpointed_blocks=checkpointed_blocks, memory=memory, phases={"train": memory.peak},
+        checkpointed_blocks=checkpointed_blocks, kept_tensors=kept_tensors, memory=memory,
+        phases={"train": memory.peak},
     )  # fmt: skip
 
 
@@ -72,7 +73,7 @@ def test_a_run_is_named_after_its_model_and_a_size_that_is_not_the_default(model
 
 
 def test_the_table_has_parameters_data_tokens_compute_and_every_part_of_the_memory():
-    model, whole = planned("--steps", "500", validation_rows=11, checkpointed_blocks=3)
+    model, whole = planned("--steps", "500", validation_rows=11, checkpointed_blocks=3, kept_tensors=5)
     first, *lines = whole.text().splitlines()
     table = {label.strip(): value for label, value in (re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in lines)}
     assert first == "llama"
@@ -83,7 +84,9 @@ def test_the_table_has_parameters_data_tokens_compute_and_every_part_of_the_memo
     assert table["attention"] == "SDPA, one document after the other"
     flops = flops_per_token(model, 256)
     assert table["compute"] == f"{flops:.3g} FLOPs a token, {flops * 512_000:.3g} in all"
-    assert table["memory"] == "of a CPU process, not all at the same time, 3 of 4 blocks checkpointed"
+    assert (
+        table["memory"] == "of a CPU process, not all at the same time, 3 of 4 blocks checkpointed with 5 results kept"
+    )
     memory = training_memory(model, 4, 256, torch.float32)
     for part, size in memory.parts.items():
         assert table.get(part) == (memory_size(size) if size else None)

@@ -8,6 +8,7 @@ import torch
 import ligermodels
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
+from ligermodels.layers.kept_tensors import ATTENTION, choose_kept
 from ligermodels.memory import training_memory
 from ligermodels.training.config import TrainConfig
 from ligermodels.training.scaling import activation_checkpointing
@@ -35,22 +36,53 @@ def checkpointed(model):
     return [block.activation_checkpointing for block in model.model.layers]
 
 
+RESULTS = 3  # that a block can keep: attention, qkv and o
+
+
+def applied(model, mode, estimate):
+    return activation_checkpointing.apply_activation_checkpointing(model, mode, CPU, estimate, 64)
+
+
 @pytest.mark.parametrize("count", range(BLOCKS + 1))
-def test_auto_checkpoints_as_few_blocks_as_fit_into_memory(count, model, monkeypatch):
+def test_auto_checkpoints_as_few_blocks_as_fit_into_memory_and_these_keep_all_they_can(count, model, monkeypatch):
     estimate = estimator(model)
-    peaks = [estimate(checkpointed_blocks=number).peak for number in range(BLOCKS + 1)]
+    peaks = [estimate(checkpointed_blocks=number, kept_tensors=None).peak for number in range(BLOCKS + 1)]
     assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == BLOCKS + 1
     monkeypatch.setattr(activation_checkpointing, "usable_memory", lambda world: peaks[count])
-    assert activation_checkpointing.apply_activation_checkpointing(model, "auto", CPU, estimate) == count
+    assert applied(model, "auto", estimate) == (count, RESULTS * count)
     assert checkpointed(model) == [True] * count + [False] * (BLOCKS - count)
+    assert {len(block.kept) for block in model.model.layers[:count]} <= {RESULTS}
 
 
-def test_auto_checkpoints_all_blocks_if_memory_is_too_small_and_none_on_a_cpu(model, monkeypatch):
+@pytest.mark.parametrize("kept", [2, 3, 7, RESULTS * BLOCKS - 1])
+def test_where_all_blocks_must_be_checkpointed_auto_keeps_as_many_results_as_fit(kept, model, monkeypatch):
+    estimate = functools.partial(estimator(model), checkpointed_blocks=BLOCKS)
+    peaks = [estimate(kept_tensors=number).peak for number in range(RESULTS * BLOCKS + 1)]
+    # What the last block keeps costs nothing at first: it is recomputed while all others still have theirs.
+    assert peaks[0] == peaks[2] and peaks[2:] == sorted(set(peaks))
+    monkeypatch.setattr(activation_checkpointing, "usable_memory", lambda world: peaks[kept])
+    assert applied(model, "auto", estimator(model)) == (BLOCKS, kept)
+    assert sum(len(block.kept) for block in model.model.layers) == kept
+
+
+def test_auto_keeps_nothing_if_memory_is_too_small_and_everything_on_a_cpu(model, monkeypatch):
     for mode in ("auto", "none"):
-        assert activation_checkpointing.apply_activation_checkpointing(model, mode, CPU, estimator(model)) == 0
+        assert applied(model, mode, estimator(model)) == (0, 0)
     assert not any(checkpointed(model))
     monkeypatch.setattr(activation_checkpointing, "usable_memory", lambda world: 1.0)
-    assert activation_checkpointing.apply_activation_checkpointing(model, "auto", CPU, estimator(model)) == BLOCKS
+    assert applied(model, "auto", estimator(model)) == applied(model, "full", estimator(model)) == (BLOCKS, 0)
+    assert not any(block.kept for block in model.model.layers)
+    assert applied(model, "selective", estimator(model)) == (BLOCKS, RESULTS * BLOCKS)
+
+
+def test_what_saves_most_flops_an_element_is_kept_first_in_the_last_blocks_first(model):
+    """At 4 keys attention costs least, at 8,192 most. A row of qkv costs as much as one of o, which has H rows."""
+    blocks = model.blocks[:2]
+    for length, first in ((4, (256, 512)), (2**13, ATTENTION)):
+        ((), (kept,)) = choose_kept(blocks, 1, length)
+        assert kept.size == first
+    early, late = choose_kept(blocks, 3, 2**13)
+    assert [len(early), len(late)] == [1, 2]
 
 
 def test_blocks_reshard_after_forward_only_if_memory_is_too_small(model, monkeypatch):
@@ -70,13 +102,17 @@ def test_the_usable_fraction_covers_the_largest_error_and_the_largest_reservatio
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("count", [1, 2])
-def test_the_estimate_matches_the_tensors_that_autograd_saves_with_some_blocks_checkpointed(count):
+@pytest.mark.parametrize(("count", "results"), [(1, 0), (2, 0), (2, 1), (2, 3), (3, None)])
+def test_the_estimate_matches_the_tensors_that_are_saved_with_some_blocks_checkpointed(count, results):
     layers, tokens, dtype = 3, 16, torch.bfloat16 if DEVICE == "cuda" else torch.float32
-    kept = saved_bytes(BASE, layers, dtype, lambda model: model.checkpoint_activations(count), 1, tokens)
+
+    def change(model):
+        model.checkpoint_activations(count, results, tokens)
+
+    kept = saved_bytes(BASE, layers, dtype, change, 1, tokens)
     model = ligermodels.create(BASE | {"num_hidden_layers": layers}, device="meta")
     vocab, hidden = model.lm_head.weight.shape
-    estimate = training_memory(model, 1, tokens, dtype, checkpointed_blocks=count).activations
+    estimate = training_memory(model, 1, tokens, dtype, checkpointed_blocks=count, kept_tensors=results).activations
     gradients_of_head = (tokens + vocab) * hidden * 4  # fp32
     assert estimate + gradients_of_head == pytest.approx(kept, rel=0.03)
 

@@ -2,6 +2,7 @@
 
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.flop_counter import FlopCounterMode
 
 import ligermodels
 from ligermodels.training.scaling.compilation import compile_blocks
@@ -10,6 +11,27 @@ from tests.training.scaling.test_fsdp import config
 from tests.training.scaling.worker import compiling_by
 
 DOCUMENTS = [[5], [7, 9], [2, 9, 20], [1, 2, 3, 4]]  # positions where a row of 32 tokens is split into documents
+
+
+def test_a_compiled_block_recomputes_no_product_that_it_keeps_and_gives_equal_gradients():
+    torch._dynamo.reset()
+    plain, compiled = (ligermodels.create(config("llama", tied=False), dtype=torch.float64) for _ in range(2))
+    compiled.load_state_dict(plain.state_dict())
+    compiled.checkpoint_activations(kept_tensors=None)
+    with compiling_by("aot_eager"):
+        compile_blocks(compiled)
+    ids = torch.randint(97, (2, 16), generator=torch.Generator().manual_seed(0))
+    flops = []
+    for model in (plain, compiled):
+        loss = model(ids, ids).loss
+        with FlopCounterMode(display=False) as counter:
+            loss.backward()
+        counts = counter.get_flop_counts()["Global"]
+        flops.append(counts[torch.ops.aten.mm])
+    for got, expected in zip(compiled.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, expected.grad, rtol=1e-12, atol=1e-14)
+    gate_up = sum(2 * ids.numel() * block.mlp.gate_up_proj.weight.numel() for block in plain.blocks)
+    assert flops[1] - flops[0] == gate_up
 
 
 def test_document_lengths_do_not_recompile_blocks_and_results_are_equal():

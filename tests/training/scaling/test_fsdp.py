@@ -78,6 +78,7 @@ SHARED_KEYS = {
     "head_dim": 8, "global_head_dim": 16, "vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 4,
     "rope_parameters": None, "rope_theta": None,
 }  # fmt: skip
+SELECTIVE = {"checkpointed_blocks": None, "kept_tensors": None}
 HALF = {"dtype": "bfloat16", "steps": 3}
 RUNS = {  # name: (settings of both runs, further settings of the run on two ranks)
     "untied": ({"model": config("llama", False)}, {}),
@@ -87,6 +88,11 @@ RUNS = {  # name: (settings of both runs, further settings of the run on two ran
     "bf16 on fp32 parameters": ({"model": config("llama", False)} | HALF, {"checkpointed_blocks": 2}),
     "bf16 on bf16 parameters": ({"model": config("llama", False), "param_dtype": "bfloat16"} | HALF, {}),
     "latent attention": ({"model": config("deepseek_v3", False) | LATENTS}, {"checkpointed_blocks": 1}),
+    "selective checkpointing": ({"model": config("llama", False), "steps": 2}, SELECTIVE),
+    "compiled, selective checkpointing": (
+        {"model": config("llama", False), "steps": 2},
+        SELECTIVE | {"compiled": True},
+    ),
     "keys that other layers read, per-layer embeddings": (
         {"model": config("gemma4_text", True) | SHARED_KEYS},
         {"checkpointed_blocks": 3},

@@ -25,8 +25,9 @@ def size(monkeypatch):
     return size
 
 
-def estimate(batch_size, checkpointed_blocks):
-    return SimpleNamespace(peak=batch_size * (1 if checkpointed_blocks == 0 else 0.1))
+def estimate(batch_size, checkpointed_blocks, kept_tensors=0):
+    checkpointed = 0.3 if kept_tensors is None else 0.1
+    return SimpleNamespace(peak=batch_size * (1 if checkpointed_blocks == 0 else checkpointed))
 
 
 AUTO = ("--batch-size", "32", "--activation-checkpointing", "auto")
@@ -47,6 +48,7 @@ def test_as_many_sequences_as_fit_and_are_useful_without_checkpointing_unless_th
 def test_without_checkpointing_and_with_all_of_it(size):
     assert size("--batch-size", "32", "--activation-checkpointing", "none", memory=3) == 2
     assert size("--batch-size", "32", "--activation-checkpointing", "full", memory=0.9) == 8
+    assert size("--batch-size", "32", "--activation-checkpointing", "selective", memory=0.9) == 2
 
 
 def test_a_given_size_and_that_of_a_tiny_model_are_kept(size):

@@ -55,14 +55,15 @@ def compiling_by(backend):
 
 
 def build(
-    model, world, dtype, param_dtype, checkpointed_blocks, lora, saved, compiled, dp_replicate, reshard_after_forward
+    model, world, dtype, param_dtype, checkpointed_blocks, lora, saved, compiled, dp_replicate, reshard_after_forward,
+    kept_tensors,
 ):  # fmt: skip
     """lora: the dtype of the low-rank updates; the base is then stored in the compute dtype. saved: modules_to_save."""
     base = dtype if lora else param_dtype
     model = ligermodels.create(model, dtype=getattr(torch, base), device="meta")
     if lora:
         adapt(model, dtype=getattr(torch, lora), modules_to_save=saved)
-    model.checkpoint_activations(checkpointed_blocks)
+    model.checkpoint_activations(checkpointed_blocks, kept_tensors)
     if compiled:
         with compiling_by("eager"):
             compile_blocks(model)
@@ -78,12 +79,12 @@ def build(
 def train(
     model, accumulate=1, batch_size=4, steps=4, dtype="float32", param_dtype="float32",
     checkpointed_blocks=0, lora=None, saved=(), compiled=False, dp_replicate=1, name="adamw",
-    reshard_after_forward=True,
+    reshard_after_forward=True, kept_tensors=0,
 ):  # fmt: skip
     world = distributed.start()
     model = build(
         model, world, dtype, param_dtype, checkpointed_blocks, lora, saved, compiled, dp_replicate,
-        reshard_after_forward,
+        reshard_after_forward, kept_tensors,
     )  # fmt: skip
     optimizer = optimizers.build_optimizer(model, name)
     optimizers.set_learning_rate(optimizer, 1e-2)

@@ -19,6 +19,7 @@ from ligermodels.training.data.record_formats import (
     LIKE_PROMPTS,
     OPTIONS_OF_CHATS,
     RecordFields,
+    record_images,
 )
 from ligermodels.training.data.records import GroupRecord, Record, TeacherRecord
 
@@ -68,6 +69,8 @@ class GroupFormats(NamedTuple):
             return parse_distillation(value, place)
         present = {name: content for name, content in value.items() if content is not None}
         self.refuse_missing(present, "field")
+        if record_images(present):
+            raise InputError("has images, but this objective trains on text alone; leave the field out")
         return GROUP_PARSERS[self.kind](present, place)
 
 

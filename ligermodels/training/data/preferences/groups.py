@@ -77,7 +77,8 @@ class GroupOptions:
     a longer prompt loses its beginning, but neither its system message nor the token that begins a text; None for no
     limit. too_long: what becomes of a longer group: "drop", or "cut" its completions, which then have no end token.
     row_length: tokens of a packed row at most, unless one unit alone has more; None for twice max_length.
-    share_prompts: the completions of a group share one copy of its prompt.
+    share_prompts: the completions of a group share one copy of its prompt. needs_prompts: refuse texts without a
+    prompt, of which nothing can be sampled.
     Raises InputError for a value that an option cannot have.
     """
 
@@ -87,6 +88,7 @@ class GroupOptions:
     too_long: Literal["drop", "cut"] = "drop"
     row_length: int | None = None
     share_prompts: bool = True
+    needs_prompts: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_length", "max_prompt_length", "row_length"):

@@ -178,6 +178,11 @@ class GroupTokenizer:
         """The groups of a record of supervised training: what comes before the first supervised token is the prompt."""
         documents = list(tokenize_records([record.record], self.tokenizer, self.end, self.bad_lines))
         for document in documents:
+            if document.supervised is None and self.options.needs_prompts:
+                raise InputError(
+                    f"{document.place}: is a text without a prompt, and --on-policy samples completions of prompts; "
+                    "give chats, or records with prompt and completion, or leave --on-policy out"
+                )
             mask = [True] * len(document.ids) if document.supervised is None else document.supervised
             border = mask.index(True, 1)
             made = TokenGroup(

@@ -63,6 +63,14 @@ def test_distillation_takes_records_of_supervised_training_and_a_teacher():
 
 
 REFUSED = {
+    "images beside messages": (
+        "pairs", {"prompt": [ASKED], "chosen": [GOOD], "rejected": [BAD], "images": ["a.png"]},
+        "d:1: has images, but this objective trains on text alone; leave the field out",
+    ),
+    "images in a prompt": (
+        "prompts", {"prompt": [{"role": "user", "content": [{"type": "image", "path": "a.png"}]}]},
+        "only text is supported here",
+    ),
     "equal sides": ("pairs", {"prompt": "p", "chosen": "a", "rejected": "a"}, "are equal, which teaches nothing"),
     "an empty side": ("pairs", {"prompt": "p", "chosen": "a", "rejected": ""}, "field rejected is empty"),
     "an empty message": ("pairs", {"prompt": [ASKED], "chosen": [GOOD], "rejected": [BAD | {"content": ""}]},

@@ -1,0 +1,251 @@
+"""AdamW in place on one parameter whose moments have 8 bits: adamw.py's update, with m and v as codes and scales.
+
+A block of 64, 128 or 256 neighbouring elements has one scale, its largest absolute value (at least 1e-12). An element
+is scale · map[code], code the nearest of 256: seven decades, of which each has twice the values of the one below it, at
+equal distances; 0; and 1. Signed for m, unsigned for v, which has twice the values in a decade.
+param, grad: fp32, bf16 or fp16 each; exp_avg, exp_avg_sq: uint8, in the same shape; their scales: fp32, one a block.
+Computed in fp32. Reads four tensors and writes three, 10 bytes an element in bf16, and 16 of scales a block: bound by
+memory bandwidth. A code is decoded by one lookup. It is encoded by another: its place in the map follows from the
+logarithm to within one, and a threshold decides between the two.
+Must not know which parameters are quantised, nor who counts the steps.
+Method: Dettmers et al. 2021, https://arxiv.org/abs/2110.02861; map and blocks as in torchao.optim.AdamW8bit.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ligermodels.kernels.adamw import ADAMW_DTYPES, bias_correction, log_of_beta
+from ligermodels.kernels.dispatch import register_op, runs_kernels, widen
+from ligermodels.kernels.launch import cdiv, kernel
+from ligermodels.kernels.param_rounding import (
+    KAHAN,
+    STOCHASTIC,
+    check_rounding,
+    mode_of,
+    random_words,
+    round_param_reference,
+    round_stochastically,
+    round_to_nearest,
+)
+
+DECADES = 7  # from 1e-7 to 1
+BLOCKS_OF_KERNEL = (64, 128, 256)  # elements of a block
+TILE, WARPS = 2048, 8  # elements and warps of one program: a thread loads 16 bytes of a bf16 tensor
+SMALLEST_SCALE = 1e-12
+CODES, LOG10_2, LOG2_10 = tl.constexpr(256), tl.constexpr(0.30102999566), tl.constexpr(3.32192809489)
+
+
+def dynamic_map(signed: bool) -> list[float]:
+    """The values of the 256 codes, ascending: the means of equal parts of [0.1, 1], times powers of ten; 0 and 1."""
+    values = [0.0, 1.0]
+    for decade in range(DECADES):
+        bounds = torch.linspace(0.1, 1, 2 ** (decade + (not signed)) + 1)
+        means = (10.0 ** (decade - DECADES + 1) * ((bounds[:-1] + bounds[1:]) / 2)).tolist()
+        values += [*means, *(-x for x in means)] if signed else means
+    return sorted(values)
+
+
+@functools.cache
+def map_and_thresholds(device: torch.device) -> tuple[Tensor, Tensor]:
+    """The values of the codes, and the smallest number that each stands for: fp32 [2, 256], signed and unsigned."""
+    values = torch.tensor([dynamic_map(signed) for signed in (True, False)], dtype=torch.float64).float().double()
+    thresholds = torch.cat((torch.full((2, 1), -torch.inf), (values[:, 1:] + values[:, :-1]) / 2), 1)
+    return values.float().to(device), thresholds.float().to(device)
+
+
+def decode_reference(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
+    """codes: uint8 [blocks, elements]; scale: fp32 [blocks, 1]. Returns fp32 [blocks, elements]."""
+    values, _ = map_and_thresholds(codes.device)
+    return values[int(not signed)][codes.int()] * scale
+
+
+def encode_reference(x: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
+    """x [blocks, elements] as (codes, scale)."""
+    _, thresholds = map_and_thresholds(x.device)
+    scale = x.abs().amax(-1, keepdim=True).clamp_min(SMALLEST_SCALE)
+    codes = torch.bucketize(x / scale, thresholds[int(not signed)].to(x.dtype), right=True) - 1
+    return codes.to(torch.uint8), scale.float()
+
+
+def adamw8bit_reference(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_scale: Tensor, exp_avg_sq: Tensor, exp_avg_sq_scale: Tensor,
+    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
+    step: Tensor, grad_scale: Tensor | None = None, found_inf: Tensor | None = None,
+    compensation: Tensor | None = None, seed: int | None = None, stream: int = 0, first: int = 0,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Returns the updated (param, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale), and the compensation."""
+    tensors = param, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale, compensation
+    old = tuple(x for x in tensors if x is not None)
+    blocks = exp_avg_scale.numel()
+    if not blocks:
+        return tuple(x.clone() for x in old)
+    p, g = (widen(x).reshape(blocks, -1) for x in (param, grad))
+    if compensation is not None:
+        p = p + widen(compensation).reshape(blocks, -1)
+    if grad_scale is not None:
+        g = g / grad_scale
+    m = decode_reference(exp_avg.reshape(blocks, -1), exp_avg_scale.reshape(-1, 1), True).to(g.dtype).lerp(g, 1 - beta1)
+    v = decode_reference(exp_avg_sq.reshape(blocks, -1), exp_avg_sq_scale.reshape(-1, 1), False).to(g.dtype)
+    v = v.lerp(g.square(), 1 - beta2)
+    count = step.double()
+    corrections = [(1 - beta**count).to(p.dtype) for beta in (beta1, beta2)]
+    p = p - lr * weight_decay * p - lr * (m / corrections[0]) / (v.sqrt() / corrections[1].sqrt() + eps)
+    p, left_over = round_param_reference(p.view(param.shape), param.dtype, step, compensation, seed, stream, first)
+    updated = p, *encode_reference(m, signed=True), *encode_reference(v, signed=False), left_over
+    new = [x for x in updated if x is not None]
+    shaped = tuple(x.reshape(before.shape).to(before.dtype) for x, before in zip(new, old, strict=True))
+    if found_inf is not None:
+        shaped = tuple(torch.where(found_inf == 1, *pair) for pair in zip(old, shaped, strict=True))
+    return shaped
+
+
+@triton.jit
+def _encode(x, thresholds_ptr, SIGNED: tl.constexpr):
+    """The codes of x in [-1, 1], as int32.
+
+    A decade is divided into parts, one a code. The numbers of a code begin at most a quarter of a part away from where
+    its part begins, so that half a part further down lies either this code or the one below it.
+    """
+    magnitude = tl.maximum(tl.abs(x), 1e-7)
+    decade = tl.minimum(tl.maximum(tl.floor(tl.log2(magnitude) * LOG10_2 + 7.0), 0.0), 6.0)
+    inside = (magnitude * tl.exp2((6.0 - decade) * LOG2_10) - 0.1) * (1.0 / 0.9)  # from 0 to 1 within the decade
+    place = tl.exp2(decade + (0.0 if SIGNED else 1.0)) * (1.0 + inside)
+    place = tl.where(x < 0.0, 128.0 - place, place + 127.0) if SIGNED else place - 1.0
+    below = tl.minimum(tl.maximum(tl.floor(place - 0.5).to(tl.int32), 0), CODES - 2)
+    return below + (x >= tl.load(thresholds_ptr + below + 1)).to(tl.int32)
+
+
+@kernel(do_not_specialize=["seed", "stream", "group"])
+def _update_kernel(
+    param_ptr, grad_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, values_ptr,
+    thresholds_ptr, step_ptr, grad_scale_ptr, found_inf_ptr, compensation_ptr,
+    blocks, lr, decay, rate1, rate2, log_beta1, log_beta2, eps, seed, stream, group,
+    SCALED: tl.constexpr, GUARDED: tl.constexpr, ROUNDING: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program updates BLOCKS blocks. A skipped update masks its stores only, so that no load waits for the flag."""
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    exists = block < blocks
+    offset = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]  # [BLOCKS, BLOCK]
+    mask = exists[:, None]
+    param = tl.load(param_ptr + offset, mask, other=0.0).to(tl.float32)
+    grad = tl.load(grad_ptr + offset, mask, other=0.0).to(tl.float32)
+    codes1 = tl.load(exp_avg_ptr + offset, mask, other=0).to(tl.int32)
+    codes2 = tl.load(exp_avg_sq_ptr + offset, mask, other=0).to(tl.int32)
+    scale1 = tl.load(exp_avg_scale_ptr + block, exists, other=0.0)
+    scale2 = tl.load(exp_avg_sq_scale_ptr + block, exists, other=0.0)
+    step = tl.load(step_ptr)
+    if ROUNDING == KAHAN:
+        param += tl.load(compensation_ptr + offset, mask, other=0.0).to(tl.float32)
+    if SCALED:
+        grad *= 1.0 / tl.load(grad_scale_ptr)
+    if GUARDED:
+        exists = tl.where(tl.load(found_inf_ptr) == 1.0, False, exists)
+        mask = exists[:, None]
+    exp_avg = tl.load(values_ptr + codes1) * scale1[:, None]
+    exp_avg_sq = tl.load(values_ptr + CODES + codes2) * scale2[:, None]
+    exp_avg += rate1 * (grad - exp_avg)
+    exp_avg_sq += rate2 * (grad * grad - exp_avg_sq)
+    step_size = lr / bias_correction(log_beta1, step)
+    root_scale = tl.rsqrt(bias_correction(log_beta2, step))
+    param -= decay * param + step_size * exp_avg / (tl.sqrt(exp_avg_sq) * root_scale + eps)
+    if ROUNDING == STOCHASTIC:
+        groups = group + block[:, None] * (BLOCK // 4) + tl.arange(0, BLOCK // 4)[None, :]
+        param = round_stochastically(param, tl.reshape(random_words(seed, groups, step, stream), [BLOCKS, BLOCK]))
+    elif ROUNDING == KAHAN:
+        rounded = round_to_nearest(param)
+        tl.store(compensation_ptr + offset, round_to_nearest(param - rounded).to(tl.bfloat16), mask)
+        param = rounded
+    tl.store(param_ptr + offset, param.to(param_ptr.dtype.element_ty), mask)
+    scale1 = tl.maximum(tl.max(tl.abs(exp_avg), 1), 1e-12)
+    scale2 = tl.maximum(tl.max(exp_avg_sq, 1), 1e-12)
+    codes1 = _encode(exp_avg / scale1[:, None], thresholds_ptr, True)
+    codes2 = _encode(exp_avg_sq / scale2[:, None], thresholds_ptr + CODES, False)
+    tl.store(exp_avg_ptr + offset, codes1.to(tl.uint8), mask)
+    tl.store(exp_avg_sq_ptr + offset, codes2.to(tl.uint8), mask)
+    tl.store(exp_avg_scale_ptr + block, scale1, exists)
+    tl.store(exp_avg_sq_scale_ptr + block, scale2, exists)
+
+
+def _launch_(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_scale: Tensor, exp_avg_sq: Tensor, exp_avg_sq_scale: Tensor,
+    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
+    step: Tensor, grad_scale: Tensor | None, found_inf: Tensor | None,
+    compensation: Tensor | None, seed: int | None, stream: int, first: int,
+) -> None:  # fmt: skip
+    blocks = exp_avg_scale.numel()
+    if blocks:
+        block = param.numel() // blocks
+        launch = _update_kernel.bind(
+            SCALED=grad_scale is not None, GUARDED=found_inf is not None, ROUNDING=mode_of(compensation, seed),
+            BLOCKS=TILE // block, BLOCK=block, num_warps=WARPS,
+        )  # fmt: skip
+        launch(
+            cdiv(blocks, TILE // block), param, grad, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale,
+            *map_and_thresholds(param.device), step,
+            step if grad_scale is None else grad_scale, step if found_inf is None else found_inf,
+            param if compensation is None else compensation, blocks,
+            float(lr), float(lr * weight_decay), 1.0 - beta1, 1.0 - beta2, log_of_beta(beta1), log_of_beta(beta2),
+            float(eps), seed or 0, stream, first // 4,
+        )  # fmt: skip
+
+
+def _fake_(
+    param, grad, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale, lr, beta1, beta2, eps, weight_decay, step,
+    grad_scale, found_inf, compensation, seed, stream, first,
+):  # fmt: skip
+    return None
+
+
+adamw8bit_update_ = register_op(
+    "adamw8bit_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_scale, Tensor(d!) exp_avg_sq,"
+    " Tensor(e!) exp_avg_sq_scale, float lr, float beta1, float beta2, float eps, float weight_decay, Tensor step,"
+    " Tensor? grad_scale, Tensor? found_inf,"
+    " Tensor(z!)? compensation, int? seed, int stream, int first) -> ()",
+    _launch_,
+    _fake_,
+)
+
+
+def adamw8bit_(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_scale: Tensor, exp_avg_sq: Tensor, exp_avg_sq_scale: Tensor,
+    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
+    step: Tensor, grad_scale: Tensor | None = None, found_inf: Tensor | None = None,
+    compensation: Tensor | None = None, seed: int | None = None, stream: int = 0, first: int = 0,
+) -> None:  # fmt: skip
+    """One step of AdamW with moments in 8 bits, in place; call it under torch.no_grad.
+
+    param, grad, exp_avg, exp_avg_sq: equal shapes; the moments are uint8 codes, with scales of 0 at the beginning.
+    exp_avg_scale, exp_avg_sq_scale: fp32, one element a block, blocks in the order of the flattened parameter. The
+    kernel runs if all are contiguous, param and grad no wider than fp32, and blocks have 64, 128 or 256 elements; the
+    reference otherwise. step, grad_scale, found_inf, compensation, seed, stream and first
+    as in `adamw_`; first is a multiple of 4.
+    Raises ValueError if shapes differ or the scales do not divide the parameter into blocks.
+    """
+    tensors = param, grad, exp_avg, exp_avg_sq
+    if any(x.shape != param.shape for x in tensors) or exp_avg_scale.shape != exp_avg_sq_scale.shape:
+        raise ValueError(
+            "adamw8bit_: param, grad, exp_avg and exp_avg_sq must have equal shapes, and so must the scales; they have "
+            + ", ".join(str(list(x.shape)) for x in (*tensors, exp_avg_scale, exp_avg_sq_scale))
+        )
+    numel, blocks = param.numel(), exp_avg_scale.numel()
+    if numel % max(blocks, 1) or (numel and not blocks):
+        raise ValueError(f"adamw8bit_: {blocks} scales do not divide {numel} elements into blocks of equal size")
+    if not numel:
+        return
+    check_rounding("adamw8bit_", param, compensation, seed)
+    arguments = (
+        param, grad, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale, lr, beta1, beta2, eps, weight_decay, step,
+        grad_scale, found_inf, compensation, seed, stream, first,
+    )  # fmt: skip
+    written = [x for x in (param, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale, compensation) if x is not None]
+    fits = all(x.is_contiguous() for x in (grad, *written)) and {param.dtype, grad.dtype} <= {*ADAMW_DTYPES}
+    if runs_kernels(param) and fits and numel // blocks in BLOCKS_OF_KERNEL:
+        adamw8bit_update_(*arguments)
+        torch.autograd.graph.increment_version(written)  # autograd does not see what the kernel writes
+    else:
+        for old, new in zip(written, adamw8bit_reference(*arguments), strict=True):
+            old.copy_(new)

@@ -1,0 +1,129 @@
+"""`ligermodels generate --image`: prompts and conversations with images, and what is refused."""
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+import ligermodels
+from ligermodels.cli import main
+from tests.cases import CASES
+from tests.images.folders import QWEN_TEMPLATE, byte_tokenizer, picture, png, write_folder
+from tests.images.reference import SMALL
+
+QUICK = ["--max-new-tokens", "4", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A Qwen2-VL with a token for each byte."""
+    folder = tmp_path_factory.mktemp("generate")
+    tokens = byte_tokenizer("Qwen2VL")
+    config = CASES["qwen2_vl"] | {
+        "vocab_size": tokens.get_vocab_size(), "image_token_id": tokens.token_to_id("<|image_pad|>"),
+        "video_token_id": tokens.token_to_id("<|video_pad|>"), "eos_token_id": None, "pad_token_id": None,
+    }  # fmt: skip
+    patch = {"patch_size": SMALL["qwen2"][1].get("patch_size", 14)}
+    config["vision_config"] = config["vision_config"] | patch
+    ligermodels.export(ligermodels.create(config), folder)
+    return write_folder(folder, *SMALL["qwen2"], QWEN_TEMPLATE)
+
+
+@pytest.fixture
+def images(tmp_path):
+    paths = [tmp_path / f"{number}.png" for number in range(2)]
+    for number, path in enumerate(paths):
+        path.write_bytes(png(picture(60 + 30 * number, 61, seed=number)))
+    return [str(path) for path in paths]
+
+
+def answered(folder, inputs, count=4):
+    """The text of the model's greedy continuation of a processor's inputs."""
+    model, tokenizer = ligermodels.load(folder), ligermodels.load_tokenizer(folder)
+    ids = inputs["input_ids"]
+    new = model.generate(**inputs, max_new_tokens=count)[0, ids.shape[1] :].tolist()
+    whole, before = tokenizer.decode(ids[0].tolist() + new), tokenizer.decode(ids[0].tolist())
+    return whole.removeprefix(before)
+
+
+def part(path):
+    return {"type": "image", "path": path}
+
+
+def said(text):
+    return {"type": "text", "text": text}
+
+
+def test_images_without_placeholders_come_before_the_prompt(folder, images, capsys):
+    processor = ligermodels.load_processor(folder)
+    assert main(["generate", str(folder), "--prompt", "What?", "--image", images[0], "--image", images[1], *QUICK]) == 0
+    inputs = processor("<|vision_start|><|image_pad|><|vision_end|>" * 2 + "What?", images)
+    assert capsys.readouterr().out == f"What?{answered(folder, inputs)}\n"
+    prompt = "One<|image_pad|>two<|image_pad|>?"
+    assert main(["generate", str(folder), "--prompt", prompt, "--image", images[1], "--image", images[0], *QUICK]) == 0
+    assert capsys.readouterr().out == f"{prompt}{answered(folder, processor(prompt, images[::-1]))}\n"
+
+
+def test_a_conversation_has_images_in_its_first_message_and_in_later_ones(folder, images, capsys, monkeypatch):
+    processor = ligermodels.load_processor(folder)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"What?\n/image {images[1]}\nAnd this?\n"))
+    assert main(["generate", str(folder), "--chat", "--image", images[0], *QUICK]) == 0
+    messages = [{"role": "user", "content": [part(images[0]), said("What?")]}]
+    first = answered(folder, processor.apply_chat_template(messages, add_generation_prompt=True))
+    messages += [
+        {"role": "assistant", "content": first}, {"role": "user", "content": [part(images[1]), said("And this?")]},
+    ]  # fmt: skip
+    second = answered(folder, processor.apply_chat_template(messages, add_generation_prompt=True))
+    assert capsys.readouterr().out == f"{first}\n{second}\n"
+
+
+def test_files_bytes_and_pil_images_give_the_same_answer(folder, images):
+    processor = ligermodels.load_processor(folder)
+    sources = [images[0], Path(images[0]).read_bytes(), Image.open(images[0])]
+    asked = [[{"role": "user", "content": [{"type": "image", "image": image}, said("What?")]}] for image in sources]
+    answers = {answered(folder, processor.apply_chat_template(messages)) for messages in asked}
+    assert len(answers) == 1
+    other = [{"role": "user", "content": [part(images[1]), said("What?")]}]
+    assert answered(folder, processor.apply_chat_template(other)) not in answers
+
+
+def refused(arguments, capsys):
+    assert main(["generate", *arguments]) == 2
+    output = capsys.readouterr()
+    [line] = output.err.splitlines()
+    assert not output.out
+    return line
+
+
+def test_bad_images_are_refused_before_the_weights_are_loaded(folder, images, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("ligermodels.cli.generate.load_with_adapter", None)  # would fail
+    cut, text, missing = tmp_path / "cut.png", tmp_path / "text.png", tmp_path / "missing.png"
+    cut.write_bytes(Path(images[0]).read_bytes()[:-200])
+    text.write_text("not an image")
+    for image in (cut, text, missing):
+        for flags in (["--prompt", "What?"], ["--chat"]):
+            line = refused([str(folder), *flags, "--image", str(image), *QUICK], capsys)
+            assert line.startswith(f"ligermodels: {image}")
+    line = refused([str(folder), "--prompt", "<|image_pad|>", "--image", images[0], "--image", images[1]], capsys)
+    assert "the text has the image placeholder <|image_pad|> 1 times, but there are 2 images" in line
+    line = refused([str(folder), "--file", "prompts.jsonl", "--image", images[0]], capsys)
+    assert "--image belongs to --prompt or --chat" in line
+
+
+def test_a_bad_image_of_a_later_turn_ends_a_script_and_not_a_terminal(folder, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("/image missing.png\nWhat?\n"))
+    assert "missing.png" in refused([str(folder), "--chat", *QUICK], capsys)
+    monkeypatch.setattr("ligermodels.cli.generate.typed_lines", lambda: iter(["/image missing.png", "What?"]))
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    assert main(["generate", str(folder), "--chat", *QUICK]) == 0
+    assert "missing.png" in capsys.readouterr().err
+
+
+def test_models_of_text_refuse_images(images, tmp_path, capsys):
+    folder = tmp_path / "llama"
+    ligermodels.export(ligermodels.create(CASES["llama"] | {"vocab_size": 300}), folder)
+    write_folder(folder, *SMALL["qwen2"], QWEN_TEMPLATE)
+    line = refused([str(folder), "--prompt", "What?", "--image", images[0], *QUICK], capsys)
+    assert line.endswith("is a llama model, which reads no images; give none")
