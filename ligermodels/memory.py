@@ -21,6 +21,7 @@ from ligermodels.kernels.delta_chunks import SPAN
 from ligermodels.kernels.logits_chunks import chunk_rows, keeps_logits, round_up_to_tile
 from ligermodels.layers.attention import Attention, GatedQKNormAttention, QKNormAttention
 from ligermodels.layers.block import Block, LayerInputLayer, ParallelLayer, PostNormLayer
+from ligermodels.layers.cross_attention import CrossAttention
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.gated_delta import GatedDeltaNet
 from ligermodels.layers.kept_tensors import choose_kept
@@ -312,6 +313,9 @@ def saved_by_mixer(mixer: Mixer, size: int) -> int:
         return 6 * mixer.hidden_size * size  # the projection; what is behind its gate, the convolution, and both
     if isinstance(mixer, NormedHeadsAttention | ReadingAttention):
         return saved_by_normed_heads(mixer, size)
+    if isinstance(mixer, CrossAttention):
+        # Queries before and after their norm, the output, its log-sum-exp, and rstd. What images save is not counted.
+        return 3 * mixer.num_heads * mixer.head_dim * size + 2 * mixer.num_heads * FP32_BYTES
     return saved_by_attention(cast(Attention, mixer), size)
 
 

@@ -23,6 +23,7 @@ from ligermodels.architectures.ministral3 import Ministral3
 from ligermodels.architectures.mistral import Mistral
 from ligermodels.architectures.mistral3 import Mistral3
 from ligermodels.architectures.mixtral import Mixtral
+from ligermodels.architectures.mllama import Mllama
 from ligermodels.architectures.olmo2 import Olmo2
 from ligermodels.architectures.olmo3 import Olmo3
 from ligermodels.architectures.olmoe import Olmoe
@@ -68,6 +69,7 @@ ARCHITECTURES: dict[str, type[CausalLM]] = {
     "mistral": Mistral,
     "mistral3": Mistral3,
     "mixtral": Mixtral,
+    "mllama": Mllama,
     "olmo2": Olmo2,
     "olmo3": Olmo3,
     "olmoe": Olmoe,

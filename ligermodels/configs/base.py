@@ -67,6 +67,11 @@ class Config:
         return self.rms_norm_eps
 
     @property
+    def embedded_tokens(self) -> int:
+        """How many tokens have an embedding; the head predicts vocab_size of them."""
+        return self.vocab_size
+
+    @property
     def embedding_scale(self) -> float:
         """Multiplies the embeddings."""
         return 1.0

@@ -9,7 +9,8 @@ from typing import Any
 from ligermodels.errors import ConfigError
 
 MAY_BE_ZERO = (
-    "pad_token_id", "attention_dropout", "embd_pdrop", "resid_pdrop", "initializer_range", "max_window_layers",
+    "pad_token_id", "attention_dropout", "dropout", "embd_pdrop", "resid_pdrop", "initializer_range",
+    "max_window_layers",
     "sliding_window", "router_aux_loss_coef", "router_jitter_noise", "num_experts", "mscale_all_dim",
     "llama_4_scaling_beta", "residual_dropout",
     "num_kv_shared_layers", "hidden_size_per_layer_input",

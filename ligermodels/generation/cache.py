@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.configs.base import Config
+from ligermodels.generation.cross_features import EarlierImages
 from ligermodels.kernels.cache_write import CacheSlots
 
 
@@ -25,10 +26,14 @@ class PerToken(NamedTuple):
 
 
 class PerRow(NamedTuple):
-    """A layer keeps states of a whole row, however long it is: `elements` in the model's dtype, and `fp32_elements`."""
+    """A layer keeps states of a whole row, however long it is: `elements` in the model's dtype, and `fp32_elements`.
+
+    grows: the states are those of the row's images, and `elements` is their usual number.
+    """
 
     elements: int
     fp32_elements: int = 0
+    grows: bool = False
 
 
 Kept = PerToken | PerRow
@@ -120,6 +125,18 @@ class LayerStates(Protocol):
     def begin(self, shape: tuple[int, int], padding: Tensor | None) -> StateStep | StateCall:
         """What a call of shape (B, T) does. padding: int64 [B], how many places at the end of each row are no tokens;
         None for none."""
+        ...
+
+    def earlier_images(self) -> EarlierImages | None:
+        """Of cross-attention: the keys and values of images that each row saw last; None if no row saw any."""
+        ...
+
+    def keep_images(self, images: EarlierImages) -> None:
+        """Replaces them."""
+        ...
+
+    def pass_images_by(self) -> None:
+        """The call has no images."""
         ...
 
 

@@ -134,7 +134,7 @@ def engine_for(
     if len(images) != len(prompts):
         raise InputError(f"generate: images has {len(images)} entries for {len(prompts)} prompts; None stands for none")
     for prompt in prompts:
-        check_prompt(prompt, max_new_tokens, model.config.vocab_size)
+        check_prompt(prompt, max_new_tokens, model.config.embedded_tokens)
     lengths = [len(prompt) + max_new_tokens - 1 for prompt in prompts]
     rows = min(DEFAULT_ROWS, options.n * len(prompts))
     tokens = sum(options.n * pages_for(length) * PAGE_SIZE for length in lengths)

@@ -16,6 +16,7 @@ from torch import Tensor
 from ligermodels.errors import InputError
 from ligermodels.generation.cache import GenerativeModel
 from ligermodels.generation.capacity import check_room, tokens_that_fit
+from ligermodels.generation.cross_features import CrossPrompt
 from ligermodels.generation.graphs import StepGraphs, ranks_of, rows_of_graph, uses_graphs
 from ligermodels.generation.image_features import PromptImages
 from ligermodels.generation.paged_cache import PagedCache
@@ -49,7 +50,7 @@ class AdmittedRequest:
 
     request: Request
     samples: list[Sample]
-    images: PromptImages | None = None
+    images: PromptImages | CrossPrompt | None = None
     done: int = 0
 
 
@@ -136,8 +137,9 @@ class Engine:
         that the cache cannot hold, and images that do not fit the prompt.
         """
         vocab_size = self.model.config.vocab_size
+        readable = self.model.config.embedded_tokens
         ids = self.encode(prompt) if isinstance(prompt, str) else token_ids(prompt)
-        check_prompt(ids, max_new_tokens, vocab_size)
+        check_prompt(ids, max_new_tokens, readable)
         if stop_tokens is None:
             stop_tokens = model_stop_tokens(self.model, self.tokenizer)
         stops = token_ids(stop_tokens)

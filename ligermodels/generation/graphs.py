@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ligermodels.generation.cache import GenerativeModel
+from ligermodels.generation.cache import GenerativeModel, PerRow
 from ligermodels.generation.rows import Drawing
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)  # of the graphs; beyond, multiples of 64
@@ -24,7 +24,10 @@ def rows_of_graph(count: int, limit: int) -> int:
 
 
 def uses_graphs(model: GenerativeModel) -> bool:
-    """Whether a model's steps can be captured: its weights lie on one GPU, and it gathers none while it runs."""
+    """Whether a model's steps can be captured: its weights lie on one GPU, it gathers none while it runs, and no state
+    of a row grows."""
+    if any(isinstance(kept, PerRow) and kept.grows for kept in model.kept_by_layers()):
+        return False
     weights = list(model.parameters())
     return all(weight.is_cuda for weight in weights) and not any(isinstance(weight, DTensor) for weight in weights)
 

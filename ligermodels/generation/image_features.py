@@ -4,10 +4,12 @@ What models and generation see of each other of images. Must not know what made 
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
+
+from ligermodels.generation.cross_features import CrossFeatures, CrossPrompt, cross_features_of_pieces
 
 
 class ImageFeatures(NamedTuple):
@@ -76,14 +78,16 @@ def no_features(features: ImageFeatures) -> ImageFeatures:
 
 
 def features_of_pieces(
-    images: Sequence[PromptImages | None], spans: Sequence[tuple[int, int]], device: torch.device
-) -> ImageFeatures:
+    images: Sequence[PromptImages | CrossPrompt | None], spans: Sequence[tuple[int, int]], device: torch.device
+) -> ImageFeatures | CrossFeatures:
     """The features of a packed row of pieces of prompts, of which one or more have images.
 
     images: of each piece's prompt. spans: the first and the last place of each piece in its prompt.
     """
+    if any(isinstance(prompt, CrossPrompt) for prompt in images):
+        return cross_features_of_pieces(cast(Sequence[CrossPrompt | None], images), spans, device)
     values, places, deepstack, ahead, begin = [], [], [], [], 0
-    for prompt, (start, stop) in zip(images, spans, strict=True):
+    for prompt, (start, stop) in zip(cast(Sequence[PromptImages | None], images), spans, strict=True):
         if prompt is not None:
             first, last = torch.searchsorted(prompt.places, torch.tensor([start, stop])).tolist()
             values.append(prompt.features[first:last])
@@ -96,7 +100,9 @@ def features_of_pieces(
     return ImageFeatures(torch.cat(values), torch.cat(places).to(device), added, seen)
 
 
-def rope_of_pieces(images: Sequence[PromptImages | None], spans: Sequence[tuple[int, int]]) -> Tensor | None:
+def rope_of_pieces(
+    images: Sequence[PromptImages | CrossPrompt | None], spans: Sequence[tuple[int, int]]
+) -> Tensor | None:
     """The positions for RoPE of such a row, int64 [3, 1, N] on the CPU; None where they are those of the tokens."""
     given = [None if prompt is None else prompt.rope_ids for prompt in images]
     if all(rope_ids is None for rope_ids in given):

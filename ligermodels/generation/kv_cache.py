@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.generation.cache import Kept, LatentHeads, PerRow, StateStep
+from ligermodels.generation.cross_features import EarlierImages
 from ligermodels.kernels.attention import attention
 
 
@@ -81,6 +82,15 @@ class StateLayer:
         if padding is None and length == 1 and self.states and not torch.is_grad_enabled():
             return StateStep(self.states, torch.arange(batch, device=self.states[0].device))
         return RowSequences(self.states, None if padding is None else offsets_with_padding(length, padding))
+
+    def earlier_images(self) -> EarlierImages | None:
+        return EarlierImages(*(self.states[number] for number in range(3))) if self.states else None
+
+    def keep_images(self, images: EarlierImages) -> None:
+        self.states = dict(enumerate(images))
+
+    def pass_images_by(self) -> None:
+        """The rows see what they saw."""
 
     def reserve(self, max_length: int) -> None:
         """States need no more room for more positions."""

@@ -56,10 +56,18 @@ class StatePool:
         self.states: dict[int, Tensor] = {}
 
     def store(self, number: int, pages: Tensor, states: Tensor) -> None:
-        """Writes state `number` of rows, [n, ...], at their pages, int64 [n]."""
-        if number not in self.states:
-            self.states[number] = states.new_zeros(self.slots, *states.shape[1:])
-        self.states[number][pages] = states
+        """Writes state `number` of rows, [n, ...], at their pages, int64 [n]. Where states differ in length, their
+        first dimension, the pool is as long as the longest."""
+        pool = self.states.get(number)
+        if pool is None:
+            pool = states.new_zeros(self.slots, *states.shape[1:])
+        elif states.ndim > 1 and states.shape[1] > pool.shape[1]:
+            longer = states.new_zeros(self.slots, *states.shape[1:])
+            longer[:, : pool.shape[1]] = pool
+            pool = longer
+        self.states[number] = pool
+        part = pool if states.ndim == 1 else pool[:, : states.shape[1]]
+        part[pages] = states
 
     def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
         """Copies the states of rows, int64 [n] each."""

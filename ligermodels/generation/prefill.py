@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.generation.cache import LatentHeads
+from ligermodels.generation.cross_features import CrossPrompt, EarlierImages
 from ligermodels.generation.image_features import PromptImages, features_of_pieces, rope_of_pieces
 from ligermodels.generation.paged_cache import (
     PAGE_SIZE,
@@ -37,7 +38,7 @@ class PromptPiece:
     start: int
     length: int
     tables: Tables
-    images: PromptImages | None = None
+    images: PromptImages | CrossPrompt | None = None
 
     @property
     def stop(self) -> int:
@@ -124,6 +125,17 @@ class PrefillStates:
 
     def store(self, number: int, states: Tensor) -> None:
         self.layer.store(number, self.pages, states)
+
+    def earlier_images(self) -> None:
+        """A prefill is given all images of its prompts."""
+
+    def keep_images(self, images: EarlierImages) -> None:
+        for number, states in enumerate(images):
+            self.layer.store(number, self.pages, states)
+
+    def pass_images_by(self) -> None:
+        if self.layer.states:  # the pages may have had images
+            self.layer.store(2, self.pages, torch.zeros_like(self.pages))
 
 
 class PrefillStep:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.generation.cache import LatentHeads, StateStep
+from ligermodels.generation.cross_features import EarlierImages
 from ligermodels.generation.paged_cache import (
     PAGE_SIZE,
     LayerGroup,
@@ -147,7 +148,8 @@ class RowStates:
             self.rope_offsets.copy_(torch.tensor([[row.rope_offset] for row in rows]))
         self.running.fill_(True)
         for index, row in enumerate(rows if self.history.shape[1] else ()):
-            start_penalty_row(self.history, index, torch.tensor(row.prompt).to(self.history.device))
+            predicted = [token for token in row.prompt if token < self.history.shape[1]]
+            start_penalty_row(self.history, index, torch.tensor(predicted).to(self.history.device))
         self.stops.zero_()
         places = [(index, token) for index, row in enumerate(rows) for token in row.stop_tokens]
         if places:
@@ -230,6 +232,16 @@ class DecodeStates:
 
     def begin(self, shape: tuple[int, int], padding: Tensor | None) -> StateStep:
         return StateStep(self.layer.states, self.rows)
+
+    def earlier_images(self) -> EarlierImages | None:
+        states = self.layer.states
+        return EarlierImages(*(states[number][self.rows] for number in range(3))) if states else None
+
+    def keep_images(self, images: EarlierImages) -> None:
+        raise NotImplementedError("a step of generation has no new images")
+
+    def pass_images_by(self) -> None:
+        """No row has images."""
 
 
 class DecodeCache:

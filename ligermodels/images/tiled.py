@@ -76,7 +76,7 @@ def seeing_tokens(images: list[int], length: int) -> list[tuple[int, int]]:
 
     An image is seen up to the next one; images whose tokens follow one another are seen up to the end of the last.
     """
-    stops = [*images[1:], length]
+    stops = [*images[1:], *([length] if images else [])]
     for number in reversed(range(len(images) - 1)):
         if stops[number] == images[number] + 1:
             stops[number] = stops[number + 1]

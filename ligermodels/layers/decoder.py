@@ -16,6 +16,7 @@ from ligermodels.configs.base import Config as AnyConfig
 from ligermodels.configs.features import MoEConfig
 from ligermodels.errors import InputError
 from ligermodels.generation.cache import Cache, Kept, PerToken
+from ligermodels.generation.cross_features import CrossFeatures
 from ligermodels.generation.decoding import generate
 from ligermodels.generation.image_features import ImageFeatures
 from ligermodels.generation.sampling import Sampling
@@ -95,7 +96,7 @@ class Decoder(nn.Module):
 
     def __init__(self, config: AnyConfig, layers: list[Block]) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_token_id)
+        self.embed_tokens = nn.Embedding(config.embedded_tokens, config.hidden_size, padding_idx=config.pad_token_id)
         self.embedding_scale = config.embedding_scale
         self.layers = nn.ModuleList(layers)
         self.norm = hidden_norm(config)
@@ -118,7 +119,7 @@ class Decoder(nn.Module):
         inputs_embeds: Tensor | None = None,
         output_hidden_states: bool = False,
         shared_keys: SharedKeys | None = None,
-        features: ImageFeatures | None = None,
+        features: ImageFeatures | CrossFeatures | None = None,
         rope_ids: Tensor | None = None,
         padding: Tensor | None = None,
     ) -> DecoderOutput:
@@ -139,7 +140,8 @@ class Decoder(nn.Module):
         positions = Positions(
             position_ids, angles, cu_seqlens, max_seqlen, shared_keys, scale, padding=padding,
             layer_inputs=self.layer_inputs(input_ids, x),
-            ahead=None if features is None else features.seen_ahead(x.shape[:2]),
+            ahead=features.seen_ahead(x.shape[:2]) if isinstance(features, ImageFeatures) else None,
+            cross=features if isinstance(features, CrossFeatures) else None,
             read_later=KeysReadLater() if self.keys_are_shared else None,
         )  # fmt: skip
         residual, routers, states = None, [], []
@@ -151,7 +153,7 @@ class Decoder(nn.Module):
             x, residual, router_logits = layer(x, residual, positions, layer_cache)
             if router_logits is not None:
                 routers.append(router_logits)
-            if features is not None and index < len(features.deepstack):
+            if isinstance(features, ImageFeatures) and index < len(features.deepstack):
                 x, residual = features.add(index, x + residual), None
         if cache is not None:
             cache.advance(x.shape[1] if padding is None else x.shape[1] - padding)
@@ -298,7 +300,7 @@ class CausalLM(AdaptableModule, HubModule, ABC):
         rows: Tensor | None = None,
         logprobs: Mapping[str, Any] | None = None,
         divergence: Mapping[str, Any] | None = None,
-        features: ImageFeatures | None = None,
+        features: ImageFeatures | CrossFeatures | None = None,
         rope_ids: Tensor | None = None,
         **options: Any,
     ) -> CausalLMOutput:
@@ -421,7 +423,7 @@ class CausalLM(AdaptableModule, HubModule, ABC):
         inputs_embeds: Tensor | None = None,
         output_hidden_states: bool = False,
         shared_keys: SharedKeys | None = None,
-        features: ImageFeatures | None = None,
+        features: ImageFeatures | CrossFeatures | None = None,
         rope_ids: Tensor | None = None,
     ) -> Decoded:
         """Runs the decoder on a batch. Arguments as those of `forward`."""

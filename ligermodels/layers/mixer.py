@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.generation.cache import Kept
+from ligermodels.generation.cross_features import CrossFeatures
 from ligermodels.kernels.attention import attention
 from ligermodels.kernels.shared_keys import SharedKeys, gather_keys
 from ligermodels.layers.norm import PreNorm
@@ -37,6 +38,7 @@ class Positions:
     padding: Tensor | None = None  # int64 [B], with a cache: how many places at the end of each row are no tokens
     layer_inputs: Tensor | None = None  # [B, T, layers, size], what each layer reads beside the residual stream
     ahead: Tensor | None = None  # int64 [B, T], how many tokens behind it a token sees; None where all see none
+    cross: CrossFeatures | None = None  # images that cross-attention reads; None without
     read_later: KeysReadLater | None = None  # None where no layer reads the keys of another
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:

@@ -61,7 +61,50 @@ class Images(NamedTuple):
         return tree_map_only(Tensor, lambda x: x.to(device, non_blocking=non_blocking), self)
 
 
-class VisionLanguageModel(CausalLM):
+class ImageParts(CausalLM):
+    """A causal language model with a vision tower, of which parts are trained or frozen.
+
+    visual: the tower. projector: from its states to the width of the text model. deepstack: further projectors.
+    """
+
+    visual: Any
+    projector: nn.Module
+    deepstack: nn.ModuleList
+
+    @property
+    def blocks(self) -> list[Block]:
+        return [*(self.tower_blocks if is_trained(self.visual) else ()), *super().blocks]
+
+    @property
+    def tower_blocks(self) -> list[Block]:
+        return [cast(Block, block) for block in self.visual.blocks]
+
+    def replicated_parameters(self) -> list[nn.Parameter]:
+        """A frozen tower: ranks that hold no image would not gather it together with the others."""
+        return [] if is_trained(self.visual) else list(self.visual.parameters())
+
+    def parts(self) -> dict[str, list[nn.Parameter]]:
+        """The parameters of each of MODEL_PARTS."""
+        vision, projector = list(self.visual.parameters()), list(self.projector.parameters())
+        projector += self.deepstack.parameters()
+        images = {id(parameter) for parameter in (*vision, *projector)}
+        text = [parameter for parameter in self.parameters() if id(parameter) not in images]
+        return dict(zip(MODEL_PARTS, (vision, projector, text), strict=True))
+
+    def train_parts(self, names: Collection[str]) -> None:
+        """Trains these of MODEL_PARTS and freezes the others. A frozen tower runs without autograd.
+
+        Raises InputError for another name, and for none.
+        """
+        unknown = sorted(set(names) - set(MODEL_PARTS))
+        if unknown or not names:
+            raise InputError(f"parts to train: {', '.join(unknown) or 'none'}; choose from: {', '.join(MODEL_PARTS)}")
+        for name, parameters in self.parts().items():
+            for parameter in parameters:
+                parameter.requires_grad_(name in names)
+
+
+class VisionLanguageModel(ImageParts):
     """A causal language model with images. Subclasses are the architectures.
 
     visual: the tower. projector: from the tower's width to that of the text model.
@@ -117,35 +160,6 @@ class VisionLanguageModel(CausalLM):
     def merger(self, config: Any) -> nn.Module:
         """Builds the projector, which takes the tower's output (x, residual)."""
         return PatchMerger(config, self.config.hidden_size)
-
-    @property
-    def blocks(self) -> list[Block]:
-        tower = [cast(Block, block) for block in self.visual.blocks]
-        return [*(tower if is_trained(self.visual) else ()), *super().blocks]
-
-    def replicated_parameters(self) -> list[nn.Parameter]:
-        """A frozen tower: ranks that hold no image would not gather it together with the others."""
-        return [] if is_trained(self.visual) else list(self.visual.parameters())
-
-    def parts(self) -> dict[str, list[nn.Parameter]]:
-        """The parameters of each of MODEL_PARTS."""
-        vision, projector = list(self.visual.parameters()), list(self.projector.parameters())
-        projector += self.deepstack.parameters()
-        images = {id(parameter) for parameter in (*vision, *projector)}
-        text = [parameter for parameter in self.parameters() if id(parameter) not in images]
-        return dict(zip(MODEL_PARTS, (vision, projector, text), strict=True))
-
-    def train_parts(self, names: Collection[str]) -> None:
-        """Trains these of MODEL_PARTS and freezes the others. A frozen tower runs without autograd.
-
-        Raises InputError for another name, and for none.
-        """
-        unknown = sorted(set(names) - set(MODEL_PARTS))
-        if unknown or not names:
-            raise InputError(f"parts to train: {', '.join(unknown) or 'none'}; choose from: {', '.join(MODEL_PARTS)}")
-        for name, parameters in self.parts().items():
-            for parameter in parameters:
-                parameter.requires_grad_(name in names)
 
     def forward(
         self,

@@ -27,6 +27,8 @@ NESTED = {
 
 def raw(model_type, /, **fields):
     """The content of a config.json with these fields."""
+    if model_type == "mllama":
+        return {"model_type": model_type, "text_config": SIZES | {"cross_attention_layers": [0]} | fields}
     if model_type == "gemma3":
         return {"model_type": model_type, "text_config": SIZES | fields} | VISION
     if model_type == "gemma4":

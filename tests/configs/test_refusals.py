@@ -41,6 +41,8 @@ def refusals():
             yield name, {"rope_parameters": rope}, ["partial_rotary_factor", "0.5", "must be 1"]
         activation = "hidden_activation" if name in ("gemma2", "gemma3", "gemma3_text", *GEMMA4) else "hidden_act"
         yield name, {activation: "relu"}, [activation, "'relu'", "'silu'"]
+    yield "mllama", {"tie_word_embeddings": True}, ["tie_word_embeddings", "must be false"]
+    yield "mllama", {"cross_attention_layers": [1, 40]}, ["cross_attention_layers", "[1, 40]", "must be indices"]
     yield "llama", {"rope_scaling": {"type": "llama3", "factor": 8.0}}, ["original_max_position_embeddings", "add"]
     fp8 = {"quant_method": "fp8"}
     for field, value in (("fmt", "e5m2"), ("activation_scheme", "token"), ("weight_block_size", [128])):

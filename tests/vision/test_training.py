@@ -189,6 +189,8 @@ def test_text_alone_reports_the_same_as_without_images():
 RUNS = [
     {"name": "qwen2_5_vl", "parts": ["vision", "projector", "text"], "checkpointed_blocks": 4},
     {"name": "qwen2_vl", "parts": ["projector", "text"]},
+    {"name": "mllama", "parts": ["vision", "projector", "text"], "checkpointed_blocks": 6},
+    {"name": "mllama", "parts": ["text"]},
     {"name": "gemma3", "parts": ["vision", "projector", "text"], "checkpointed_blocks": 3},
 ]
 

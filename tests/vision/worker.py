@@ -15,11 +15,22 @@ from ligermodels.training.optimizers import building as optimizers
 from ligermodels.training.scaling import fsdp
 from tests.cases import CASES
 from tests.training.scaling.worker import whole
-from tests.vision.batches import GRIDS, batch_of, labels_for
+from tests.vision import batches, tiles
+from tests.vision.batches import GRIDS
 
 A, B, _ = GRIDS
 # Of each step the two rows, which two ranks share: images in one of them, in the other, in none, in both.
 STEPS = [[[4, A, 3], [9]], [[5], [2, B, 1, B]], [[6], [8]], [[B, 2], [A, 3]]]
+TILES = {A: tiles.WIDE, B: tiles.ONE}
+
+
+def batch_of(name, pattern, seed):
+    """A row with its labels."""
+    if name == "mllama":
+        batch = tiles.batch_of(name, [[TILES.get(part, part) for part in pattern]], seed=seed)
+        return batch | {"labels": tiles.labels_for(name, batch)}
+    batch = batches.batch_of(name, [pattern], seed=seed)
+    return batch | {"labels": batches.labels_for(name, batch)}
 
 
 def train(name, parts, checkpointed_blocks=0):
@@ -34,10 +45,10 @@ def train(name, parts, checkpointed_blocks=0):
     optimizers.set_learning_rate(optimizer, 1e-2)
     losses = []
     for number, patterns in enumerate(STEPS):
-        rows = [batch_of(name, [pattern], seed=10 * number + row) for row, pattern in enumerate(patterns)]
+        rows = [batch_of(name, pattern, seed=10 * number + row) for row, pattern in enumerate(patterns)]
         loss = torch.zeros(())
         for row in rows[world.rank :: world.size]:
-            share = model(**row, labels=labels_for(name, row), num_items_in_batch=10).loss
+            share = model(**row, num_items_in_batch=10).loss
             share.backward()
             loss += share.detach()
         loss = distributed.total(loss)

@@ -1,7 +1,7 @@
 """Supervised training: the cross-entropy of the next token, over the supervised tokens of a step."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -35,8 +35,8 @@ class SFT(Objective):
     def open(self, folder: Path | None, model: CausalLM, adapter: Path | None) -> None:
         positions = model.config.max_position_embeddings
         images = new_images(model) if folder is None else None
-        prepare = model.prepare_images if isinstance(model, VisionLanguageModel) else None
-        self.data = open_data(self.config, folder, model.config.vocab_size, positions, adapter, images, prepare)
+        prepare = cast(Any, model).prepare_images if model.takes_images else None
+        self.data = open_data(self.config, folder, model.config.embedded_tokens, positions, adapter, images, prepare)
 
     def choices(self, hidden_size: int) -> dict[str, Choice]:
         chosen = schedule(self.config, self.data, hidden_size, self.world)

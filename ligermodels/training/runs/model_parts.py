@@ -5,7 +5,7 @@ import torch
 from ligermodels.aliases import flag_of
 from ligermodels.errors import InputError
 from ligermodels.layers.decoder import CausalLM
-from ligermodels.layers.multimodal import VisionLanguageModel
+from ligermodels.layers.multimodal import ImageParts
 from ligermodels.training.config import RunConfig, TrainConfig
 
 # The setting of the learning rate of each part that may have its own.
@@ -20,7 +20,7 @@ def train_parts(model: CausalLM, config: TrainConfig, frozen_dtype: torch.dtype)
     settings = [name for name in ("train_parts", *PART_RATES.values()) if getattr(config, name) is not None]
     if not settings:
         return
-    if not isinstance(model, VisionLanguageModel):
+    if not isinstance(model, ImageParts):
         raise InputError(f"{flag_of(settings[0])}: {config.model} is a model of text alone; leave it out")
     if config.train_parts is not None:
         model.train_parts(config.train_parts)
