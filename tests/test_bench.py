@@ -48,6 +48,8 @@ SMALL = {
     "gated_delta_rule": (1, 128, 2, 2),
     "causal_conv": (16, 8),
     "gated_rms_norm": (8, 2),
+    "mamba2_scan": (1, 128, 2),
+    "gate_first_rms_norm": (8, 64),
     "experts": (8, 16, 8, 4, 2),
     "biased_experts": (8, 16, 8, 4, 2),
     "adamw": (8, 16),
