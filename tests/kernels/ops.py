@@ -1062,7 +1062,7 @@ OPS = {
     ),
     "mamba2_scan": Op(
         draw=mamba2_scan_case, small=(6, 12, 3, 20), real=((48, 64, 1, 128), (128, 64, 1, 128)),
-        more_variants=((3, 16),),
+        more_variants=((1, 16),),
     ),
     "mamba2_scan of one head": Op(
         draw=partial(mamba2_scan_case, states=False), small=(1, 12, 1, 20), real=((1, 64, 1, 128),)
