@@ -157,6 +157,7 @@ def training_memory(
     keep_unsharded: bool = False,
     beside: int = 0,
     patches: int = 0,
+    step_in_backward: bool = False,
 ) -> TrainingMemory:
     """The memory of a training step with micro-batches of [batch_size, sequence_length] tokens, computed in `dtype`.
 
@@ -169,6 +170,7 @@ def training_memory(
     False).
     beside: bytes of a rank that stay beside the model.
     patches: of the images of a micro-batch.
+    step_in_backward: parameters are updated, and their gradients freed, during backward.
     """
     tokens, size = batch_size * sequence_length, dtype.itemsize
     text, trained, head = decoder_blocks(model), trained_parameters(model), model.head.weight
@@ -184,11 +186,17 @@ def training_memory(
     loss = loss_bytes(model, tokens, dtype)
     if checkpointed_blocks == len(saved):
         head_gradient = head.numel() * head.itemsize if head.requires_grad else 0
+        if step_in_backward:  # the head's is freed by then, those of the last block are not
+            head_gradient = largest_gradients_of_block(model)
         loss = max(loss, head_gradient + last - saved[-1])
     unsharded_at_start, unsharded_at_end = unsharded_bytes(model, size, shards, trained, keep_unsharded)
     return TrainingMemory(
         weights=sum(shard_bytes(parameter, shards) for parameter in model.parameters()),
-        gradients=sum(shard_bytes(parameter, shards) for parameter in trained),
+        gradients=(
+            gradients_in_backward(model)
+            if step_in_backward
+            else sum(shard_bytes(parameter, shards) for parameter in trained)
+        ),
         optimizer_states=(adamw_states(trained, shards) if optimizer_states is None else optimizer_states // shards),
         # The final norm saves its input and rstd.
         activations=sum(saved) + hidden + tokens * FP32_BYTES + patches * saved_by_patch(model, size),
@@ -198,6 +206,27 @@ def training_memory(
         unsharded_at_end=unsharded_at_end,
         beside=beside,
     )
+
+
+def largest_gradients_of_block(model: CausalLM) -> int:
+    """Bytes of the gradients of that block which has most, and of a tied head, which exists as long as any block's."""
+    blocks = (sum(p.nbytes for p in block.parameters() if p.requires_grad) for block in model.blocks)
+    return max(blocks) + gradient_of_tied_head(model)
+
+
+def gradient_of_tied_head(model: CausalLM) -> int:
+    head = model.head.weight
+    return head.nbytes if head is model.model.embed_tokens.weight and head.requires_grad else 0
+
+
+def gradients_in_backward(model: CausalLM) -> int:
+    """Bytes of the gradients that exist at a time at the end of backward, where each is freed when it has been used.
+
+    These are the gradients of a block, or of the embedding; a tied one has a second gradient, the head's.
+    """
+    inside = {id(parameter) for block in model.blocks for parameter in block.parameters()}
+    outside = (p.nbytes for p in trained_parameters(model) if id(p) not in inside)
+    return max(largest_gradients_of_block(model), max(outside, default=0) + gradient_of_tied_head(model))
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
