@@ -196,14 +196,6 @@ def test_lora_targets_and_modules_to_save_are_separated_by_commas_or_spaces(give
             ["--on-nan skip: --optimizer-in-backward has updated some parameters"],
         ),
         (
-            ["--model", "qwen2", "--optimizer-in-backward", "--batch-size", "4", "--micro-batch-size", "2"],
-            ["one backward pass, not 2 micro-batches", "give --micro-batch-size 4"],
-        ),
-        (
-            ["--model", "qwen2", "--optimizer-in-backward", "--dtype", "bfloat16", "--param-dtype", "float32"],
-            ["parameters in float32 and products in bfloat16", "add --param-dtype bfloat16"],
-        ),
-        (
             ["--model", "qwen2", "--optimizer", "adamw8bit", "--optimizer-state-dtype", "bfloat16"],
             ["--optimizer-state-dtype bfloat16", "8 bits"],
         ),

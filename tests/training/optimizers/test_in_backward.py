@@ -7,8 +7,10 @@ import pytest
 import torch
 
 import ligermodels
+from ligermodels.errors import InputError
 from ligermodels.memory import elements, training_memory
 from ligermodels.training import TrainConfig, loop, plan, train
+from ligermodels.training.config import RunConfig
 from ligermodels.training.optimizers import (
     OPTIMIZERS,
     OptimizerInBackward,
@@ -16,6 +18,8 @@ from ligermodels.training.optimizers import (
     clip_and_step,
     set_learning_rate,
 )
+from ligermodels.training.runs.contradictions import refuse_unfit_optimizer_in_backward
+from ligermodels.training.runs.settings import config_of_run
 from ligermodels.training.runs.stopping import Stop
 from ligermodels.training.scaling.fsdp import gradient_norm
 from tests.training.launching import weights
@@ -125,6 +129,31 @@ def test_a_backward_pass_outside_of_a_step_is_refused():
         model(IDS[0], labels=IDS[0]).loss.backward()
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"batch_size": 4, "micro_batch_size": 2}, "not 2 micro-batches; give --micro-batch-size 4"),
+        ({"dtype": "bfloat16", "param_dtype": "float32"}, "add --param-dtype bfloat16"),
+        ({"on_nan": "skip"}, "--on-nan skip: --optimizer-in-backward has updated some parameters"),
+        ({"objective": "dpo"}, "--optimizer-in-backward has no effect under --objective dpo"),
+    ],
+)
+def test_what_one_backward_pass_cannot_do_is_refused(settings, words):
+    run = {"model": "llama", "data": ("random",), "steps": 4, "sequence_length": 32, "optimizer_in_backward": True}
+    with pytest.raises(InputError, match=words):
+        plan(TrainConfig(**run | settings))
+
+
+def test_several_ranks_are_refused():
+    config = RunConfig(
+        optimizer_in_backward=True, sequence_length=32, steps=4, learning_rate=1e-3, warmup=0, dtype="float32",
+        param_dtype="float32", activation_checkpointing="none", eval_every=1,
+    )  # fmt: skip
+    refuse_unfit_optimizer_in_backward(config, 1, 1)
+    with pytest.raises(InputError, match="one process, not on 2 ranks"):
+        refuse_unfit_optimizer_in_backward(config, 2, 1)
+
+
 def test_a_run_resumes_with_the_same_bits_and_its_plan_knows_the_gradients(tmp_path, monkeypatch):
     settings = {
         "model": "llama", "data": ("random",), "steps": 4, "batch_size": 4, "sequence_length": 32, "warmup": 0,
@@ -136,6 +165,6 @@ def test_a_run_resumes_with_the_same_bits_and_its_plan_knows_the_gradients(tmp_p
     with monkeypatch.context() as patch:
         patch.setattr(loop, "signals", lambda: nullcontext(Stop(requested=True)))  # as after a signal in the first step
         train(TrainConfig(**settings, output=tmp_path / "stopped"))
-    resumed = train(TrainConfig(**settings, resume=tmp_path / "stopped"))
+    resumed = train(config_of_run(tmp_path / "stopped"))
     assert_equal(straight.model, resumed.model)
     assert weights(tmp_path / "straight") == weights(tmp_path / "stopped")
