@@ -15,7 +15,7 @@ from ligermodels import losses
 from ligermodels.kernels.linear_logprobs import linear_logprobs, linear_logprobs_reference
 
 BETA = 0.1
-SHAPES = [(8, 1024, 4096, 128256), (16, 1024, 4096, 128256), (16, 512, 1024, 128256)]
+SHAPES = [(8, 1024, 4096, 128256), (16, 1024, 4096, 128256), (16, 512, 1024, 128256), (4, 64, 256, 4096)]
 
 
 def inputs(pairs, length, hidden, vocab):

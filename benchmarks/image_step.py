@@ -7,7 +7,6 @@ are made before the clock starts. Rows are measured as in `train_step`.
 """
 
 import argparse
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,8 @@ from torch import Tensor, nn
 
 import ligermodels
 from benchmarks import results, timing
-from benchmarks.train_step import in_own_process, time_steps
+from benchmarks.processes import print_rows_of_providers
+from benchmarks.train_step import time_steps
 from ligermodels.layers.multimodal import VisionLanguageModel
 from ligermodels.layers.siglip import PictureLanguageModel
 
@@ -133,11 +133,7 @@ def main() -> None:
         provider, checkpointing = args.row
         print(json.dumps(measure(provider, args.model, *shape, checkpointing == "full", args.steps)))
         return
-    rows = []
-    for checkpointing, provider in itertools.product(args.activation_checkpointing, args.providers):
-        row = in_own_process("benchmarks.image_step", provider, checkpointing)
-        rows.append({"provider": provider, "recompute": checkpointing} | row)
-        print(rows[-1], flush=True)
+    rows = print_rows_of_providers("benchmarks.image_step", args.providers, args.activation_checkpointing)
     settings = {"model": args.model, "batch": args.batch, "images": args.images, "text": args.text}
     report = results.environment() | {"ceilings": timing.ceilings()} | settings | {"rows": rows}
     print(results.save(args.output, f"image-step-{args.model}-{'x'.join(map(str, shape))}", report))

@@ -7,7 +7,6 @@ chooses for the others. Random weights and tokens. Rows are measured as in `trai
 """
 
 import argparse
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,8 @@ import torch
 from torch import nn
 
 from benchmarks import results, timing
-from benchmarks.train_step import MODELS, hugging_face, in_own_process, time_steps
+from benchmarks.processes import print_rows_of_providers
+from benchmarks.train_step import MODELS, hugging_face, time_steps
 
 RANK, ALPHA = 16, 32
 LORA_MODELS = MODELS | {
@@ -137,11 +137,7 @@ def main() -> None:
         provider, checkpointing = args.row
         print(json.dumps(measure(provider, args.model, args.batch, args.length, checkpointing == "full", args.steps)))
         return
-    rows = []
-    for checkpointing, provider in itertools.product(args.activation_checkpointing, args.providers):
-        row = in_own_process("benchmarks.lora_step", provider, checkpointing)
-        rows.append({"provider": provider, "recompute": checkpointing} | row)
-        print(rows[-1], flush=True)
+    rows = print_rows_of_providers("benchmarks.lora_step", args.providers, args.activation_checkpointing)
     settings = {"model": args.model, "batch": args.batch, "length": args.length}
     report = results.environment() | {"ceilings": timing.ceilings()} | settings | {"rows": rows}
     print(results.save(args.output, f"lora-step-{args.model}-{args.batch}x{args.length}", report))

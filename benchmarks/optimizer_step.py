@@ -10,7 +10,6 @@ run.
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks import results, timing
+from benchmarks.processes import measured_rows
 from benchmarks.train_step import MODELS
 
 OPTIONS: dict[str, Any] = {"lr": 1e-5, "betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -102,11 +102,8 @@ def main() -> None:
         print(json.dumps(measure(args.row, args.model, args.steps)))
         return
     rows = []
-    for provider in args.providers:
-        command = [sys.executable, "-m", "benchmarks.optimizer_step", *sys.argv[1:], "--row", provider]
-        result = subprocess.run(command, capture_output=True, text=True)
-        lines = (result.stdout if result.returncode == 0 else result.stderr).strip().splitlines()
-        row = json.loads(lines[-1]) if result.returncode == 0 else {"error": lines[-1][:200]}
+    keys = [(provider,) for provider in args.providers]
+    for (provider,), row in zip(keys, measured_rows("benchmarks.optimizer_step", sys.argv[1:], keys), strict=True):
         rows.append({"provider": provider} | row)
         print(rows[-1], flush=True)
     report = results.environment() | {"ceilings": timing.ceilings(), "model": args.model, "rows": rows}

@@ -13,8 +13,6 @@ import argparse
 import itertools
 import json
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks import results, timing
+from benchmarks.processes import print_rows_of_providers
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama-3-8b": {
@@ -232,14 +231,6 @@ def time_steps(step: Callable[[], torch.Tensor], steps: int, tokens: int) -> dic
     }
 
 
-def in_own_process(module: str, provider: str, checkpointing: str) -> dict:
-    """A row measured by `module`, which gets this process's arguments and --row; or its error."""
-    command = [sys.executable, "-m", module, *sys.argv[1:], "--row", provider, checkpointing]
-    result = subprocess.run(command, capture_output=True, text=True)
-    lines = (result.stdout if result.returncode == 0 else result.stderr).strip().splitlines()
-    return json.loads(lines[-1]) if result.returncode == 0 else {"error": lines[-1][:200]}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="llama-3-8b")
@@ -263,11 +254,7 @@ def main() -> None:
         print(json.dumps(measure(provider, args.model, *shape, args.supervised, args.memory)))
         return
 
-    rows = []
-    for checkpointing, provider in itertools.product(args.activation_checkpointing, args.providers):
-        row = in_own_process("benchmarks.train_step", provider, checkpointing)
-        rows.append({"provider": provider, "recompute": checkpointing} | row)
-        print(rows[-1], flush=True)
+    rows = print_rows_of_providers("benchmarks.train_step", args.providers, args.activation_checkpointing)
     settings = {"model": args.model, "batch": args.batch, "length": args.length, "supervised": args.supervised}
     report = results.environment() | {"ceilings": timing.ceilings()} | settings | {"rows": rows}
     print(results.save(args.output, f"train-step-{args.model}-{args.batch}x{args.length}", report))

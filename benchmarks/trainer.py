@@ -10,9 +10,7 @@ provider that is not installed or fails is listed with its error.
 import argparse
 import itertools
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -22,6 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks import results
+from benchmarks.processes import measured_rows
 from benchmarks.train_step import MODELS, hugging_face, liger, ligermodels
 
 WARM_UP = 4
@@ -104,14 +103,10 @@ def main() -> None:
         print(json.dumps(measure(provider, model_name, args.batch, args.length, args.steps)))
         return
 
-    one_gpu = os.environ | {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
     rows = []
     print(line({name: name for name in COLUMNS}))
-    for model_name, provider in itertools.product(args.models, args.providers):
-        command = [sys.executable, "-m", "benchmarks.trainer", *sys.argv[1:], "--row", model_name, provider]
-        result = subprocess.run(command, capture_output=True, text=True, env=one_gpu)
-        lines = (result.stdout if result.returncode == 0 else result.stderr).strip().splitlines() or ["no output"]
-        row = json.loads(lines[-1]) if result.returncode == 0 else {"error": lines[-1][:200]}
+    keys = [*itertools.product(args.models, args.providers)]
+    for (model_name, provider), row in zip(keys, measured_rows("benchmarks.trainer", sys.argv[1:], keys), strict=True):
         rows.append({"model": model_name, "provider": provider} | row)
         print(line(rows[-1]), flush=True)
     report = results.environment() | {"batch": args.batch, "length": args.length, "rows": rows}

@@ -71,7 +71,9 @@ WINDOWS = {
     ),
 }
 SCORES = {
-    "causal mask strict": Sabotage(ATTENTION_MASK, "distance >= -mask", "distance > -2 + mask", "qwen2-sliding"),
+    "causal mask strict": Sabotage(
+        ATTENTION_MASK, "distance >= -mask.right", "distance > -2 + mask.right", "qwen2-sliding"
+    ),
     "attention unscaled": Sabotage(f"{ATTENTION}:sdpa", "scale=scale", "scale=1.0", "llama"),
     "attention softcap dropped": Sabotage(
         f"{ATTENTION}:masked_attention", "if softcap is not None", "if False", "gemma2-attention-softcap"
@@ -184,7 +186,7 @@ ROTATIONS = {
         f"{FAMILIES}.gemma3:Gemma3Text.layer", "config.layer_type(index)", '"full_attention"', "gemma3_text"
     ),
     "rope_local_base_freq ignored": Sabotage(
-        f"{FAMILIES}.gemma3:Gemma3Config.read_ropes", 'raw.get("rope_local_base_freq") or ', "", "gemma3_text"
+        "ligermodels.configs.gemma3:Gemma3Config.read_ropes", 'raw.get("rope_local_base_freq") or ', "", "gemma3_text"
     ),
     "nested rope_parameters mixed up": Sabotage(
         f"{ROPE_CONFIG}:read_ropes_by_layer_type",

@@ -12,7 +12,8 @@ NAMES_BY_OWNER = {
         Llama-2-7b-hf Llama-2-7b-chat-hf Llama-2-13b-hf Llama-2-13b-chat-hf Llama-2-70b-hf Llama-2-70b-chat-hf
         Meta-Llama-3-8B Meta-Llama-3-8B-Instruct Meta-Llama-3-70B Meta-Llama-3-70B-Instruct
         Llama-3.1-8B Llama-3.1-8B-Instruct Llama-3.1-70B Llama-3.1-70B-Instruct Llama-3.1-405B Llama-3.1-405B-Instruct
-        Llama-3.2-1B Llama-3.2-1B-Instruct Llama-3.2-3B Llama-3.2-3B-Instruct Llama-3.3-70B-Instruct""",
+        Llama-3.2-1B Llama-3.2-1B-Instruct Llama-3.2-3B Llama-3.2-3B-Instruct Llama-3.3-70B-Instruct
+        Llama-3.2-11B-Vision Llama-3.2-11B-Vision-Instruct Llama-3.2-90B-Vision Llama-3.2-90B-Vision-Instruct""",
     "codellama": """
         CodeLlama-7b-hf CodeLlama-7b-Python-hf CodeLlama-7b-Instruct-hf
         CodeLlama-13b-hf CodeLlama-13b-Python-hf CodeLlama-13b-Instruct-hf

@@ -31,6 +31,7 @@ NOT_CAUSAL = (  # to transformers, which has these as models of images and text 
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
 )
+NOT_IN_VLLM = {"mllama"}
 VLLM = json.loads((Path(__file__).parents[1] / "data/vllm_architectures.json").read_text())
 TASK = {
     "task": "offline",
@@ -126,5 +127,7 @@ def test_lm_eval_scores_the_face_as_the_model(family, tmp_path, monkeypatch):
 
 def test_vllm_knows_the_class_that_an_export_names(exported):
     _, folder = exported
-    (name,) = json.loads((folder / "config.json").read_text())["architectures"]
-    assert any(name in names for key, names in VLLM.items() if key != "origin")
+    config = json.loads((folder / "config.json").read_text())
+    (name,) = config["architectures"]
+    known = any(name in names for key, names in VLLM.items() if key != "origin")
+    assert known == (config["model_type"] not in NOT_IN_VLLM)

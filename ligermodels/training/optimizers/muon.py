@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ligermodels.errors import InputError
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import LayerInputLayer
+from ligermodels.layers.cross_attention import CrossAttention
 from ligermodels.layers.gated_delta import GatedDeltaNet
 from ligermodels.layers.latent_attention import LatentAttention
 from ligermodels.layers.lora import GroupedUpdate, LoRALinear
@@ -145,6 +146,10 @@ def matrices_in(module: nn.Module) -> Iterator[tuple[nn.Parameter, SplitIntoView
         yield split_by_ratio(weight_of(module.o_proj), 1)
     elif isinstance(module, ReadingAttention):
         yield split_by_ratio(weight_of(module.q_proj), 1)
+        yield split_by_ratio(weight_of(module.o_proj), 1)
+    elif isinstance(module, CrossAttention):
+        yield split_by_ratio(weight_of(module.q_proj), 1)
+        yield split_by_ratio(weight_of(module.kv_proj), 1, 1)
         yield split_by_ratio(weight_of(module.o_proj), 1)
     elif isinstance(module, LayerInputLayer) and module.has_layer_input:
         yield split_by_ratio(weight_of(module.per_layer_input_gate), 1)
