@@ -27,7 +27,7 @@ class GraniteMoeHybridConfig(MoEConfig, MultiplierConfig, Mamba2Config):
 BASE = {"model_type": "granitemoehybrid"}
 MULTIPLIERS = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 6.0}
 TINY = {
-    "layer_types": [MAMBA, MAMBA, MAMBA, ATTENTION], "attention_multiplier": 1 / 32, "mamba_n_heads": 8,
+    "layer_types": [MAMBA, ATTENTION] * 2, "attention_multiplier": 1 / 32, "mamba_n_heads": 8,
     "mamba_d_state": 32, "intermediate_size": 96, "shared_intermediate_size": 192,
 }  # fmt: skip
 HUB = BASE | MULTIPLIERS | {

@@ -88,9 +88,8 @@ class Mamba2(Mixer):
         delta = F.softplus(widen(dt) + widen(self.dt_bias)).clamp(*self.limit)  # [B, T, H]
         a = -widen(self.A_log).exp()
         call = begin(x, positions, cache)
-        y = state_space(
-            self.conv1d(xbc, call), delta, a, self.D, self.groups, self.state_size, call, SCAN
-        )  # [B, T, H, P]
+        xbc, sizes = self.conv1d(xbc, call), (self.groups, self.state_size)
+        y = state_space(xbc, delta, a, self.D, *sizes, call, SCAN)  # [B, T, H, P]
         return apply_linear(self.out_proj, self.norm(y.flatten(2), z)), residual
 
     @property

@@ -63,9 +63,8 @@ def test_changing_a_document_does_not_move_another_by_a_bit(name):
     row[0, 4] = (row[0, 4] + 1) % 99
     after = model(row, cu_seqlens=cu_seqlens).logits
     assert not torch.equal(before[:, 4:9], after[:, 4:9])
-    if any(
-        isinstance(module, MoE) for module in model.modules()
-    ):  # another token for an expert is another size of its matrix products
+    if any(isinstance(module, MoE) for module in model.modules()):
+        # Another token for an expert is another size of its matrix products.
         torch.testing.assert_close(after[:, 9:], before[:, 9:], **EXACT)
     else:
         assert torch.equal(before[:, 9:], after[:, 9:])
