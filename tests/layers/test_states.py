@@ -9,6 +9,7 @@ from ligermodels.generation.engine import Engine
 from ligermodels.generation.kv_cache import KVCache
 from ligermodels.integrations.generation_cache import GenerationCache
 from ligermodels.layers.gated_delta import GatedDeltaNet
+from ligermodels.layers.mamba2 import Mamba2
 from ligermodels.layers.moe import MoE
 from tests.cases import CASES
 from tests.conftest import DEVICE
@@ -131,3 +132,11 @@ def test_initial_values_are_those_of_the_reference():
     assert (layer.dt_bias == 1).all() and (layer.norm.weight == 1).all()
     assert not model.model.norm.weight.any()
     assert abs(layer.conv1d.weight.std() - 0.02) < 2e-3
+
+
+def test_initial_values_of_mamba2_are_those_of_the_reference():
+    model = ligermodels.create(CASES["granitemoehybrid-groups"], device=DEVICE)
+    [layer, *_] = (module for module in model.modules() if isinstance(module, Mamba2))
+    torch.testing.assert_close(layer.A_log.cpu(), torch.arange(1.0, 7.0).log())
+    assert (layer.dt_bias == 1).all() and (layer.D == 1).all() and (layer.norm.weight == 1).all()
+    assert not layer.conv1d.bias.any() and abs(layer.conv1d.weight.std() - 0.02) < 4e-3
