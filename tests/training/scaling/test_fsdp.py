@@ -87,6 +87,10 @@ MAMBA = {
     "layer_types": ["mamba", "attention"], "mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 8,
     "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 24,
 }  # fmt: skip
+DELTA_EXPERTS = config("qwen3_next", False) | DELTA | EXPERTS | {"shared_expert_intermediate_size": 24}
+SHORT_CONV = config("lfm2", True) | {"full_attn_idxs": [1]}
+MAMBA_EXPERTS = config("granitemoehybrid", True) | MAMBA
+KEYS_READ_LATER = config("gemma4_text", True) | SHARED_KEYS
 SELECTIVE = {"checkpointed_blocks": None, "kept_tensors": None}
 HALF = {"dtype": "bfloat16", "steps": 3}
 RUNS = {  # name: (settings of both runs, further settings of the run on two ranks)
@@ -99,11 +103,11 @@ RUNS = {  # name: (settings of both runs, further settings of the run on two ran
     "latent attention": ({"model": config("deepseek_v3", False) | LATENTS}, {"checkpointed_blocks": 1}),
     "gated delta rule": ({"model": config("qwen3_5_text", True) | DELTA}, {"checkpointed_blocks": 1}),
     "gated delta rule, experts, bf16 on fp32 parameters": (
-        {"model": config("qwen3_next", False) | DELTA | EXPERTS | {"shared_expert_intermediate_size": 24}} | HALF,
+        {"model": DELTA_EXPERTS} | HALF,
         {"reshard_after_forward": False},
     ),
-    "short convolutions": ({"model": config("lfm2", True) | {"full_attn_idxs": [1]}}, {"checkpointed_blocks": 2}),
-    "Mamba-2, experts": ({"model": config("granitemoehybrid", True) | MAMBA}, {"checkpointed_blocks": 1}),
+    "short convolutions": ({"model": SHORT_CONV}, {"checkpointed_blocks": 2}),
+    "Mamba-2, experts": ({"model": MAMBA_EXPERTS}, {"checkpointed_blocks": 1}),
     "Mamba-2, bf16 on bf16 parameters": (
         {"model": config("granitemoehybrid", False) | MAMBA | {"num_local_experts": 0}, "param_dtype": "bfloat16"}
         | HALF,
@@ -115,7 +119,7 @@ RUNS = {  # name: (settings of both runs, further settings of the run on two ran
         SELECTIVE | {"compiled": True},
     ),
     "keys that other layers read, per-layer embeddings": (
-        {"model": config("gemma4_text", True) | SHARED_KEYS},
+        {"model": KEYS_READ_LATER},
         {"checkpointed_blocks": 3},
     ),
     "fp32 LoRA on bf16 experts": (
