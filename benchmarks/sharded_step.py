@@ -50,7 +50,7 @@ def measure(
     model = create(MODELS[model_name], dtype=param_dtype, device="meta")
     needs = training_memory(model, batch, length, torch.bfloat16, shards=world.size, keep_unsharded=keep_unsharded)
     if compiled:
-        compile_blocks(model)
+        compile_blocks(model, world.device)
     fsdp.shard(model, world, torch.bfloat16, reshard_after_forward=not keep_unsharded)
     model.to_empty(device=world.device)
     model.initialize(0)

@@ -27,6 +27,7 @@ from ligermodels.layers.gated_delta import GatedDeltaNet
 from ligermodels.layers.kept_tensors import choose_kept
 from ligermodels.layers.latent_attention import LatentAttention
 from ligermodels.layers.lora import LoRALinear, lora_modules
+from ligermodels.layers.mamba2 import Mamba2
 from ligermodels.layers.mixer import Mixer
 from ligermodels.layers.mlp import MLP, GatedMLP
 from ligermodels.layers.moe import LoRAExperts, MoE
@@ -309,6 +310,8 @@ def saved_by_mixer(mixer: Mixer, size: int) -> int:
         return saved_by_latent_attention(mixer, size)
     if isinstance(mixer, GatedDeltaNet):
         return saved_by_delta_rule(mixer, size)
+    if isinstance(mixer, Mamba2):
+        return saved_by_mamba2(mixer, size)
     if isinstance(mixer, ShortConv):
         return 6 * mixer.hidden_size * size  # the projection; what is behind its gate, the convolution, and both
     if isinstance(mixer, NormedHeadsAttention | ReadingAttention):
@@ -343,6 +346,12 @@ def saved_by_delta_rule(mixer: GatedDeltaNet, size: int) -> int:
     values = mixer.value_heads * mixer.value_size
     wide = width(mixer.in_proj) + mixer.channels + 2 * values + mixer.value_heads * SPAN.value
     return wide * size + (5 * mixer.value_heads + 2 * mixer.key_heads) * FP32_BYTES
+
+
+def saved_by_mamba2(mixer: Mamba2, size: int) -> int:
+    """Bytes per token: the projection, what is behind the convolution, the scan's output before and after its norm. In
+    fp32 of each head the step size, and two steps to it."""
+    return (width(mixer.in_proj) + mixer.channels + 2 * mixer.size) * size + 3 * mixer.heads * FP32_BYTES
 
 
 def saved_by_latent_attention(attention: LatentAttention, size: int) -> int:

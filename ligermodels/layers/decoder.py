@@ -451,7 +451,7 @@ class CausalLM(AdaptableModule, HubModule, ABC):
         config = self.config
         if requested is None:
             requested = isinstance(config, MoEConfig) and config.output_router_logits
-        if not requested or not isinstance(config, MoEConfig):
+        if not requested or not router_logits or not isinstance(config, MoEConfig):
             return None
         return load_balancing_loss(router_logits, config.num_experts_per_tok)
 

@@ -107,7 +107,7 @@ def train(config: TrainConfig) -> TrainResult:
         if config.float8:
             float8.convert(model, world.device)
         if config.compile:
-            compile_blocks(model)
+            compile_blocks(model, world.device)
         fsdp.shard(
             model, world, compute_dtype, dp_replicate=config.dp_replicate, reshard_after_forward=reshard_after_forward
         )
