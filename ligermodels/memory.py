@@ -21,6 +21,7 @@ from ligermodels.kernels.delta_chunks import SPAN
 from ligermodels.kernels.logits_chunks import chunk_rows, keeps_logits, round_up_to_tile
 from ligermodels.layers.attention import Attention, GatedQKNormAttention, QKNormAttention
 from ligermodels.layers.block import Block, LayerInputLayer, ParallelLayer, PostNormLayer
+from ligermodels.layers.context_parallel import copies_of_keys
 from ligermodels.layers.cross_attention import CrossAttention
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.gated_delta import GatedDeltaNet
@@ -157,6 +158,7 @@ def training_memory(
     keep_unsharded: bool = False,
     beside: int = 0,
     patches: int = 0,
+    context: int = 1,
 ) -> TrainingMemory:
     """The memory of a training step with micro-batches of [batch_size, sequence_length] tokens, computed in `dtype`.
 
@@ -169,13 +171,17 @@ def training_memory(
     False).
     beside: bytes of a rank that stay beside the model.
     patches: of the images of a micro-batch.
+    context: number of ranks that share the tokens of a micro-batch (context parallelism).
     """
-    tokens, size = batch_size * sequence_length, dtype.itemsize
+    tokens, size = batch_size * sequence_length // context, dtype.itemsize
     text, trained, head = decoder_blocks(model), trained_parameters(model), model.head.weight
     tower = model.blocks[: -len(text)]
     hidden = tokens * model.config.hidden_size * size
     rows = [patches] * len(tower) + [tokens] * len(text)
-    saved = [count * saved_by_block(block, size) for block, count in zip(model.blocks, rows, strict=True)]
+    saved = [
+        count * (saved_by_block(block, size) + saved_by_sharing(block.mixer, size, context))
+        for block, count in zip(model.blocks, rows, strict=True)
+    ]
     largest, last = max(saved), saved[-1]
     checkpointed = model.blocks[:checkpointed_blocks]
     for index, kept in enumerate(choose_kept(checkpointed, kept_tensors, sequence_length)):
@@ -334,6 +340,16 @@ def saved_by_attention(attention: Attention, size: int) -> int:
     if attention.scales_queries:
         rows += heads
     return rows * attention.head_dim * size + heads * FP32_BYTES
+
+
+def saved_by_sharing(mixer: Mixer, size: int, context: int) -> int:
+    """Bytes per token that attention saves beside, where ranks share rows: its output for all tokens of this rank's
+    heads, and the copies of key-value heads."""
+    if context == 1:
+        return 0
+    heads = getattr(mixer, "num_key_value_heads", mixer.num_heads)
+    copied = (copies_of_keys(heads, context) - 1) * mixer.kept().elements
+    return (mixer.output_size + copied) * size
 
 
 def saved_by_delta_rule(mixer: GatedDeltaNet, size: int) -> int:

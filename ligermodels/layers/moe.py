@@ -3,6 +3,7 @@
 Must not know any family.
 """
 
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -214,14 +215,16 @@ class MoE(nn.Module):
         return out, residual, router_logits
 
 
-def load_balancing_loss(router_logits: list[Tensor] | tuple[Tensor, ...], k: int) -> Tensor:
+def load_balancing_loss(
+    router_logits: list[Tensor] | tuple[Tensor, ...], k: int, mean: Callable[[Tensor], Tensor] = lambda share: share
+) -> Tensor:
     """E Σ_e f_e P_e, a scalar in fp32; it is k if all experts are used equally.
 
     router_logits: [tokens, E] of each layer; the sums run over the tokens of all layers together. f_e: how often expert
-    e is in the top k, per token. P_e: its mean probability. Source: Fedus et al. 2021,
-    https://arxiv.org/abs/2101.03961, summed over the k choices as in transformers.
+    e is in the top k, per token. P_e: its mean probability. mean: of both, [E], over the ranks that share the tokens.
+    Source: Fedus et al. 2021, https://arxiv.org/abs/2101.03961, summed over the k choices as in transformers.
     """
     probability = torch.softmax(torch.cat(router_logits), -1, dtype=torch.float32)  # [layers tokens, E]
     num_experts = probability.shape[-1]
     chosen = torch.zeros_like(probability).scatter_(-1, probability.topk(k).indices, 1.0)
-    return num_experts * (chosen.mean(0) * probability.mean(0)).sum()
+    return num_experts * (mean(chosen.mean(0)) * mean(probability.mean(0))).sum()
