@@ -1,8 +1,9 @@
-"""Collectives with gradients: all-to-all, and the mean over ranks.
+"""Collectives with gradients: all-to-all, the mean over ranks, and gradients summed over ranks.
 
     all-to-all   rank r sends its i-th part to rank i, and has received that of rank i as its i-th part
     backward     the gradient's parts go back: the same with the sizes of what is sent and received exchanged
     mean         y = Σ_r x_r / ranks;   backward dx = Σ_r dy_r / ranks
+    summed gradient   y = x;   backward dx = Σ_r dy_r
 
 They are torch's functional collectives, which torch.compile traces, waited for at once: kernels read addresses. Any
 device and dtype that the group's backend has. Must not know what is exchanged.
@@ -33,6 +34,11 @@ def mean_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _Mean.apply(x, group)
 
 
+def sum_gradient(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """x, equal on all ranks; its gradient is the sum of theirs."""
+    return _SumGradient.apply(x, group)
+
+
 class _AllToAll(Node):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup, sent: Sizes, received: Sizes) -> Tensor:
@@ -53,6 +59,17 @@ class _Mean(Node):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         return average(dy, ctx.group), None
+
+
+class _SumGradient(Node):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return functional.wait_tensor(functional.all_reduce(dy.contiguous(), "sum", ctx.group)), None
 
 
 def send_parts(x: Tensor, group: dist.ProcessGroup, sent: Sizes, received: Sizes) -> Tensor:

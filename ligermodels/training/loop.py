@@ -110,8 +110,9 @@ def train(config: TrainConfig) -> TrainResult:
         if config.compile:
             compile_blocks(model)
         fsdp.shard(
-            model, world, compute_dtype, dp_replicate=config.dp_replicate, reshard_after_forward=reshard_after_forward
-        )
+            model, world, compute_dtype, dp_replicate=config.dp_replicate, expert_parallel=config.expert_parallel,
+            reshard_after_forward=reshard_after_forward,
+        )  # fmt: skip
         give_initial_weights(model, pretrained, adapter, config.seed, world.device)
         model.generation_config = generation_config(
             data.tokenizer, model.generation_config, model.config.raw, chats=chats

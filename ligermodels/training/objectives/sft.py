@@ -66,4 +66,6 @@ class SFT(Objective):
         return Share(model(**batch.arguments(), num_items_in_batch=items, context=self.context).loss)
 
     def validate(self, model: CausalLM, step: int, stop: Stop) -> Validation | None:
-        return evaluate(model, self.data, self.micro_batch_size, self.world, stop, self.context)
+        # Ranks that share experts must take the same number of steps, which nothing makes sure of in generation.
+        generates = self.config.expert_parallel == 1
+        return evaluate(model, self.data, self.micro_batch_size, self.world, stop, self.context, generates)

@@ -19,18 +19,20 @@ SAMPLE_TOKENS = 40
 
 @torch.no_grad()
 def evaluate(
-    model: CausalLM, data: Data, micro_batch_size: int, world: World, stop: Stop, context: ContextGroup | None = None
-) -> Validation | None:
+    model: CausalLM, data: Data, micro_batch_size: int, world: World, stop: Stop, context: ContextGroup | None = None,
+    generates: bool = True,
+) -> Validation | None:  # fmt: skip
     """Computes the validation loss, the accuracy on questions and a sample. Every rank calls it.
 
     data: its validation rows, tokenizer and questions. micro_batch_size: rows per forward pass of a rank. stop: if a
     signal requests a stop, validation ends early. context: the ranks that share this rank's rows, if any. The loss is
-    in nats per supervised token, the same bits on all ranks; None if validation ended early.
+    in nats per supervised token, the same bits on all ranks; None if validation ended early. generates: whether there
+    are answers and a sample.
     """
     model.eval()
     loss, found = validation_loss(model, data.validation, micro_batch_size, world, stop, context), None
     if loss is not None:
-        answers, sample = answers_and_sample(model, data)
+        answers, sample = answers_and_sample(model, data) if generates else (None, None)
         found = Validation(loss, floor=data.floor, answers=answers, sample=sample)
     model.train()
     return found

@@ -42,6 +42,7 @@ from ligermodels.training.scaling.activation_checkpointing import (
     must_reshard_after_forward,
 )
 from ligermodels.training.scaling.context_parallel import refuse_unfit_length, refuse_unfit_model, share_rows
+from ligermodels.training.scaling.expert_parallel import refuse_unfit_experts
 from ligermodels.training.scaling.micro_batches import micro_batch_size_of
 
 
@@ -105,6 +106,7 @@ def prepare(config: TrainConfig, world: World) -> Run:
 
     train_parts(model, config, compute_dtype)
     refuse_unfit_model(model, world.context)
+    refuse_unfit_experts(model, config, world)
 
     # The data, and the settings that depend on it.
     objective.open(pretrained, model, adapter)

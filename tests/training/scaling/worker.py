@@ -68,7 +68,7 @@ def compiling_by(backend):
 
 def build(
     model, world, dtype, param_dtype, checkpointed_blocks, lora, saved, compiled, dp_replicate, reshard_after_forward,
-    kept_tensors,
+    kept_tensors, experts,
 ):  # fmt: skip
     """lora: the dtype of the low-rank updates; the base is then stored in the compute dtype. saved: modules_to_save."""
     base = dtype if lora else param_dtype
@@ -81,7 +81,8 @@ def build(
             compile_blocks(model)
     compute_dtype = getattr(torch, dtype)
     fsdp.shard(
-        model, world, compute_dtype, dp_replicate=dp_replicate, reshard_after_forward=reshard_after_forward
+        model, world, compute_dtype, dp_replicate=dp_replicate, reshard_after_forward=reshard_after_forward,
+        expert_parallel=experts,
     )  # fmt: skip
     model.to_empty(device=world.device)
     model.initialize(1)
@@ -91,14 +92,15 @@ def build(
 def train(
     model, accumulate=1, batch_size=4, steps=4, dtype="float32", param_dtype="float32",
     checkpointed_blocks=0, lora=None, saved=(), compiled=False, dp_replicate=1, name="adamw",
-    reshard_after_forward=True, kept_tensors=0, offsets=None, context=1,
+    reshard_after_forward=True, kept_tensors=0, offsets=None, context=1, experts=1,
 ):  # fmt: skip
-    """offsets: of the documents of a micro-batch, which is then packed. context: ranks that share a row."""
+    """offsets: of the documents of a micro-batch, which is then packed. context: ranks that share a row. experts: ranks
+    over which routed experts are distributed."""
     world = replace(distributed.start(), context=context)
     shared = {"context": context_group(world)} if context > 1 else {}
     model = build(
         model, world, dtype, param_dtype, checkpointed_blocks, lora, saved, compiled, dp_replicate,
-        reshard_after_forward, kept_tensors,
+        reshard_after_forward, kept_tensors, experts,
     )  # fmt: skip
     optimizer = optimizers.build_optimizer(model, name)
     optimizers.set_learning_rate(optimizer, 1e-2)
