@@ -7,7 +7,7 @@ The model may be on the meta device. Must not know any family or file.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import cast
 
@@ -159,6 +159,7 @@ def training_memory(
     beside: int = 0,
     patches: int = 0,
     context: int = 1,
+    expert_ranks: int = 1,
 ) -> TrainingMemory:
     """The memory of a training step with micro-batches of [batch_size, sequence_length] tokens, computed in `dtype`.
 
@@ -172,6 +173,7 @@ def training_memory(
     beside: bytes of a rank that stay beside the model.
     patches: of the images of a micro-batch.
     context: number of ranks that share the tokens of a micro-batch (context parallelism).
+    expert_ranks: number of ranks over which routed experts are distributed (expert parallelism).
     """
     tokens, size = batch_size * sequence_length // context, dtype.itemsize
     text, trained, head = decoder_blocks(model), trained_parameters(model), model.head.weight
@@ -179,7 +181,7 @@ def training_memory(
     hidden = tokens * model.config.hidden_size * size
     rows = [patches] * len(tower) + [tokens] * len(text)
     saved = [
-        count * (saved_by_block(block, size) + saved_by_sharing(block.mixer, size, context))
+        count * (saved_by_block(block, size) + saved_by_exchanges(block, size, context, expert_ranks))
         for block, count in zip(model.blocks, rows, strict=True)
     ]
     largest, last = max(saved), saved[-1]
@@ -191,16 +193,25 @@ def training_memory(
     if checkpointed_blocks == len(saved):
         head_gradient = head.numel() * head.itemsize if head.requires_grad else 0
         loss = max(loss, head_gradient + last - saved[-1])
-    unsharded_at_start, unsharded_at_end = unsharded_bytes(model, size, shards, trained, keep_unsharded)
+    experts = distributed_experts(model) if expert_ranks > 1 else set()
+    sharded, distributed = partition(model.parameters(), experts)
+    sharded_trained, distributed_trained = partition(trained, experts)
+    states = [adamw_states(sharded_trained, shards), adamw_states(distributed_trained, expert_ranks)]
+    if optimizer_states is not None:  # those of the experts are their part of the trained elements
+        of_experts = optimizer_states * elements(distributed_trained) // max(1, elements(trained))
+        states = [(optimizer_states - of_experts) // shards, of_experts // expert_ranks]
+    unsharded_at_start, unsharded_at_end = unsharded_bytes(model, size, shards, trained, keep_unsharded, experts)
+    not_recomputed = [p for block in model.blocks[checkpointed_blocks:] for p in block.parameters()]
+    cast = cast_bytes((p for p in not_recomputed if p in experts), size) // expert_ranks
     return TrainingMemory(
-        weights=sum(shard_bytes(parameter, shards) for parameter in model.parameters()),
-        gradients=sum(shard_bytes(parameter, shards) for parameter in trained),
-        optimizer_states=(adamw_states(trained, shards) if optimizer_states is None else optimizer_states // shards),
+        weights=bytes_of_shards(sharded, shards) + bytes_of_shards(distributed, expert_ranks),
+        gradients=bytes_of_shards(sharded_trained, shards) + bytes_of_shards(distributed_trained, expert_ranks),
+        optimizer_states=sum(states),
         # The final norm saves its input and rstd.
         activations=sum(saved) + hidden + tokens * FP32_BYTES + patches * saved_by_patch(model, size),
         loss=loss,
         block=largest + largest_dequantised(model),
-        unsharded_at_start=unsharded_at_start,
+        unsharded_at_start=unsharded_at_start + cast,
         unsharded_at_end=unsharded_at_end,
         beside=beside,
     )
@@ -217,6 +228,30 @@ def adamw_states(trained: list[Tensor], shards: int) -> int:
     return sum(2 * shard_bytes(parameter, shards) + FP32_BYTES for parameter in trained)
 
 
+def bytes_of_shards(parameters: Iterable[Tensor], shards: int) -> int:
+    """Bytes of the first rank's shards."""
+    return sum(shard_bytes(parameter, shards) for parameter in parameters)
+
+
+def distributed_experts(model: nn.Module) -> set[Tensor]:
+    """The parameters that expert parallelism distributes."""
+    layers = (module.experts for module in model.modules() if isinstance(module, MoE))
+    return {parameter for experts in layers for parameter in experts.parameters()}
+
+
+def partition(parameters: Iterable[Tensor], experts: Collection[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """(Those that are no experts, those that are)."""
+    parts: tuple[list[Tensor], list[Tensor]] = [], []
+    for parameter in parameters:
+        parts[parameter in experts].append(parameter)
+    return parts
+
+
+def cast_bytes(parameters: Iterable[Tensor], size: int) -> int:
+    """Bytes of copies with `size` bytes an element, of the parameters that are stored with another number."""
+    return sum(parameter.numel() * size for parameter in parameters if parameter.itemsize != size)
+
+
 def shard_bytes(parameter: Tensor, shards: int) -> int:
     """Bytes of the first rank's shard: FSDP2 shards rows evenly, so that the last ranks may have fewer."""
     rows = -(-parameter.shape[0] // shards)
@@ -224,30 +259,32 @@ def shard_bytes(parameter: Tensor, shards: int) -> int:
 
 
 def unsharded_bytes(
-    model: CausalLM, size: int, shards: int, trained: list[Tensor], keep_unsharded: bool
+    model: CausalLM, size: int, shards: int, trained: list[Tensor], keep_unsharded: bool, experts: Collection[Tensor]
 ) -> tuple[int, int]:
     """Bytes that sharding takes besides the shards, at the start and at the end of backward.
 
     These are unsharded parameters, gradients before their reduction, and buffers of all-gather and reduce-scatter.
+    experts: parameters that are distributed instead.
     """
     if shards == 1 and all(parameter.dtype.itemsize == size for parameter in trained):
         return 0, 0
     layers = model.blocks
     copies = 2 if shards > 1 else 1  # the last all-gather exists twice: as its buffer and as parameters
     kept = layers if keep_unsharded else layers[-1:]  # FSDP2 keeps the last block unsharded in any case
-    start = copies * model.head.weight.numel() * size + sum(gathered_bytes(block, size) for block in kept)
-    ids = {id(parameter) for parameter in trained}
+    start = copies * model.head.weight.numel() * size + sum(gathered_bytes(block, size, experts) for block in kept)
+    ids = {id(parameter) for parameter in trained if parameter not in experts}
     end = 0
     for block in layers:
         # The next all-gather is prefetched meanwhile; gradients are reduced in the wider dtype of the two.
         gradients = sum(p.numel() * (size + max(size, p.itemsize)) for p in block.parameters() if id(p) in ids)
-        end = max(end, 2 * gathered_bytes(block, size) + gradients)
+        end = max(end, 2 * gathered_bytes(block, size, experts) + gradients)
     return start, end
 
 
-def gathered_bytes(module: nn.Module, size: int) -> int:
+def gathered_bytes(module: nn.Module, size: int, left_out: Collection[Tensor] = ()) -> int:
     """Bytes of a module's whole parameters as they are gathered: floats with `size` bytes each, others as they are."""
-    return sum(p.numel() * (size if p.is_floating_point() else p.itemsize) for p in module.parameters())
+    gathered = [p for p in module.parameters() if p not in left_out]
+    return sum(p.numel() * (size if p.is_floating_point() else p.itemsize) for p in gathered)
 
 
 def largest_dequantised(model: CausalLM) -> int:
@@ -342,14 +379,18 @@ def saved_by_attention(attention: Attention, size: int) -> int:
     return rows * attention.head_dim * size + heads * FP32_BYTES
 
 
-def saved_by_sharing(mixer: Mixer, size: int, context: int) -> int:
-    """Bytes per token that attention saves beside, where ranks share rows: its output for all tokens of this rank's
-    heads, and the copies of key-value heads."""
-    if context == 1:
-        return 0
-    heads = getattr(mixer, "num_key_value_heads", mixer.num_heads)
-    copied = (copies_of_keys(heads, context) - 1) * mixer.kept().elements
-    return (mixer.output_size + copied) * size
+def saved_by_exchanges(block: Block, size: int, context: int, expert_ranks: int) -> int:
+    """Bytes per token that a block saves beside, where ranks share rows or experts: attention's output for all tokens
+    of this rank's heads and copies of key-value heads; of a token's k experts the rows, and their places."""
+    saved, mixer = 0, block.mixer
+    if context > 1:
+        heads = getattr(mixer, "num_key_value_heads", mixer.num_heads)
+        copied = (copies_of_keys(heads, context) - 1) * mixer.kept().elements
+        saved += (mixer.output_size + copied) * size
+    if expert_ranks > 1:
+        slots = sum(module.experts_per_token for module in block.modules() if isinstance(module, MoE))
+        saved += slots * (mixer.hidden_size * size + 2 * INT64_BYTES + FP32_BYTES)
+    return saved
 
 
 def saved_by_delta_rule(mixer: GatedDeltaNet, size: int) -> int:
