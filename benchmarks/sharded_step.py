@@ -43,6 +43,7 @@ ROWS: dict[str, dict[str, Any]] = {  # differences from bf16 weights sharded ove
     "bf16 weights": {},
     "bf16 weights, kept gathered": {"keep_unsharded": True},
     "bf16 weights, shared rows": {"shares_rows": True},  # context parallelism over all GPUs
+    "bf16 weights, shared experts": {"shares_experts": True},  # expert parallelism over all GPUs
 }
 WARM_UP = 3
 MAX_GRAD_NORM = 1.0
@@ -51,22 +52,24 @@ MAX_GRAD_NORM = 1.0
 def measure(
     model_name: str, batch: int, length: int, steps: int, checkpointing: str, *, independent=False,
     param_dtype=torch.bfloat16, compiled=False, keep_unsharded=False, shares_rows=False,
+    shares_experts=False,
 ) -> dict:  # fmt: skip
     """Measures one row on this rank. keep_unsharded: parameters are not resharded after forward. shares_rows: each rank
-    has a part of every row, which are packed into one."""
+    has a part of every row, which are packed into one. shares_experts: each rank has a part of the experts."""
     world = independent_world() if independent else distributed.start()
     if shares_rows:
         world = replace(world, context=world.size)
     model = create(MODELS[model_name], dtype=param_dtype, device="meta")
+    expert_ranks = world.size if shares_experts else 1
     blocks = len(model.blocks) if checkpointing == "full" else 0
     model.checkpoint_activations(blocks)
     needs = training_memory(
         model, batch, length, torch.bfloat16, shards=world.size, keep_unsharded=keep_unsharded,
-        checkpointed_blocks=blocks, context=world.context,
+        checkpointed_blocks=blocks, context=world.context, expert_ranks=expert_ranks,
     )  # fmt: skip
     if compiled:
         compile_blocks(model)
-    fsdp.shard(model, world, torch.bfloat16, reshard_after_forward=not keep_unsharded)
+    fsdp.shard(model, world, torch.bfloat16, reshard_after_forward=not keep_unsharded, expert_parallel=expert_ranks)
     model.to_empty(device=world.device)
     model.initialize(0)
     optimizer = build_optimizer(model)
@@ -136,7 +139,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help=f"timed steps, after a warm-up of {WARM_UP}")
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count())
     parser.add_argument("--output", type=Path, default=results.FOLDER, help="folder for the dated JSON file")
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    data_parallel = [name for name in ROWS if "shared" not in name]
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=data_parallel)
     parser.add_argument("--row", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.row:

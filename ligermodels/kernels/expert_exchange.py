@@ -23,7 +23,7 @@ from ligermodels.kernels.permute import permute, unpermute
 ComputeExperts = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-class Route(NamedTuple):
+class TokenRoute(NamedTuple):
     """Where the rows of T tokens with k experts each go. row: int [T, k], the place of each slot in what is sent.
     sent, received: the number of rows to and from each rank."""
 
@@ -52,19 +52,19 @@ def experts_on_ranks(
     return _Combine.apply(rows, route)
 
 
-def find_route(rank: Tensor, group: dist.ProcessGroup) -> Route:
+def find_route(rank: Tensor, group: dist.ProcessGroup) -> TokenRoute:
     """rank: int [T, k], of each slot's expert -> the route, with row [T k]."""
     order = rank.flatten().argsort(stable=True)
     row = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     sent = torch.bincount(rank.flatten(), minlength=dist.get_world_size(group))
     received = send_parts(sent, group, None, None)
     sent_rows, received_rows = torch.stack([sent, received]).tolist()
-    return Route(row, group, sent_rows, received_rows)
+    return TokenRoute(row, group, sent_rows, received_rows)
 
 
 class _Dispatch(Node):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, route: Route) -> Tensor:
+    def forward(ctx: Any, x: Tensor, route: TokenRoute) -> Tensor:
         ctx.route = route
         return dispatch_rows(x, route)
 
@@ -75,7 +75,7 @@ class _Dispatch(Node):
 
 class _Combine(Node):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, route: Route) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, route: TokenRoute) -> Tensor:
         ctx.route = route
         return combine_rows(rows, route)
 
@@ -84,7 +84,7 @@ class _Combine(Node):
         return dispatch_rows(dy, ctx.route), None
 
 
-def dispatch_rows(x: Tensor, route: Route) -> Tensor:
+def dispatch_rows(x: Tensor, route: TokenRoute) -> Tensor:
     """x [T, H] -> the rows that this rank's experts compute, [Σ received, H]."""
     if runs_kernels(x):
         rows = permute(x.contiguous(), route.row.int())
@@ -94,7 +94,7 @@ def dispatch_rows(x: Tensor, route: Route) -> Tensor:
     return send_parts(rows, route.group, route.sent, route.received)
 
 
-def combine_rows(rows: Tensor, route: Route) -> Tensor:
+def combine_rows(rows: Tensor, route: TokenRoute) -> Tensor:
     """[Σ received, H] -> the sums of the tokens' rows, [T, H]."""
     back = send_parts(rows, route.group, route.received, route.sent)
     if runs_kernels(rows):
