@@ -1,7 +1,7 @@
 """Correctness check of a provider: its outputs and gradients against the op's reference implementation in fp32.
 
-The relative error (Frobenius norm) of each tensor may be at most MAX_ERROR_RATIO times the error of the reference
-implementation in bf16, or MAX_ERROR_RATIO times ROUNDING_ERROR, whichever is larger.
+The relative error (Frobenius norm) of each tensor may be at most `Op.max_error_ratio` times the error of the reference
+implementation in bf16, or as many times ROUNDING_ERROR, whichever is larger.
 Knows no particular op or provider.
 """
 
@@ -15,7 +15,6 @@ from benchmarks.ops import Op, Shape
 from benchmarks.timing import as_list
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-MAX_ERROR_RATIO = 4.0  # allows more roundings than in the reference implementation, but no different formula
 ROUNDING_ERROR = torch.finfo(torch.bfloat16).eps / 4  # relative error of one rounding to bf16
 
 

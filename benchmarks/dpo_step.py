@@ -176,12 +176,13 @@ def trl(args: argparse.Namespace, checkpointing: bool) -> list[float]:
 
     names = "prompt_ids", "chosen_ids", "rejected_ids"
     records = [dict(zip(names, (ids.tolist() for ids in pair), strict=True)) for pair in random_pairs(args, args.pairs)]
-    micro = max(1, args.row // (2 * (args.prompt + args.completion)))
+    most = max(1, args.row // (2 * (args.prompt + args.completion)))
+    micro = max(size for size in range(1, most + 1) if args.pairs % size == 0)  # each step has all pairs
     seconds: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         arguments = DPOConfig(
             **trl_settings(args, folder, micro, checkpointing), beta=BETA, max_length=None,
-            gradient_accumulation_steps=max(1, args.pairs // micro), precompute_ref_log_probs=not args.lora_rank,
+            gradient_accumulation_steps=args.pairs // micro, precompute_ref_log_probs=not args.lora_rank,
         )  # fmt: skip
         Trainer(
             hugging_face(args), args=arguments, train_dataset=Dataset.from_list(records),

@@ -10,7 +10,7 @@ import torch
 from benchmarks.checks import fresh_inputs
 from benchmarks.gated_delta_rule import SHAPES, SIZE, rule
 from benchmarks.timing import median_time
-from ligermodels.kernels import delta_outputs, delta_states
+from ligermodels.kernels import delta_outputs, delta_states, document_chunks
 from ligermodels.kernels.delta_states import ScanTile
 from ligermodels.kernels.gated_delta_rule import gated_delta_rule
 
@@ -49,7 +49,7 @@ def main() -> None:
             return torch.autograd.grad(forward(), inputs, gradient)
 
         for fused in (0.0, float("inf")):
-            delta_states.FUSED_OUTPUT_PROGRAMS = fused
+            document_chunks.FUSED_OUTPUT_PROGRAMS = fused
             for setting in SETTINGS:
                 used = {name: tiles[2] for name, tiles in WIDE.items()}
                 for name, tile in setting.items():

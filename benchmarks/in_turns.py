@@ -30,7 +30,7 @@ CallKey = tuple[str, str]  # provider and pass
 def prepare_calls(case: suite.Case, provider: Provider) -> Iterator[dict]:
     """Yields one dict: the provider's calls by pass, warmed up; or the row of a wrong result."""
     function = provider.make(*case.shape)
-    if reason := suite.reason_if_wrong(case.error_ratio(provider, function)):
+    if reason := suite.reason_if_wrong(case.op, case.error_ratio(provider, function)):
         yield {"status": "wrong", "reason": reason}
         return
     sets = suite.make_input_sets(case, provider, function)

@@ -38,6 +38,7 @@ class Op:
     restore_inputs: whether the inputs' values are restored after each call, untimed. Set it if a provider overwrites
         its inputs and the new values would change the time of later calls. It applies to every provider of the op,
         because the GPU cools during the pause, and at the power cap a matrix product is faster after it.
+    max_error_ratio: see checks.py. Set it where peers that round more often are to be shown beside their error.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Op:
     limit_function: Callable[..., Callable] | None = None
     exclude_gradients: bool = False
     restore_inputs: bool = False
+    max_error_ratio: float = 4.0  # allows more roundings than in the reference implementation, but no different formula
     providers: dict[str, Provider] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -17,7 +17,6 @@ import torch
 from benchmarks import results, table, timing
 from benchmarks.checks import (
     DEVICE,
-    MAX_ERROR_RATIO,
     ReferenceResult,
     evaluate,
     fresh_inputs,
@@ -31,7 +30,7 @@ from ligermodels.errors import InputError
 SCRIPTS = (
     "rms_norm", "layer_norm", "rope", "qk_norm_rope", "gated_activation", "cross_entropy", "linear_cross_entropy",
     "linear_logprobs", "dpo_loss", "linear_divergence", "fused_linear", "frozen_linear", "attention", "shared_keys",
-    "experts", "gated_delta_rule", "adamw", "adamw8bit",
+    "experts", "gated_delta_rule", "mamba2_scan", "adamw", "adamw8bit",
 )  # fmt: skip
 # Work done in one millisecond at 1 GB/s (in bytes) and at 1 TFLOP/s (in operations).
 WORK_PER_MS = {timing.COPY: 1e6, timing.MATMUL: 1e9}
@@ -71,7 +70,7 @@ def provider_rows(case: Case, provider: Provider) -> Iterator[dict]:
     op, shape = case.op, case.shape
     function = provider.make(*shape)
     error = case.error_ratio(provider, function)
-    if reason := reason_if_wrong(error):
+    if reason := reason_if_wrong(op, error):
         yield {"status": "wrong", "reason": reason}
         return
     work, limits = op.work(*shape), case.limits
@@ -84,11 +83,11 @@ def provider_rows(case: Case, provider: Provider) -> Iterator[dict]:
         yield row | ({"peak_mib": peak / 2**20} if kind == list(work)[-1] else {})
 
 
-def reason_if_wrong(error: float) -> str:
-    """The reason why a result with this error ratio is wrong; empty if it is correct."""
-    if error <= MAX_ERROR_RATIO:
+def reason_if_wrong(op: Op, error: float) -> str:
+    """The reason why a result of the op with this error ratio is wrong; empty if it is correct."""
+    if error <= op.max_error_ratio:
         return ""
-    return f"error is {error:.3g} times the reference's bf16 error, at most {MAX_ERROR_RATIO:g} allowed"
+    return f"error is {error:.3g} times the reference's bf16 error, at most {op.max_error_ratio:g} allowed"
 
 
 def make_input_sets(case: Case, provider: Provider, function: Callable) -> list[Inputs]:

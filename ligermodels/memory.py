@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ligermodels.generation.capacity import cache_bytes
 from ligermodels.generation.engine import PREFILL_TOKENS
 from ligermodels.generation.paged_cache import PAGE_SIZE, pages_for
-from ligermodels.kernels.delta_chunks import SPAN
+from ligermodels.kernels.document_chunks import SPAN
 from ligermodels.kernels.logits_chunks import chunk_rows, keeps_logits, round_up_to_tile
 from ligermodels.layers.attention import Attention, GatedQKNormAttention, QKNormAttention
 from ligermodels.layers.block import Block, LayerInputLayer, ParallelLayer, PostNormLayer

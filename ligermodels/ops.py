@@ -33,7 +33,8 @@
 | `gated_delta_rule`     | linear attention with decay and delta rule; `gated_delta_step_` decodes one token |
 | `causal_conv`          | causal depthwise convolution and SiLU; `causal_conv_step_` decodes one token      |
 | `causal_conv_state`    | the last inputs of each document, with which `causal_conv` goes on                |
-| `gated_rms_norm`       | root-mean-square norm times silu of a gate                                        |
+| `gated_rms_norm`       | root-mean-square norm times silu of a gate, which may come first                  |
+| `mamba2_scan`          | state-space layer of Mamba-2; `mamba2_step_` decodes one token                    |
 | `cross_entropy`        | cross-entropy of logits: softcap, z-loss, label smoothing, in-place gradient      |
 | `linear_cross_entropy` | output projection and cross-entropy, one chunk of logits at a time                |
 | `sample`               | one token per row of logits: temperature, top-k, top-p, min-p; its log-probability |
@@ -88,6 +89,8 @@ from ligermodels.kernels.linear_divergence import DivergenceOutput, linear_diver
 from ligermodels.kernels.linear_logprobs import linear_logprobs
 from ligermodels.kernels.linear_logprobs_loss import LogProbsLoss, linear_logprobs_loss
 from ligermodels.kernels.logprobs_of_logits import LogProbs
+from ligermodels.kernels.mamba2_scan import mamba2_scan
+from ligermodels.kernels.mamba2_step import mamba2_step_
 from ligermodels.kernels.nf4 import nf4_weight
 from ligermodels.kernels.norm_linear import norm_linear
 from ligermodels.kernels.plain_activation import plain_activation
@@ -137,6 +140,8 @@ __all__ = [
     "linear_logprobs",
     "linear_logprobs_loss",
     "low_rank_linear",
+    "mamba2_scan",
+    "mamba2_step_",
     "nf4_weight",
     "norm_linear",
     "plain_activation",

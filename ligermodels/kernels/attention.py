@@ -4,7 +4,7 @@ out = softmax(mask(softcap(scale * q kᵀ))) v, where query head h reads key-val
 q [B, T, Hq, D], k, v [B, S, Hkv, D] -> [B, T, Hq, D]. Values may have another size than keys; where a kernel needs
 equal ones, the smaller are padded with zeros. Which keys a query sees is in attention_mask.py.
 
-Implementations:
+Documents of equal length are computed as rows. Implementations:
 - rows without a window, softcap or sinks: SDPA, on the GPU with cuDNN first (fastest on Hopper), then FlashAttention;
 - queries that see different numbers of keys ahead of them, on a GPU: compiled FlexAttention (head dimension 16 and up);
 - everything else in half precision on a GPU: FlashAttention 4 if it is installed and can run there
@@ -81,6 +81,10 @@ def attention(
     check_attention(q, k, softcap, sinks, cu_seqlens, cu_seqlens_k, position_ids, ahead, causal, dropout)
     q, k, v = autocast(q, k, v)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if position_ids is ahead is cu_seqlens_k is None and are_equally_long(q, cu_seqlens, max_seqlen):
+        rows = (x[0].unflatten(0, (-1, max_seqlen)) for x in (q, k, v))
+        options = {"scale": scale, "causal": causal, "window": window, "softcap": softcap, "sinks": sinks}
+        return attention(*rows, **options, dropout=dropout).flatten(0, 1)[None]
     # An exported program is for any length: this one must not be compared.
     if window is not None and not torch.compiler.is_exporting() and window >= max(q.shape[1], k.shape[1]):
         window = None
@@ -120,6 +124,14 @@ def check_attention(
         raise ValueError("attention: cu_seqlens_k needs cu_seqlens, the offsets of the queries")
     if cu_seqlens_k is None and position_ids is None and q.shape[1] != k.shape[1]:
         raise ValueError(f"attention: {q.shape[1]} queries over {k.shape[1]} keys in documents need cu_seqlens_k")
+
+
+def are_equally_long(q: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) -> bool:
+    """Whether all documents have max_seqlen tokens, as pictures of one size have patches. Does not read the offsets:
+    so many documents of no more tokens each fill the row."""
+    if cu_seqlens is None or max_seqlen is None or torch.compiler.is_compiling():
+        return False
+    return (cu_seqlens.shape[0] - 1) * max_seqlen == q.shape[1]
 
 
 def attention_on_gpu(

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.delta_chunks import SPAN, locate_in_document, number_of_slots, row_offsets
 from ligermodels.kernels.dispatch import Node, register_op, runs_kernels, widen
+from ligermodels.kernels.document_chunks import SPAN, locate_in_document, number_of_slots, row_offsets
 from ligermodels.kernels.gated_activation import activate
 from ligermodels.kernels.launch import Launcher, as_rows_with_stride, cdiv, kernel
 from ligermodels.kernels.partial_sums import sum_partials

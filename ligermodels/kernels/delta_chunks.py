@@ -1,8 +1,4 @@
-"""Chunks of the gated delta rule: where they lie, their normalized queries and keys, and the inverse of each.
-
-A document is computed in chunks of SPAN tokens, the last of which may be shorter. Chunk c of document n has the slot
-start_n // SPAN + n + c, where start_n is the document's first token. No two chunks share a slot, and all slots are
-less than T // SPAN + documents: a size that the host knows, so that nothing waits for the device. Some slots are idle.
+"""Chunks of the gated delta rule: their normalized queries and keys, and the inverse of each.
 
 `_prepare_kernel` computes of each chunk and value head, with G the cumulative sum of g inside the chunk:
     norms [T, 2, Hk] fp32        rsqrt(Σ x² + eps) of each query and key
@@ -22,19 +18,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.launch import kernel, shared_memory
+from ligermodels.kernels.document_chunks import (
+    MAX_HEAD_SIZE,
+    MIN_DOT,
+    SPAN,
+    has_wide_units,
+    load_rows,
+    locate_slot,
+    number_of_slots,
+    pair_decay,
+)
+from ligermodels.kernels.launch import kernel
 
-SPAN = tl.constexpr(64)  # tokens of a chunk
 INVERSE_BLOCK = tl.constexpr(16)  # rows that are inverted by substitution
-DOCUMENTS_TILE = tl.constexpr(128)  # documents that a search reads at a time
 # Warps of `_prepare_kernel` and `_pairs_kernel`, with the matrix units of Hopper and newer GPUs and with others.
 PREPARE_WARPS = {True: 4, False: 8}
 L2_EPS = 1e-6  # of the norms of queries and keys
-MAX_HEAD_SIZE = 256
-LARGE_SHARED_MEMORY = 200 * 1024  # bytes
-MIN_DOT = 16  # rows and columns of a matrix product in Triton, at least
-# With 16, products in half precision by Triton 3.6 on Hopper read beyond their shared memory (compute-sanitizer).
-MIN_COLUMNS_OF_TILES = 32
 
 
 @dataclass(frozen=True)
@@ -82,66 +81,12 @@ def delta_shape(qkv: Tensor, g: Tensor, key_heads: int, key_size: int) -> DeltaS
 
 
 @triton.jit
-def document_slot(cu_seqlens_ptr, document, TOKENS: tl.constexpr):
-    """(first token, end token, slot of the first chunk) of a document in chunks of TOKENS."""
-    start = tl.load(cu_seqlens_ptr + document).to(tl.int64)
-    return start, tl.load(cu_seqlens_ptr + document + 1).to(tl.int64), start // TOKENS + document
-
-
-@triton.jit
-def locate_in_document(cu_seqlens_ptr, slot, documents, TOKENS: tl.constexpr):
-    """(first token, first token of the document, number of tokens, document) of the chunk in a slot.
-
-    The number is at most 0 if the slot is idle, and more than TOKENS if other chunks of the document follow.
-    """
-    before = tl.zeros([DOCUMENTS_TILE], tl.int32)
-    for first in range(0, documents, DOCUMENTS_TILE):
-        document = first + tl.arange(0, DOCUMENTS_TILE)
-        start = tl.load(cu_seqlens_ptr + document, document < documents, other=0)
-        before += ((start // TOKENS + document <= slot) & (document < documents)).to(tl.int32)
-    document = tl.sum(before, 0) - 1
-    start, end, first_slot = document_slot(cu_seqlens_ptr, document, TOKENS)
-    first = start + (slot - first_slot) * TOKENS
-    return first, start, (end - first).to(tl.int32), document
-
-
-@triton.jit
-def locate_slot(cu_seqlens_ptr, slot, documents, TOKENS: tl.constexpr):
-    """(first token, number of tokens) of the chunk in a slot, as in `locate_in_document`."""
-    first, _, rows, _ = locate_in_document(cu_seqlens_ptr, slot, documents, TOKENS)
-    return first, rows
-
-
-@triton.jit
-def tile_mask(rows, row, column, size, EXACT: tl.constexpr):
-    """Which elements of a tile exist: rows below `rows`, columns below `size`. EXACT: all columns do."""
-    inside = (row < rows)[:, None]
-    return inside if EXACT else inside & (column < size)[None, :]
-
-
-@triton.jit
-def load_rows(x_ptr, rows, row, stride, column, size, EXACT: tl.constexpr):
-    """A tile of rows `stride` apart, zero where nothing is. Offsets in a tile are 32 bits: they take half as many
-    registers, and stay the same from chunk to chunk."""
-    offset = row[:, None] * stride + column[None, :]
-    return tl.load(x_ptr + offset, tile_mask(rows, row, column, size, EXACT), other=0.0)
-
-
-@triton.jit
 def load_norms(norms_ptr, rows, KEY_HEADS: tl.constexpr):
     """Reciprocal norms of a chunk's queries and keys. They scale the rows of products, instead of the operands, which
     go from memory to the matrix units unchanged."""
     row = tl.arange(0, SPAN)
     norms_ptr += row * (2 * KEY_HEADS)
     return tl.load(norms_ptr, row < rows, other=0.0), tl.load(norms_ptr + KEY_HEADS, row < rows, other=0.0)
-
-
-@triton.jit
-def pair_decay(decay, rows, STRICT: tl.constexpr):
-    """exp(G_i - G_j) of existing rows for i >= j, or i > j if STRICT, else 0: elsewhere exp would overflow."""
-    i, j = tl.arange(0, SPAN)[:, None], tl.arange(0, SPAN)[None, :]
-    lower = ((i > j) if STRICT else (i >= j)) & (i < rows)
-    return tl.where(lower, tl.exp(tl.where(lower, decay[:, None] - decay[None, :], 0.0)), 0.0)
 
 
 @triton.jit
@@ -229,26 +174,6 @@ def _pairs_kernel(
         pairs = (products * pair_decay(decay, rows, False)).to(pairs_ptr.dtype.element_ty)
         at = (row * (VALUE_HEADS * SPAN))[:, None] + row[None, :]
         tl.store(pairs_ptr + here * SPAN + at, pairs, (row < rows)[:, None])
-
-
-def fit_columns(columns: int, shape: DeltaShape) -> int:
-    """At most `columns`, and not many more than a value head needs."""
-    return min(columns, max(MIN_COLUMNS_OF_TILES, triton.next_power_of_2(shape.value_size)))
-
-
-def has_wide_units(device: torch.device) -> bool:
-    """Whether products read their operands from a shared memory of Hopper's size, which leaves registers for tiles."""
-    return triton.knobs.runtime.interpret or shared_memory(device) > LARGE_SHARED_MEMORY
-
-
-def number_of_slots(tokens: int, cu_seqlens: Tensor) -> int:
-    return tokens // SPAN.value + cu_seqlens.shape[0] - 1
-
-
-def row_offsets(x: Tensor) -> Tensor:
-    """cu_seqlens of the rows of a batch [B, T, ...], each of which is one document."""
-    batch, length = x.shape[:2]
-    return torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=x.device)
 
 
 def prepare_chunks(

@@ -22,16 +22,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.delta_chunks import (
+from ligermodels.kernels.delta_chunks import DeltaShape, load_norms
+from ligermodels.kernels.document_chunks import (
     SPAN,
-    DeltaShape,
-    fit_columns,
     has_wide_units,
-    load_norms,
     load_rows,
     locate_slot,
     number_of_slots,
     pair_decay,
+    tile_columns,
     tile_mask,
 )
 from ligermodels.kernels.launch import Launcher, cdiv, kernel
@@ -281,7 +280,7 @@ def compute_gradients(
 def _outputs(shape: DeltaShape, itemsize: int, wide: bool) -> tuple[Launcher, int]:
     """The launcher, and how many programs share a chunk of a head."""
     columns, warps = OUTPUT_TILES[wide][itemsize]
-    columns = fit_columns(columns, shape)
+    columns = tile_columns(columns, shape.value_size)
     launch = _output_kernel.bind(**shape.constants(), COLUMNS=columns, num_warps=warps)
     return launch, cdiv(shape.value_size, columns)
 
@@ -294,10 +293,10 @@ def _gradients(
     columns, warps = GATE_GRADIENT_TILES[wide][itemsize]
     gates = _gate_gradient_kernel.bind(
         QKV_GRAD=qkv_grad, G_GRAD=g_grad, BETA_GRAD=beta_grad, **shape.constants(),
-        COLUMNS=fit_columns(columns, shape), num_warps=warps, num_stages=1,
+        COLUMNS=tile_columns(columns, shape.value_size), num_warps=warps, num_stages=1,
     )  # fmt: skip
     columns, warps = QKV_GRADIENT_TILES[wide][itemsize]
     products = _qkv_gradient_kernel.bind(
-        **shape.constants(), COLUMNS=fit_columns(columns, shape), num_warps=warps, num_stages=1
+        **shape.constants(), COLUMNS=tile_columns(columns, shape.value_size), num_warps=warps, num_stages=1
     )
     return gates, products

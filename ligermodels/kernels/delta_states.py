@@ -16,18 +16,18 @@ from dataclasses import dataclass
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.delta_chunks import (
+from ligermodels.kernels.delta_chunks import DeltaShape, load_norms
+from ligermodels.kernels.document_chunks import (
     SPAN,
-    DeltaShape,
     document_slot,
-    fit_columns,
+    fills_device,
     has_wide_units,
-    load_norms,
     load_rows,
     number_of_slots,
+    tile_columns,
     tile_mask,
 )
-from ligermodels.kernels.launch import Launcher, cdiv, kernel, multiprocessors
+from ligermodels.kernels.launch import Launcher, cdiv, kernel
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,6 @@ class ScanTile:
 FP32_TILE = ScanTile(16, 4, 1)
 FORWARD_TILES = {True: {2: ScanTile(64, 4, 2), 4: FP32_TILE}, False: {2: ScanTile(32, 4, 1), 4: FP32_TILE}}
 BACKWARD_TILES = {True: {2: ScanTile(32, 4, 2), 4: FP32_TILE}, False: {2: ScanTile(32, 4, 1), 4: FP32_TILE}}
-# With at most so many programs for each multiprocessor, outputs are left to a kernel of their own.
-FUSED_OUTPUT_PROGRAMS = 1.0
 
 
 @kernel()
@@ -171,9 +169,8 @@ def _backward_scan_kernel(
 
 def fuses_output(documents: int, shape: DeltaShape, qkv: Tensor) -> bool:
     """Whether the forward scan has enough programs to compute the outputs as well."""
-    columns = fit_columns(FORWARD_TILES[has_wide_units(qkv.device)][qkv.itemsize].columns, shape)
-    programs = documents * shape.value_heads * cdiv(shape.value_size, columns)
-    return programs > FUSED_OUTPUT_PROGRAMS * multiprocessors(qkv.device)
+    columns = tile_columns(FORWARD_TILES[has_wide_units(qkv.device)][qkv.itemsize].columns, shape.value_size)
+    return fills_device(documents * shape.value_heads * cdiv(shape.value_size, columns), qkv.device)
 
 
 def forward_scan(
@@ -238,7 +235,7 @@ def _forward_scan(
 ) -> tuple[Launcher, int]:
     """The launcher, and how many programs share a state."""
     tile = FORWARD_TILES[wide][itemsize]
-    columns = fit_columns(tile.columns, shape)
+    columns = tile_columns(tile.columns, shape.value_size)
     launch = _forward_scan_kernel.bind(
         INITIAL=initial, OUTPUT=output, STORE=store, FINAL=final, **shape.constants(), COLUMNS=columns,
         STAGES=tile.stages, num_warps=tile.warps,
@@ -252,7 +249,7 @@ def _backward_scan(
 ) -> tuple[Launcher, int]:
     """The launcher, and how many programs share a state."""
     tile = BACKWARD_TILES[wide][itemsize]
-    columns = fit_columns(tile.columns, shape)
+    columns = tile_columns(tile.columns, shape.value_size)
     launch = _backward_scan_kernel.bind(
         FINAL=final, INITIAL_GRAD=initial_grad, **shape.constants(), COLUMNS=columns, STAGES=tile.stages,
         num_warps=tile.warps,

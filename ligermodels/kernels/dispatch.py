@@ -155,6 +155,11 @@ def widen(x: Tensor) -> Tensor:
     return x.float() if x.dtype.itemsize < 4 else x
 
 
+def as_factor(x: Tensor, like: Tensor) -> Tensor:
+    """x rounded to the dtype of `like`, as a factor of a reference's product with sums in fp32."""
+    return widen(x.to(like.dtype))
+
+
 def promoted_dtype(a: Tensor, b: Tensor) -> torch.dtype:
     """The dtype of a + b: under `torch.autocast` a branch is narrower than the residual stream that it joins."""
     return a.dtype if a.dtype == b.dtype else torch.promote_types(a.dtype, b.dtype)

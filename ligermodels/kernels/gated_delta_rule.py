@@ -19,21 +19,22 @@ their own. Kept for backward: qkv, beta, G, M and the reciprocal norms; states a
 Yang, Kautz & Hatamizadeh 2024, https://arxiv.org/abs/2412.06464.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from ligermodels.kernels.delta_chunks import (
     L2_EPS,
-    SPAN,
     DeltaShape,
     compute_pairs,
     delta_shape,
     prepare_chunks,
-    row_offsets,
 )
 from ligermodels.kernels.delta_outputs import compute_gradients, compute_outputs
 from ligermodels.kernels.delta_states import backward_scan, forward_scan, fuses_output
-from ligermodels.kernels.dispatch import Node, autocast, register_op, runs_kernels, widen
+from ligermodels.kernels.dispatch import Node, as_factor, autocast, register_op, runs_kernels, widen
+from ligermodels.kernels.document_chunks import SPAN, each_document, row_offsets
 from ligermodels.kernels.launch import as_rows_with_stride
 
 
@@ -45,38 +46,25 @@ def gated_delta_rule_reference(
     (qkv,) = autocast(qkv)
     shape = delta_shape(qkv, g, key_heads, key_size)
     if cu_seqlens is not None:
-        return _by_document(qkv, g, beta, shape, initial_state, cu_seqlens, eps)
+        alone = partial(gated_delta_rule_reference, key_heads=key_heads, key_size=key_size, eps=eps)
+        return each_document(
+            lambda *tokens: alone(*tokens[:3], initial_state=tokens[3]), (qkv, g, beta), initial_state, cu_seqlens
+        )
     batch, length = qkv.shape[:2]
     q, k, v = split_qkv(qkv, shape)
     group = shape.value_heads // key_heads
-    q, k = (_factor(_unit(x, eps) * s, qkv).repeat_interleave(group, 2) for x, s in ((q, key_size**-0.5), (k, 1.0)))
+    q, k = (as_factor(_unit(x, eps) * s, qkv).repeat_interleave(group, 2) for x, s in ((q, key_size**-0.5), (k, 1.0)))
     v, decay, beta = widen(v), widen(g).exp(), widen(beta)
     state = decay.new_zeros(batch, shape.value_heads, key_size, shape.value_size)
     state = state if initial_state is None else state + widen(initial_state)
     outputs = []
     for t in range(length):
         state = state * decay[:, t, :, None, None]
-        error = v[:, t] - (_factor(state, qkv) * k[:, t, :, :, None]).sum(2)
-        state = state + k[:, t, :, :, None] * _factor(beta[:, t, :, None] * error, qkv)[:, :, None]
-        outputs.append((_factor(state, qkv) * q[:, t, :, :, None]).sum(2))
+        error = v[:, t] - (as_factor(state, qkv) * k[:, t, :, :, None]).sum(2)
+        state = state + k[:, t, :, :, None] * as_factor(beta[:, t, :, None] * error, qkv)[:, :, None]
+        outputs.append((as_factor(state, qkv) * q[:, t, :, :, None]).sum(2))
     o = torch.stack(outputs, 1) if outputs else decay.new_empty(*v.shape)
     return o.to(qkv.dtype), state
-
-
-def _by_document(qkv, g, beta, shape, initial_state, cu_seqlens, eps):
-    """Each document alone. Reads `cu_seqlens` on the host."""
-    results, first = [], 0
-    for index, length in enumerate(cu_seqlens.diff().tolist()):
-        rows = slice(first, first + length)
-        state = None if initial_state is None else initial_state[index : index + 1]
-        results.append(
-            gated_delta_rule_reference(
-                qkv[:, rows], g[:, rows], beta[:, rows], shape.key_heads, shape.key_size, state, eps=eps
-            )
-        )
-        first += length
-    outputs, states = zip(*results, strict=True)
-    return torch.cat(outputs, 1), torch.cat(states)
 
 
 def split_qkv(qkv: Tensor, shape: DeltaShape) -> tuple[Tensor, Tensor, Tensor]:
@@ -88,11 +76,6 @@ def split_qkv(qkv: Tensor, shape: DeltaShape) -> tuple[Tensor, Tensor, Tensor]:
 def _unit(x: Tensor, eps: float) -> Tensor:
     wide = widen(x)
     return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)
-
-
-def _factor(x: Tensor, like: Tensor) -> Tensor:
-    """x rounded to the dtype of `like`, as a factor of a product with sums in fp32."""
-    return widen(x.to(like.dtype))
 
 
 def _launch_forward(

@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.delta_chunks import L2_EPS, delta_shape, fit_columns
+from ligermodels.kernels.delta_chunks import L2_EPS, delta_shape
 from ligermodels.kernels.dispatch import register_op, runs_kernels, widen
+from ligermodels.kernels.document_chunks import tile_columns
 from ligermodels.kernels.gated_delta_rule import gated_delta_rule_reference
 from ligermodels.kernels.launch import as_rows_with_stride, cdiv, kernel
 
@@ -61,7 +62,7 @@ def _launch_step(
     o = _fake_step(qkv, g, beta, key_heads, key_size, pool, row, eps)
     if o.numel():
         qkv, stride = as_rows_with_stride(qkv, shape.columns)
-        columns = fit_columns(COLUMNS, shape)
+        columns = tile_columns(COLUMNS, shape.value_size)
         launch = _step_kernel.bind(**shape.constants(), COLUMNS=columns, num_warps=WARPS)
         launch(
             g.numel() * cdiv(shape.value_size, columns),

@@ -49,6 +49,8 @@ from ligermodels.kernels.linear_cross_entropy import (
 )
 from ligermodels.kernels.linear_divergence import linear_divergence, linear_divergence_reference
 from ligermodels.kernels.linear_logprobs import linear_logprobs, linear_logprobs_reference
+from ligermodels.kernels.mamba2_scan import mamba2_scan, mamba2_scan_reference
+from ligermodels.kernels.mamba2_step import mamba2_step_, mamba2_step_reference
 from ligermodels.kernels.nf4 import Nf4, nf4_dequantize_reference, nf4_encode, nf4_encode_reference
 from ligermodels.kernels.norm_linear import norm_linear, norm_linear_reference
 from ligermodels.kernels.penalties import penalize, penalize_reference
@@ -561,6 +563,38 @@ def gated_delta_step_case(batch, length, key_heads, key_size, value_heads, value
     return Case(partial(move, gated_delta_step_), partial(move, gated_delta_step_reference), leaves, [row])
 
 
+def mamba2_scan_case(batch, length, heads, head_size, groups, state_size, states=True) -> Case:
+    """With states, the initial state is a leaf and the final state an output."""
+
+    def scan(function, xbc, delta, a, d, initial_state=None):
+        y, final = function(xbc, F.softplus(widen(delta)), -widen(a).square(), d, groups, state_size, initial_state)
+        return (y, final.to(xbc.dtype)) if states else y
+
+    columns = heads * head_size + 2 * groups * state_size
+    leaves = [normal(batch, length, columns), normal(batch, length, heads), normal(heads), normal(heads)]
+    if states:
+        leaves.append(normal(batch, heads, state_size, head_size))
+    return Case(partial(scan, mamba2_scan), partial(scan, mamba2_scan_reference), leaves, [])
+
+
+def mamba2_step_case(batch, length, heads, head_size, groups, state_size) -> Case:
+    """As many rows as tokens, in another order."""
+
+    @torch.no_grad()
+    def move(function, xbc, delta, a, d, pool, row):
+        xbc, delta, row = (x.flatten(0, 1) for x in (xbc, delta, row))
+        states = widen(pool).flatten(0, 1).clone(memory_format=torch.contiguous_format)
+        delta, a = F.softplus(widen(delta)), -widen(a).square()
+        outputs = function(xbc, delta, a, d, groups, state_size, states, row)
+        y, moved = (outputs, states) if function is mamba2_step_ else outputs
+        return y, moved.to(pool.dtype)
+
+    leaves = mamba2_scan_case(batch, length, heads, head_size, groups, state_size, states=False).leaves
+    row = torch.randperm(batch * length, device=DEVICE).view(batch, length)
+    pool = normal(batch, length, heads, state_size, head_size)
+    return Case(partial(move, mamba2_step_), partial(move, mamba2_step_reference), [*leaves, pool], [row])
+
+
 def causal_conv_case(batch, length, channels, taps) -> Case:
     """The number of taps is no dimension of a leaf: it equals one of the lengths of test_contracts.py."""
 
@@ -586,9 +620,10 @@ def causal_conv_step_case(batch, length, channels, taps) -> Case:
     return Case(partial(move, causal_conv_step_), partial(move, causal_conv_step_reference), leaves, [row])
 
 
-def gated_rms_norm_case(batch, length, heads, size) -> Case:
+def gated_rms_norm_case(batch, length, heads, size, gate_first=False) -> Case:
     leaves = [normal(batch, length, heads, size), normal(batch, length, heads, size), normal(size)]
-    return Case(gated_rms_norm, gated_rms_norm_reference, leaves, [])
+    ours, reference = (partial(f, gate_first=gate_first) for f in (gated_rms_norm, gated_rms_norm_reference))
+    return Case(ours, reference, leaves, [])
 
 
 def rounded_adamw_case(batch, length, width, compensated, eight_bits=False) -> Case:
@@ -1025,7 +1060,20 @@ OPS = {
     "gated_delta_step": Op(
         draw=gated_delta_step_case, small=(2, 20, 6, 12), real=((16, 128, 48, 128),), has_gradients=False
     ),
+    "mamba2_scan": Op(
+        draw=mamba2_scan_case, small=(6, 12, 3, 20), real=((48, 64, 1, 128), (128, 64, 1, 128)),
+        more_variants=((1, 16),),
+    ),
+    "mamba2_scan of one head": Op(
+        draw=partial(mamba2_scan_case, states=False), small=(1, 12, 1, 20), real=((1, 64, 1, 128),)
+    ),
+    "mamba2_step": Op(
+        draw=mamba2_step_case, small=(6, 12, 3, 20), real=((128, 64, 1, 128),), has_gradients=False
+    ),
     "causal_conv": Op(draw=causal_conv_case, small=(37, 4), real=((8192, 4), (10240, 4))),
     "causal_conv_step": Op(draw=causal_conv_step_case, small=(37, 4), real=((10240, 4),), has_gradients=False),
     "gated_rms_norm": Op(draw=gated_rms_norm_case, small=(3, 20), real=((32, 128), (48, 128))),
+    "gated_rms_norm, the gate first": Op(
+        draw=partial(gated_rms_norm_case, gate_first=True), small=(3, 20), real=((1, 3072), (1, 8192))
+    ),
 }  # fmt: skip

@@ -65,6 +65,22 @@ def test_packed_documents_are_within_the_error_budget(window, dtype):
     compare(draw(batch=1), dtype, cu_seqlens=cu_seqlens, max_seqlen=25, window=window)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 4])
+def test_documents_of_equal_length_are_rows(window, causal, dtype, monkeypatch):
+    shapes = []
+
+    def record(q, k, v, **options):
+        shapes.append(q.shape[:2])
+        return attention(q, k, v, **options)
+
+    monkeypatch.setattr(module, "attention", record)
+    q, k, v = draw(batch=1, queries=36)
+    compare((q, k, v), dtype, cu_seqlens=offsets(0, 12, 24, 36), max_seqlen=12, window=window, causal=causal)
+    assert {*shapes} == {(3, 12)}
+
+
 @pytest.mark.parametrize("softcap", [None, 4.0])
 def test_packed_documents_on_the_cpu_need_no_mask_longer_than_a_document(softcap, monkeypatch):
     lengths = []

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from ligermodels.kernels import delta_states
+from ligermodels.kernels import document_chunks
 from ligermodels.kernels.gated_delta_rule import gated_delta_rule, gated_delta_rule_reference
 from ligermodels.kernels.gated_delta_step import gated_delta_step_
 from tests.conftest import DEVICE
@@ -42,7 +42,7 @@ def offsets(*lengths):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("fused", [True, False])
 def test_chunks_are_within_the_error_budget_of_the_recurrence(dtype, fused, monkeypatch):
-    monkeypatch.setattr(delta_states, "FUSED_OUTPUT_PROGRAMS", 0.0 if fused else float("inf"))
+    monkeypatch.setattr(document_chunks, "FUSED_OUTPUT_PROGRAMS", 0.0 if fused else float("inf"))
     check_rule(draw(2, 70, 2), dtype)
 
 

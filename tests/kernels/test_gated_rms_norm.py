@@ -1,3 +1,5 @@
+from functools import partial
+
 import pytest
 import torch
 
@@ -10,9 +12,11 @@ pytestmark = pytest.mark.usefixtures("kernels", "poisoned")
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(2, 40, 3, 12), (700, 33)])
-def test_within_the_error_budget(shape, dtype):
+@pytest.mark.parametrize("gate_first", [False, True])
+def test_within_the_error_budget(shape, gate_first, dtype):
     inputs = [torch.randn(s, device=DEVICE, dtype=torch.float64) for s in (shape, shape, shape[-1:])]
-    check(gated_rms_norm, gated_rms_norm_reference, inputs, dtype, factor=2.0)
+    ours, reference = (partial(f, gate_first=gate_first) for f in (gated_rms_norm, gated_rms_norm_reference))
+    check(ours, reference, inputs, dtype, factor=2.0)
 
 
 def test_heads_of_a_wider_projection_give_equal_bits():

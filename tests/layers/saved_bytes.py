@@ -33,7 +33,8 @@ def saved_bytes(raw, layers, dtype, change=lambda model: None, batch=BATCH, leng
         loss = model(ids, ids).loss
     assert loss.requires_grad
     for kept in wrapped():
-        if not any(kept is other for other in before):
+        # What attention on a GPU returns beside tensors, such as None for a mask, is kept too.
+        if isinstance(kept.val, torch.Tensor) and not any(kept is other for other in before):
             save(kept.val)
     return sum(size for size, _ in saved.values())
 
