@@ -13,10 +13,9 @@ from ligermodels.training import TrainConfig
 from ligermodels.training.runs.preparing import prepare
 from ligermodels.training.scaling.context_parallel import refuse_unfit_model
 from ligermodels.training.scaling.fsdp import make_mesh
-from tests.training.scaling.test_fsdp import LATENTS, SELECTIVE, SHARED_KEYS, assert_same_run, config, forked, on_cpu
+from tests.training.scaling.test_fsdp import LATENTS, SELECTIVE, SHARED_KEYS, assert_same_run, config, forked
 from tests.training.scaling.worker import train
 
-__all__ = ["on_cpu"]
 CPU = torch.device("cpu")
 OFFSETS = [0, 3, 50, 64]  # of a micro-batch of 4 rows of 16 tokens; the long document is on every rank
 PACKED = {"offsets": OFFSETS, "steps": 2}
@@ -39,7 +38,6 @@ RUNS = {  # name: (settings of both runs, further settings of the run on two ran
     "frequencies by the length of the row": ({"model": config("phi3", False) | LONG_ROPE}, {}),
     "keys that other layers read": ({"model": config("gemma4_text", True) | SHARED_KEYS}, {"checkpointed_blocks": 3}),
     "balanced experts": ({"model": config("mixtral", False) | BALANCED}, {}),
-    "compiled": ({"model": config("llama", False)}, {"compiled": True, "checkpointed_blocks": 1}),
     "compiled, selective checkpointing": ({"model": config("llama", False)}, SELECTIVE | {"compiled": True}),
     "LoRA": ({"model": config("llama", False), "lora": "float32"}, {}),
 }  # fmt: skip

@@ -15,10 +15,9 @@ from ligermodels.training import TrainConfig
 from ligermodels.training.runs.preparing import prepare
 from tests.training.launching import losses
 from tests.training.scaling.test_context_parallel import BALANCED, BOUND, OFFSETS, SINKS
-from tests.training.scaling.test_fsdp import LATENTS, assert_same_run, config, forked, on_cpu
+from tests.training.scaling.test_fsdp import LATENTS, assert_same_run, config, forked
 from tests.training.scaling.worker import train
 
-__all__ = ["on_cpu"]
 CPU = torch.device("cpu")
 EXPERTS = 8 * 3 * 48 * 32  # elements of a block
 MIXTRAL = {"model": config("mixtral", False) | BALANCED, "steps": 2}

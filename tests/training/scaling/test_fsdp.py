@@ -61,13 +61,6 @@ def assert_same_run(got, expected, name="", atol=1e-4):
         )
 
 
-@pytest.fixture
-def on_cpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    yield
-    distributed.stop()
-
-
 LATENTS = {
     "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
     "v_head_dim": 6, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2,
