@@ -108,8 +108,9 @@ def train(
     losses, norms = [], []
     for step in range(steps):
         batches = [as_batch(*each, offsets) for each in micro_batches(rows, step, accumulate, batch_size, world)]
+        batches = [{name: on(world.device, value) for name, value in batch.items()} for batch in batches]
         count = distributed.total(sum(map(supervised, batches))) // context
-        loss = torch.zeros(())
+        loss = torch.zeros((), device=world.device)
         for number, batch in enumerate(batches, 1):
             fsdp.set_gradient_all_reduce(model, enabled=number == accumulate)
             share = model(**batch, num_items_in_batch=count, **shared).loss
@@ -122,8 +123,12 @@ def train(
         losses.append(float(loss))
         norms.append(float(norm))
         optimizer.zero_grad()
-    weights = {name: whole(parameter.detach()) for name, parameter in model.named_parameters()}
+    weights = {name: whole(parameter.detach()).cpu() for name, parameter in model.named_parameters()}
     return {"losses": losses, "norms": norms, "weights": weights}
+
+
+def on(device, value):
+    return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
 def whole(tensor):
