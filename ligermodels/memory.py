@@ -194,19 +194,19 @@ def training_memory(
         head_gradient = head.numel() * head.itemsize if head.requires_grad else 0
         loss = max(loss, head_gradient + last - saved[-1])
     experts = distributed_experts(model) if expert_ranks > 1 else set()
-    sharded, distributed = partition(model.parameters(), experts)
-    sharded_trained, distributed_trained = partition(trained, experts)
-    states = [adamw_states(sharded_trained, shards), adamw_states(distributed_trained, expert_ranks)]
-    if optimizer_states is not None:  # those of the experts are their part of the trained elements
-        of_experts = optimizer_states * elements(distributed_trained) // max(1, elements(trained))
-        states = [(optimizer_states - of_experts) // shards, of_experts // expert_ranks]
+    owned: dict[Tensor, int] = {p: shard_bytes(p, expert_ranks if p in experts else shards) for p in model.parameters()}
+    if optimizer_states is None:
+        states = sum(2 * owned[p] + FP32_BYTES for p in trained)  # AdamW's: two moments and a step count
+    else:  # those of the experts are their part of the trained elements
+        of_experts = optimizer_states * elements(p for p in trained if p in experts) // max(1, elements(trained))
+        states = (optimizer_states - of_experts) // shards + of_experts // expert_ranks
     unsharded_at_start, unsharded_at_end = unsharded_bytes(model, size, shards, trained, keep_unsharded, experts)
-    not_recomputed = [p for block in model.blocks[checkpointed_blocks:] for p in block.parameters()]
-    cast = cast_bytes((p for p in not_recomputed if p in experts), size) // expert_ranks
+    not_recomputed = [p for block in model.blocks[checkpointed_blocks:] for p in block.parameters() if p in experts]
+    cast = elements(p for p in not_recomputed if p.itemsize != size) * size // expert_ranks
     return TrainingMemory(
-        weights=bytes_of_shards(sharded, shards) + bytes_of_shards(distributed, expert_ranks),
-        gradients=bytes_of_shards(sharded_trained, shards) + bytes_of_shards(distributed_trained, expert_ranks),
-        optimizer_states=sum(states),
+        weights=sum(owned.values()),
+        gradients=sum(owned[p] for p in trained),
+        optimizer_states=states,
         # The final norm saves its input and rstd.
         activations=sum(saved) + hidden + tokens * FP32_BYTES + patches * saved_by_patch(model, size),
         loss=loss,
@@ -223,33 +223,10 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def adamw_states(trained: list[Tensor], shards: int) -> int:
-    """Bytes of AdamW's states: two moments and a step count for each parameter."""
-    return sum(2 * shard_bytes(parameter, shards) + FP32_BYTES for parameter in trained)
-
-
-def bytes_of_shards(parameters: Iterable[Tensor], shards: int) -> int:
-    """Bytes of the first rank's shards."""
-    return sum(shard_bytes(parameter, shards) for parameter in parameters)
-
-
 def distributed_experts(model: nn.Module) -> set[Tensor]:
     """The parameters that expert parallelism distributes."""
     layers = (module.experts for module in model.modules() if isinstance(module, MoE))
     return {parameter for experts in layers for parameter in experts.parameters()}
-
-
-def partition(parameters: Iterable[Tensor], experts: Collection[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """(Those that are no experts, those that are)."""
-    parts: tuple[list[Tensor], list[Tensor]] = [], []
-    for parameter in parameters:
-        parts[parameter in experts].append(parameter)
-    return parts
-
-
-def cast_bytes(parameters: Iterable[Tensor], size: int) -> int:
-    """Bytes of copies with `size` bytes an element, of the parameters that are stored with another number."""
-    return sum(parameter.numel() * size for parameter in parameters if parameter.itemsize != size)
 
 
 def shard_bytes(parameter: Tensor, shards: int) -> int:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
 from ligermodels.layers.decoder import CausalLM
-from ligermodels.layers.moe import Experts, MoE
+from ligermodels.layers.moe import Experts, LoRAExperts, MoE
 from ligermodels.training.config import TrainConfig
 
 
@@ -57,7 +57,9 @@ def refuse_unfit_experts(model: CausalLM, config: TrainConfig, world: World) -> 
             f"{given}: the host reads how many tokens are exchanged, but not under --compile: leave one out"
         )
     for experts in layers:
-        if not isinstance(experts, Experts):
+        if isinstance(experts, LoRAExperts):
             raise InputError(f"{given}: LoRA of routed experts is not distributed; leave experts out of --lora-targets")
+        if not isinstance(experts, Experts):
+            raise InputError(f"{given}: {type(experts).__name__} cannot be distributed; leave it out")
         if (number := experts.down_proj.shape[0]) % ranks:
             raise InputError(f"{given} does not divide the model's {number} experts: give a number that does")
