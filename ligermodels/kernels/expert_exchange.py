@@ -1,12 +1,13 @@
 """Experts on several ranks: tokens go to the ranks that have their experts (dispatch), and the results back (combine).
 
-Of R ranks each has E / R experts, in order, and tokens of its own. A (token, expert) pair is a row:
-    dispatch   rows sorted by rank of their expert, exchanged by all-to-all; likewise experts and routing weights
-    compute    each rank's experts on the rows that it received, whose order is by rank of the token
-    combine    results exchanged back; y_t = Σ over the token's rows, in fp32
-Each is the other's gradient. The numbers of rows depend on the routing: the host reads them once a forward pass, which
-needs one small all-to-all before; backward has them. A row moves H elements each way: 2 k T H (R - 1) / R elements in
-forward where tokens are spread evenly, as many in backward. Must not know what an expert computes.
+Of R ranks each has E / R experts, in order, and tokens of its own:
+    dispatch   each token goes once to every rank that has some of its k experts, with their numbers and routing
+               weights; there it is copied for each of them
+    compute    each rank's experts on these copies, one expert each
+    combine    the copies' results are summed, the sums sent back, and those of all ranks summed again, both in fp32
+Copying and summing are each other's gradient. The numbers of rows depend on the routing: the host reads them once a
+forward pass, which needs one small all-to-all before; backward has them. For each other rank that it needs, at most
+min(k, R - 1), a token moves H elements each way, in backward again. Must not know what an expert computes.
 """
 
 from collections.abc import Callable
@@ -18,19 +19,21 @@ from torch import Tensor
 
 from ligermodels.kernels.collectives import all_to_all, send_parts
 from ligermodels.kernels.dispatch import Node, runs_kernels, widen
-from ligermodels.kernels.permute import permute, unpermute
+from ligermodels.kernels.permute import unpermute
 
 ComputeExperts = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-class TokenRoute(NamedTuple):
-    """Where the rows of T tokens with k experts each go. row: int [T, k], the place of each slot in what is sent.
-    sent, received: the number of rows to and from each rank."""
+class Copies(NamedTuple):
+    """Copies of T tokens, at most one for each of G, those for the first of G first.
 
-    row: Tensor
-    group: dist.ProcessGroup
-    sent: list[int]
-    received: list[int]
+    entry: int64 [copies], g T + t of each. token: int64 [copies], t. place: int32 [T, G], where the copies of each
+    token are; the number of all copies where there is none.
+    """
+
+    entry: Tensor
+    token: Tensor
+    place: Tensor
 
 
 def experts_on_ranks(
@@ -39,64 +42,62 @@ def experts_on_ranks(
 ) -> Tensor:  # fmt: skip
     """x [T, H], expert_index and expert_weight [T, k] -> the weighted sum of each token's k experts, [T, H].
 
-    own_experts: how many each rank has. compute: the sum on a rank, of its own experts, counted from 0. Every rank of
+    own_experts: how many each rank has. compute: that sum on a rank, of its own experts, counted from 0. Every rank of
     the group must call it, also in backward; T may differ.
     """
-    with torch.no_grad():
-        route = find_route(expert_index // own_experts, group)
-        slots = torch.empty_like(route.row).scatter_(0, route.row, torch.arange(len(route.row), device=x.device))
-        index = send_parts((expert_index % own_experts).flatten()[slots], group, route.sent, route.received)
-    weight = all_to_all(expert_weight.flatten().gather(0, slots), group, route.sent, route.received)
-    route = route._replace(row=route.row.view_as(expert_index))
-    rows = compute(_Dispatch.apply(x, route), index[:, None], weight[:, None])
-    return _Combine.apply(rows, route)
-
-
-def find_route(rank: Tensor, group: dist.ProcessGroup) -> TokenRoute:
-    """rank: int [T, k], of each slot's expert -> the route, with row [T k]."""
-    order = rank.flatten().argsort(stable=True)
-    row = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    sent = torch.bincount(rank.flatten(), minlength=dist.get_world_size(group))
+    ranks = torch.arange(dist.get_world_size(group), device=x.device)
+    here = expert_index // own_experts == ranks[:, None, None]  # [R, T, k], whose expert each slot is
+    needed = here.any(-1)  # [R, T]
+    sent = torch.stack([needed.sum(1), here.sum((1, 2))], 1)  # [R, 2]: tokens, and (token, expert) pairs
     received = send_parts(sent, group, None, None)
-    sent_rows, received_rows = torch.stack([sent, received]).tolist()
-    return TokenRoute(row, group, sent_rows, received_rows)
+    (rows_sent, _), (rows_received, pairs) = torch.stack([sent, received]).mT.tolist()
+
+    to_ranks = find_copies(needed, sum(rows_sent))
+    local = torch.where(here, expert_index % own_experts, -1).flatten(0, 1)[to_ranks.entry]
+    local = send_parts(local, group, rows_sent, rows_received)  # [received, k], -1 for experts of other ranks
+    weight = all_to_all(expert_weight.index_select(0, to_ranks.token), group, rows_sent, rows_received)  # [received, k]
+    tokens = all_to_all(_Copy.apply(x, to_ranks), group, rows_sent, rows_received)  # [received, H]
+
+    to_experts = find_copies(local.mT >= 0, sum(pairs))
+    index, weight = (slots.mT.flatten().gather(0, to_experts.entry)[:, None] for slots in (local, weight))
+    out = compute(_Copy.apply(tokens, to_experts), index, weight)
+    sums = _SumCopies.apply(out, to_experts)
+    return _SumCopies.apply(all_to_all(sums, group, rows_received, rows_sent), to_ranks)
 
 
-class _Dispatch(Node):
+def find_copies(needed: Tensor, count: int) -> Copies:
+    """needed: bool [G, T], whether each token has a copy for each of G; `count` are true, which the host knows."""
+    flat = needed.flatten()
+    entry = flat.byte().argsort(descending=True, stable=True)[:count]
+    place = torch.where(flat, flat.cumsum(0) - 1, count).view_as(needed)
+    return Copies(entry, entry % max(1, needed.shape[1]), place.mT.int().contiguous())
+
+
+class _Copy(Node):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, route: TokenRoute) -> Tensor:
-        ctx.route = route
-        return dispatch_rows(x, route)
+    def forward(ctx: Any, x: Tensor, copies: Copies) -> Tensor:
+        ctx.copies = copies
+        return x.index_select(0, copies.token)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return combine_rows(dy, ctx.route), None
+        return sum_copies(dy, ctx.copies), None
 
 
-class _Combine(Node):
+class _SumCopies(Node):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, route: TokenRoute) -> Tensor:
-        ctx.route = route
-        return combine_rows(rows, route)
+    def forward(ctx: Any, x: Tensor, copies: Copies) -> Tensor:
+        ctx.copies = copies
+        return sum_copies(x, copies)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return dispatch_rows(dy, ctx.route), None
+        return dy.index_select(0, ctx.copies.token), None
 
 
-def dispatch_rows(x: Tensor, route: TokenRoute) -> Tensor:
-    """x [T, H] -> the rows that this rank's experts compute, [Σ received, H]."""
+def sum_copies(x: Tensor, copies: Copies) -> Tensor:
+    """[copies, H] -> their sums in fp32, [T, H]; zero for a token without copies."""
+    rows = torch.cat([x, x.new_zeros(1, x.shape[1])])
     if runs_kernels(x):
-        rows = permute(x.contiguous(), route.row.int())
-    else:
-        slots = x.repeat_interleave(route.row.shape[1], 0)
-        rows = torch.empty_like(slots).index_copy_(0, route.row.flatten(), slots)
-    return send_parts(rows, route.group, route.sent, route.received)
-
-
-def combine_rows(rows: Tensor, route: TokenRoute) -> Tensor:
-    """[Σ received, H] -> the sums of the tokens' rows, [T, H]."""
-    back = send_parts(rows, route.group, route.received, route.sent)
-    if runs_kernels(rows):
-        return unpermute(back, route.row.int())
-    return widen(back)[route.row].sum(1).to(rows.dtype)
+        return unpermute(rows, copies.place)
+    return widen(rows)[copies.place.long()].sum(1).to(x.dtype)
