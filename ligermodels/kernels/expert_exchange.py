@@ -81,21 +81,21 @@ class _Copy(Node):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return sum_copies(dy, ctx.copies), None
+        return sum_of_copies(dy, ctx.copies), None
 
 
 class _SumCopies(Node):
     @staticmethod
     def forward(ctx: Any, x: Tensor, copies: Copies) -> Tensor:
         ctx.copies = copies
-        return sum_copies(x, copies)
+        return sum_of_copies(x, copies)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         return dy.index_select(0, ctx.copies.token), None
 
 
-def sum_copies(x: Tensor, copies: Copies) -> Tensor:
+def sum_of_copies(x: Tensor, copies: Copies) -> Tensor:
     """[copies, H] -> their sums in fp32, [T, H]; zero for a token without copies."""
     rows = torch.cat([x, x.new_zeros(1, x.shape[1])])
     if runs_kernels(x):
