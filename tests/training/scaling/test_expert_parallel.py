@@ -52,17 +52,17 @@ RUN = ["--data", "own.txt", *LENGTH, "--learning-rate", "1e-3", "--checkpoint-ev
 
 
 def test_a_run_from_a_folder_resumes_on_one_rank_and_writes_what_one_rank_writes(launcher):
-    launcher.succeed("--model", "mixtral", "--data", "own.txt", *LENGTH, "--steps", "1", "--output", "base")
-    run = ["--model", "base/model", *RUN]
-    launcher.succeed(*run, "--output", "straight")
-    pair = launcher.start(*run, "--output", "shared", "--expert-parallel", "2", ranks=2)
+    launcher.succeed("--model", "mixtral", "--data", "own.txt", *LENGTH, "--steps", "1", "--output", "of-experts")
+    run = ["--model", "of-experts/model", *RUN]
+    launcher.succeed(*run, "--output", "experts-of-one")
+    pair = launcher.start(*run, "--output", "experts-of-two", "--expert-parallel", "2", ranks=2)
     pair.read_until("step 2/")
     assert pair.kill(signal.SIGTERM).wait().statuses == [0, 0]
-    folder, straight = launcher.folder / "shared", launcher.folder / "straight"
+    folder, straight = launcher.folder / "experts-of-two", launcher.folder / "experts-of-one"
     (checkpoint,) = sorted((folder / "checkpoints").glob("step-*"))[-1:]
     with safe_open(checkpoint / "rank-00001.safetensors", "pt") as file:
         assert file.get_slice("weights.model.layers.0.mlp.experts.down_proj").get_shape()[0] == 2
-    launcher.succeed("--resume", "shared", "--expert-parallel", "1")
+    launcher.succeed("--resume", "experts-of-two", "--expert-parallel", "1")
     torch.testing.assert_close(losses(folder), losses(straight), rtol=2e-6, atol=0)
     assert {file.name for file in (folder / "model").iterdir()} == {f.name for f in (straight / "model").iterdir()}
     one, other = (load_file(each / "model/model.safetensors") for each in (folder, straight))
