@@ -40,12 +40,15 @@ def forked(launcher, ranks, tmp_path, runs):
 
 
 def interpreted(ranks, tmp_path, runs):
-    """With the Triton kernels, which the launcher's processes have not built for the interpreter: under torchrun."""
+    """With the Triton kernels, which the launcher's processes have not built for the interpreter."""
+    return under_torchrun(ranks, tmp_path, runs, CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1", GLOO_SOCKET_IFNAME="lo")
+
+
+def under_torchrun(ranks, tmp_path, runs, **variables):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command += ["-m", WORKER, tmp_path / "r.pt", json.dumps(runs)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    environment |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, env=environment | variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[:4000]
     return torch.load(tmp_path / "r.pt")
 
@@ -59,13 +62,6 @@ def assert_same_run(got, expected, name="", atol=1e-4):
         torch.testing.assert_close(
             got["weights"][parameter], weight, rtol=1e-4, atol=atol, msg=lambda m, n=parameter: f"{name}, {n}: {m}"
         )
-
-
-@pytest.fixture
-def on_cpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    yield
-    distributed.stop()
 
 
 LATENTS = {
