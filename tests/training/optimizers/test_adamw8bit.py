@@ -28,8 +28,8 @@ def test_the_map_is_torchaos(signed):
 @pytest.mark.parametrize("runs", ["reference", "kernels"])
 @pytest.mark.parametrize("shape, block", [((16, 256), 256), ((3, 8, 512), 256), ((40, 896), 128), ((9, 576), 64)])
 def test_updates_equal_torchaos_to_rounding(shape, block, runs, request):
-    """But for a thousandth: a moment at a threshold may get the neighbouring code, because our kernel computes the place
-    of a code in fp32, and torchao its bias corrections."""
+    """But for a thousandth: a moment at a threshold may get the neighbouring code. Our kernel computes the place of a
+    code in fp32, and torchao its bias corrections."""
     if runs == "kernels":
         request.getfixturevalue("kernels")
     p, q = (nn.Parameter(draw(shape, 0)) for _ in range(2))
