@@ -143,7 +143,7 @@ class MultiplierConfig(Config):
         return 1.0 / self.logits_scaling
 
 
-def check_positive(config: Config, name: str) -> None:
+def refuse_zero(config: Config, name: str) -> None:
     """Raises ConfigError if a field that some families may set to 0 is 0."""
     if getattr(config, name) == 0:
         raise ConfigError(f"config.json: {name} is 0; must be positive")
@@ -164,9 +164,9 @@ class MoEConfig(Config):
         super().validate()
         num_experts = getattr(self, self.experts_field)
         if not self.experts_optional:
-            check_positive(self, self.experts_field)
+            refuse_zero(self, self.experts_field)
         if num_experts:
-            check_positive(self, "num_experts_per_tok")
+            refuse_zero(self, "num_experts_per_tok")
         if 0 < num_experts < self.num_experts_per_tok:
             raise ConfigError(
                 f"config.json: num_experts_per_tok {self.num_experts_per_tok} must be at most "
@@ -221,7 +221,7 @@ class GroupedRoutingConfig(Config):
 
     def validate(self) -> None:
         super().validate()
-        check_positive(self, "num_experts_per_tok")
+        refuse_zero(self, "num_experts_per_tok")
         if self.n_routed_experts % self.n_group or self.n_routed_experts < 2 * self.n_group:
             raise ConfigError(
                 f"config.json: n_group {self.n_group} must divide n_routed_experts {self.n_routed_experts} into groups "
