@@ -240,8 +240,11 @@ class TrainConfig:
         "token has; sequence is GSPO", shown="token; luspo: sequence", objectives=RL)
     kl_correction: bool = setting("reinforcement", True, "multiply the KL divergence by the importance ratio",
         objectives=RL)
-    sampler_correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = setting(
-        "reinforcement", None, "weight by the ratio of the policy and the sampler", shown="no weight", objectives=RL)
+    sampler: Literal["own", "vllm"] = setting("reinforcement", "own", "what samples completions: own, the engine of "
+        "this package; vllm, in the same process", objectives=RL)
+    sampler_correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = (
+        setting("reinforcement", None, "weight by the ratio of the policy and the sampler", shown="none; with "
+        "--sampler vllm: sequence_mask", objectives=RL))
     sampler_clip: float = setting("reinforcement", 3.0, "upper bound of that ratio", ABOVE_ZERO, objectives=RL)
     sampler_clip_min: float | None = setting("reinforcement", None, "lower bound of that ratio", ABOVE_ZERO,
         shown="no bound", objectives=RL)

@@ -60,7 +60,8 @@ from ligermodels.training.reinforcement.rollouts import (
     pack_rollouts,
     with_values,
 )
-from ligermodels.training.reinforcement.sampling import EngineSize, Sampler, SamplingPlan, engine_size
+from ligermodels.training.reinforcement.sampling import Sampler, SamplingPlan, engine_size
+from ligermodels.training.reinforcement.vllm_sampler import VLLMSampler, import_vllm
 from ligermodels.training.reporting.metrics import Validation
 from ligermodels.training.runs.defaults import TORCH_DTYPES, Choice
 from ligermodels.training.runs.stopping import Stop
@@ -75,8 +76,7 @@ class GRPO(Objective):
 
     data: PreferenceData
     config: RunConfig
-    sampler: Sampler
-    engine: EngineSize
+    sampler: Sampler | VLLMSampler
     generation_bytes: int  # beside the weights, the optimizer's states and what stays
     began: float  # when the step did, by the clock
 
@@ -94,6 +94,8 @@ class GRPO(Objective):
             )
         if config.generations < 2:
             raise InputError(f"--generations {config.generations}: a group needs 2 completions or more to compare")
+        if config.sampler == "vllm":
+            import_vllm()
         self.rollouts: Rollouts | None = None
         self.file: CompletionsFile | None = None
         self.watch = GenerationWatch(config.keep_zero_spread)
@@ -146,8 +148,9 @@ class GRPO(Objective):
             )
         own = -(-self.prompts_per_generation // self.world.size)
         longest = max(self.longest_prompt, self.data.validation.groups.longest_prompt)
-        self.engine = engine_size(longest, own, self.sampling_plan(self.temperature))
-        self.sampler = Sampler(self.tokenizer, self.engine)
+        size = engine_size(longest, own, self.sampling_plan(self.temperature))
+        own_sampler = config.sampler == "own"
+        self.sampler = Sampler(self.tokenizer, size) if own_sampler else VLLMSampler(self.tokenizer, size, self.dtype)
 
     @property
     def prompts_per_generation(self) -> int:
@@ -166,10 +169,10 @@ class GRPO(Objective):
         return config.units * group
 
     def bytes_beside(self, model: CausalLM) -> int:
-        """The cache of the engine, which stays during updates, reward models, and the reference."""
-        self.generation_bytes = self.engine.step_bytes(model, gathered=self.world.size > 1)
+        """What the sampler keeps during updates, reward models, and the reference."""
+        kept, self.generation_bytes = self.sampler.memory(model, self.dtype, gathered=self.world.size > 1)
         scoring = sum(reward.bytes(self.dtype)[0] for reward in self.reward_models)
-        beside = self.engine.cache_bytes(model, self.dtype) + scoring
+        beside = kept + scoring
         if self.reference is None:
             return beside
         return beside + self.reference.bytes_beside(model, dp_shard_size(self.world, self.config.dp_replicate))
