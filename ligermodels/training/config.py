@@ -201,6 +201,8 @@ class TrainConfig:
 
     teacher: str | None = setting("distillation", None, "the model to learn from: a Hub id or a folder; or top-k: "
         "teacher_ids and teacher_logprobs of the data", metavar="NAME", objectives=DISTILL_ALONE)
+    teacher_states: Path | None = setting("distillation", None, "store the teacher's hidden states here once, and "
+        "train from them, without the teacher in memory", metavar="FOLDER", objectives=DISTILL_ALONE)
     divergence: str = setting("distillation", "forward_kl", "from the teacher: forward_kl, reverse_kl, jsd:B, tvd or "
         "cosine", metavar="KIND", objectives=DISTILL_ALONE)
     temperature: float | None = setting("distillation", None, "divides the logits: of both models, and of sampling; "

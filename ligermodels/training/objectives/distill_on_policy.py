@@ -43,6 +43,10 @@ class OnPolicyDistill(Taught, GroupDistill):
         super().__init__(config, world)
         if config.ce_weight:
             raise InputError("--ce-weight has no effect with --on-policy: the student's own samples are no labels")
+        if config.teacher_states is not None:
+            raise InputError(
+                "--teacher-states has no effect with --on-policy: samples are not known before; leave it out"
+            )
         self.kind = "prompts" if config.on_policy == 1 else "distillation"
 
     def group_options(self, length: int, positions: int) -> GroupOptions:

@@ -133,6 +133,10 @@ class Objective(ABC):
         """
         return {"train": train.peak}
 
+    def facts(self) -> dict[str, str]:
+        """Further lines of the plan, by their label, such as what is kept on the disk."""
+        return {}
+
     def advice(self) -> list[str]:
         """Warnings that the plan of a run shows, about its settings and data."""
         return []

@@ -50,8 +50,8 @@ class Plan:
     tokens_per_step: over all ranks; of groups, about. chosen: a line for each setting that was not given. dtype: of
     computation. attention: what computes it. checkpointed_blocks: blocks with activation checkpointing, of `blocks`.
     kept_tensors: results that these keep. memory: of one rank. phases: peak bytes of a rank in each phase of the run.
-    advice: warnings of the objective. flops: per token, those of the images among them. positions: the model's
-    max_position_embeddings. checkpoint: bytes of one checkpoint, about.
+    facts, advice: further lines and warnings of the objective. flops: per token, those of the images among them.
+    positions: the model's max_position_embeddings. checkpoint: bytes of one checkpoint, about.
     """
 
     config: RunConfig
@@ -72,6 +72,7 @@ class Plan:
     images: ImageLoad
     memory: TrainingMemory
     phases: Mapping[str, int]
+    facts: Mapping[str, str]
     advice: Sequence[str]
     checkpointed_blocks: int
     blocks: int
@@ -151,6 +152,7 @@ class Plan:
             yield "images", f"{share}; at most {self.images.most_patches:,} patches in a row"
         if self.config.packing:
             yield "attention", self.attention
+        yield from self.facts.items()
         checkpointed = (
             f", {self.checkpointed_blocks} of {self.blocks} blocks checkpointed" if self.checkpointed_blocks else ""
         )
@@ -175,7 +177,8 @@ class Plan:
     @property
     def notes(self) -> list[str]:
         """What a user may not expect: settings that were chosen, and documents that are cut."""
-        return [*(f"chosen: {line}" for line in self.chosen), *([f"cut: {self.cut}"] if self.cut else [])]
+        facts = [f"{label}: {line}" for label, line in self.facts.items()]
+        return [*facts, *(f"chosen: {line}" for line in self.chosen), *([f"cut: {self.cut}"] if self.cut else [])]
 
     @property
     def cut(self) -> str:
@@ -283,6 +286,7 @@ def make_plan(
     kept_tensors: int,
     memory: TrainingMemory,
     phases: Mapping[str, int],
+    facts: Mapping[str, str],
     images: ImageLoad = NO_IMAGES,
     advice: Sequence[str] = (),
 ) -> Plan:
@@ -297,7 +301,7 @@ def make_plan(
     return Plan(
         config, world, count_parameters(model), elements(trained), description, rows, passes, validation_rows,
         lengths, micro_batch_size, tokens_per_step, chosen, dtype, attention,
-        round(flops_per_token(model, config.sequence_length) + images.flops), images, memory, phases, advice,
+        round(flops_per_token(model, config.sequence_length) + images.flops), images, memory, phases, facts, advice,
         checkpointed_blocks, len(model.blocks), model.config.max_position_embeddings, checkpoint, kept_tensors,
     )  # fmt: skip
 

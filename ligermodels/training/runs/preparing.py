@@ -142,7 +142,7 @@ def prepare(config: TrainConfig, world: World) -> Run:
         lengths=data.lengths if isinstance(data, Data) else None, micro_batch_size=micro_batch_size,
         tokens_per_step=objective.tokens_per_step, chosen=[*chosen, *more],
         dtype=compute_dtype, checkpointed_blocks=checkpointed_blocks, kept_tensors=kept_tensors, memory=memory,
-        phases=objective.phases(memory), images=images, advice=objective.advice(),
+        phases=objective.phases(memory), images=images, facts=objective.facts(), advice=objective.advice(),
     )  # fmt: skip
     return Run(config, pretrained, adapter, model, objective, build, estimate, reshard_after_forward, made)
 
