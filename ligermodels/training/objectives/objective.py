@@ -86,12 +86,13 @@ class Objective(ABC):
     """What a run minimises. Every rank has one, and calls the same methods.
 
     data: what `open` opened. folder: of the run, known from `prepare` on. micro_batch_size: rows of a micro-batch,
-    where rows are all of one length.
+    where rows are all of one length. reads_logprobs: whether the loss reads log-probabilities, not the cross-entropy.
     """
 
     data: Data | PreferenceData
     folder: Path
     micro_batch_size = 1
+    reads_logprobs = False
 
     def __init__(self, config: TrainConfig, world: World) -> None:
         """Raises InputError for options that contradict each other. Reads no file."""

@@ -343,18 +343,18 @@ def device_name(device: torch.device) -> str:
 
 def memory_needs(
     model: CausalLM, optimizer: AdamW, config: RunConfig, world: World, dtype: torch.dtype, beside: int,
-    row_patches: int = 0,
+    row_patches: int = 0, fp32_logits: bool = False,
 ) -> MemoryEstimator:  # fmt: skip
     """The memory of a step of this run as a function of the settings that may still change.
 
     model: on the meta device, unsharded. optimizer: an optimizer of it, whose states are created on the meta device.
-    beside: bytes of a rank that stay beside the model. row_patches: the most of the images of a row. The result takes
-    the micro-batch size as `batch_size`.
+    beside: bytes of a rank that stay beside the model. row_patches: the most of the images of a row. fp32_logits: as
+    that of `training_memory`. The result takes the micro-batch size as `batch_size`.
     """
     optimizer.create_states()
     estimate = functools.partial(
         training_memory, model, sequence_length=config.sequence_length, dtype=dtype,
         shards=dp_shard_size(world, config.dp_replicate), optimizer_states=state_bytes(optimizer),
-        beside=beside,
+        beside=beside, fp32_logits=fp32_logits,
     )  # fmt: skip
     return lambda *, batch_size, **options: estimate(batch_size, patches=batch_size * row_patches, **options)

@@ -126,7 +126,9 @@ def prepare(config: TrainConfig, world: World) -> Run:
     )
     images = image_load(model, data)
     beside = objective.bytes_beside(model)
-    estimate = memory_needs(model, build(model), config, world, compute_dtype, beside, images.most_patches)
+    estimate = memory_needs(
+        model, build(model), config, world, compute_dtype, beside, images.most_patches, objective.reads_logprobs
+    )
     micro_batch_size = objective.micro_batch_size = micro_batch_size_of(config, world, len(model.blocks), estimate)
     estimate = partial(estimate, batch_size=micro_batch_size)
     checkpointed_blocks, kept_tensors = apply_activation_checkpointing(
