@@ -230,11 +230,37 @@ def test_a_stop_string_ends_completions_and_is_trained_on(made):
     objective.config = replace(objective.config, stop=(stop,))
     objective.rollouts = None
     objective.work(model, Progress())
+    assert next(completions_of(objective))[1] == free[0].ids[:4]
+    check_step(objective, model)
+
+
+def check_old_log_probabilities(objective, model):
+    """In each of two generations they are those of the policy before the first update, in the second update too."""
+    objective.rollouts = None
+    generator = torch.Generator().manual_seed(2)
+    for step in (0, 2):
+        objective.work(model, Progress(step=step, rows=step))
+        with torch.no_grad():
+            before = [plain_logprobs(model, prompt, completion) for prompt, completion, *_ in completions_of(objective)]
+            for parameter in model.parameters():
+                parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+        work = objective.work(model, Progress(step=step + 1, rows=step + 2))
+        old = torch.cat([values for *_, values in completions_of(objective)])
+        torch.testing.assert_close(old, torch.cat(before), rtol=0, atol=1e-4)
+        read = sum(int((batch.old_logprobs[: len(batch.places)] == old[batch.places]).sum()) for batch in work.batches)
+        assert read == sum(len(batch.places) for batch in work.batches) > 0
+
+
+def check_step(objective, model):
+    """Of dapo, as the loop above."""
     found = list(completions_of(objective))
-    assert found[0][1] == free[0].ids[:4]
     parts = [one("dapo", plain_logprobs(model, p, c), old, a) for p, c, a, old in found]
     expected = divided("dapo", sum(parts), [len(c) for _, c, _, _ in found])
     assert_equal_steps(model, loss_of_step(objective, model), expected)
+
+
+def test_old_log_probabilities_are_those_before_the_first_update(made):
+    check_old_log_probabilities(*made())
 
 
 def test_one_engine_for_a_run_samples_the_bits_of_a_new_one(full):
