@@ -149,7 +149,7 @@ def test_gradients_of_experts_have_their_hub_names(tmp_path):
     assert "model.layers.1.block_sparse_moe.experts.2.w3.weight" in gradients
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "gemma3"])
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "gemma3", "llava"])
 def test_models_with_images_are_compared_on_images(name, tmp_path, monkeypatch):
     """Gradients of all tensors but those that vanish; a break of the image side fails."""
     save_reference(CASES[name], tmp_path)
