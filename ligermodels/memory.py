@@ -175,7 +175,8 @@ def training_memory(
     text, trained, head = decoder_blocks(model), trained_parameters(model), model.head.weight
     tower = model.blocks[: -len(text)]
     hidden = tokens * model.config.hidden_size * size
-    rows = [model.config.vision.rows_of(patches) if tower else 0] * len(tower) + [tokens] * len(text)
+    vision = model.config.vision if isinstance(model, VisionLanguageModel) else None
+    rows = [patches if vision is None else vision.rows_of(patches)] * len(tower) + [tokens] * len(text)
     saved = [count * saved_by_block(block, size) for block, count in zip(model.blocks, rows, strict=True)]
     largest, last = max(saved), saved[-1]
     checkpointed = model.blocks[:checkpointed_blocks]
