@@ -15,8 +15,8 @@ from ligermodels.layers.vision_positions import Grid, PatchLayout, class_token_l
 from ligermodels.layers.wrapped import LinearProjector
 
 BASE = {"model_type": "llava", "image_token_index": 32000, "vision_feature_layer": -2}
-CLIP = {"model_type": "clip_vision_model", "patch_size": 14, "projection_dim": 768}
-TOWER = preset(CLIP, 1024, 4096, 24, 16, 16) | {"image_size": 336}
+PATCHES = {"model_type": "clip_vision_model", "patch_size": 14, "projection_dim": 768}
+TOWER = preset(PATCHES, 1024, 4096, 24, 16, 16) | {"image_size": 336}
 TEXT = {"model_type": "llama", "vocab_size": 32064, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
 HUB = BASE | {"pad_token_id": 32001, "vision_config": TOWER}
 
@@ -30,7 +30,7 @@ class Llava(PictureLanguageModel):
         | {
             "image_token_index": 1023,
             "text_config": tiny({"model_type": "llama"}),
-            "vision_config": preset(CLIP, 64, 128, 3, 4, 4) | {"image_size": 56},
+            "vision_config": preset(PATCHES, 64, 128, 3, 4, 4) | {"image_size": 56},
         },
         "7b": HUB | {"text_config": preset(TEXT, 4096, 11008, 32, 32, 32)},
         "13b": HUB | {"text_config": preset(TEXT, 5120, 13824, 40, 40, 40)},
