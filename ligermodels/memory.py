@@ -39,6 +39,7 @@ from ligermodels.layers.packed import PackedLinear
 from ligermodels.layers.quantised import QuantisedLinear
 from ligermodels.layers.short_conv import ShortConv
 from ligermodels.layers.siglip import PooledProjector
+from ligermodels.layers.wrapped import LinearProjector
 from ligermodels.weights.module import QuantisedModule, named_weights
 
 FP32_BYTES, INT64_BYTES = 4, 8  # bytes
@@ -182,7 +183,8 @@ def training_memory(
     text, trained, head = decoder_blocks(model), trained_parameters(model), model.head.weight
     tower = model.blocks[: -len(text)]
     hidden = tokens * model.config.hidden_size * size
-    rows = [patches] * len(tower) + [tokens] * len(text)
+    vision = model.config.vision if isinstance(model, VisionLanguageModel) else None
+    rows = [patches if vision is None else vision.rows_of(patches)] * len(tower) + [tokens] * len(text)
     saved = [
         count * (saved_by_block(block, size) + saved_by_exchanges(block, size, context, expert_ranks))
         for block, count in zip(model.blocks, rows, strict=True)
@@ -419,6 +421,9 @@ def saved_by_patch(model: CausalLM, size: int) -> int:
     if not (is_trained(model.projector) or is_trained(model.visual)):
         return 0
     features = model.config.hidden_size * size // vision.patches_per_feature
+    if isinstance(model.projector, LinearProjector):  # the states' sum, which linear_1 reads, and its output
+        normed = vision.hidden_size * size + 2 * FP32_BYTES if is_trained(model.visual) else 0
+        return embedding + normed + vision.hidden_size * size + 2 * features
     if isinstance(model.projector, PooledProjector):
         pooled = (2 * vision.hidden_size * size + FP32_BYTES) // vision.patches_per_feature
         normed = vision.hidden_size * size + 2 * FP32_BYTES if is_trained(model.visual) else 0

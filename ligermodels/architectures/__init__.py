@@ -20,6 +20,7 @@ from ligermodels.architectures.hunyuan_v1_dense import HunyuanDense
 from ligermodels.architectures.lfm2 import Lfm2
 from ligermodels.architectures.lfm2_moe import Lfm2Moe
 from ligermodels.architectures.llama import Llama
+from ligermodels.architectures.llava import Llava
 from ligermodels.architectures.ministral3 import Ministral3
 from ligermodels.architectures.mistral import Mistral
 from ligermodels.architectures.mistral3 import Mistral3
@@ -67,6 +68,7 @@ ARCHITECTURES: dict[str, type[CausalLM]] = {
     "lfm2": Lfm2,
     "lfm2_moe": Lfm2Moe,
     "llama": Llama,
+    "llava": Llava,
     "ministral3": Ministral3,
     "mistral": Mistral,
     "mistral3": Mistral3,

@@ -17,7 +17,7 @@ MAY_BE_ZERO = (
     "num_kv_shared_layers", "hidden_size_per_layer_input",
     "first_k_dense_replace", "n_shared_experts", "num_nextn_predict_layers",
 )  # fmt: skip
-MAY_BE_NEGATIVE = ("pad_token_id",)  # old files write -1 for none
+MAY_BE_NEGATIVE = ("pad_token_id", "vision_feature_layer")  # old files write -1 for none; counted from the end
 MAY_BE_NULL = ("num_key_value_heads", "head_dim")  # null stands for the default, although the field is a number
 # Several times the largest value of any released model, so that a damaged file cannot ask for an impossible size.
 MAXIMUM = {

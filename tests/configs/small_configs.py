@@ -29,7 +29,7 @@ def raw(model_type, /, **fields):
     """The content of a config.json with these fields."""
     if model_type == "mllama":
         return {"model_type": model_type, "text_config": SIZES | {"cross_attention_layers": [0]} | fields}
-    if model_type == "gemma3":
+    if model_type in ("gemma3", "llava"):
         return {"model_type": model_type, "text_config": SIZES | fields} | VISION
     if model_type == "gemma4":
         tied = {name: fields[name] for name in ("tie_word_embeddings",) if name in fields}

@@ -25,7 +25,7 @@ TESTED_ELSEWHERE = {"ropes", "head_dim", "hidden_act", "layer_types", "sliding_w
 
 
 # Families whose text model has a configuration of its own inside that of the file.
-NESTED = {"gemma3", "gemma4", "mistral3", "mllama", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"}
+NESTED = {"gemma3", "gemma4", "llava", "mistral3", "mllama", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"}
 # What has no default in every file: a head_dim that hidden_size does not give, and the text model of Mistral 3.
 GIVEN = {"glm4_moe": {"head_dim": 128}, "mistral3": {"text_config": {"model_type": "ministral3"}}}
 

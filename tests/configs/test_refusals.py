@@ -168,6 +168,25 @@ def test_an_unsupported_vision_config_is_refused(vision, named):
     assert all(part in str(refused.value) for part in ["config.json", *named])
 
 
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"vision_feature_layer": -26}, ["vision_feature_layer -26", "24 blocks"]),
+        ({"vision_feature_layer": [-2, -5]}, ["vision_feature_layer", "[-2, -5]", "must be int"]),
+        ({"vision_feature_select_strategy": "full"}, ["vision_feature_select_strategy 'full'", "'default'"]),
+        ({"projector_hidden_act": "relu"}, ["projector_hidden_act 'relu'", "'gelu'"]),
+        ({"text_config": SIZES | {"model_type": "mistral"}}, ["text_config: model_type 'mistral'", "'llama'"]),
+        ({"vision_config": {"model_type": "pixtral"}}, ["vision_config: model_type 'pixtral'", "'clip_vision_model'"]),
+    ],
+)
+def test_an_unsupported_llava_is_refused(fields, named):
+    vision = {"num_hidden_layers": 24, "image_size": 32}
+    raw = {"model_type": "llava", "text_config": SIZES, "vision_config": vision} | fields
+    with pytest.raises(ConfigError) as refused:
+        ligermodels.create(raw, device="meta")
+    assert all(part in str(refused.value) for part in ["config.json", *named])
+
+
 def test_the_error_for_an_unknown_model_type_suggests_the_closest_one(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(raw("qwen3_mo")))
     with pytest.raises(

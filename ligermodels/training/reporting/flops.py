@@ -108,14 +108,15 @@ def flops_per_patch(model: VisionLanguageModel, grids: Sequence[Grid]) -> float:
     """
     tower, backward = model.visual, is_trained(model.visual)
     flops = 0.0
+    vision, patches = model.config.vision, sum(grid.patches for grid in grids)
+    rows = vision.rows_of(patches)
     mergers = nn.ModuleList([model.projector, *model.deepstack])
     for part, to_input in ((tower.patch_embed, False), (tower.blocks, backward), (mergers, backward)):
         weights = (weight for weight in part.parameters() if weight.ndim >= 2)
         of_part = sum(weight.numel() * (2 + 2 * to_input + 2 * weight.requires_grad) for weight in weights)
+        of_part *= rows / patches if part is tower.blocks else 1
         flops += of_part / (tower.patches_per_feature if part is mergers else 1)
-    vision = model.config.vision
     layout, _ = model.patch_layout(grids)
-    patches = layout.positions.shape[1]
     for index in range(len(tower.blocks)):
         spans = layout.windows if index in tower.windowed and layout.windows is not None else layout.frames
         keys = float(spans.cu_seqlens.diff().double().square().sum()) / patches
