@@ -100,3 +100,11 @@ def test_sizes_that_no_model_takes():
         qwen.plan(900, 4)
     with pytest.raises(InputError, match="nothing is left of it within 128 x 128 pixels"):
         pixtral.plan(900, 1)
+
+
+@pytest.mark.parametrize("name", ["llava", "pixtral"])
+def test_the_size_of_a_picture_is_that_of_its_pixels(name, tmp_path):
+    """Of LLaVA the crop, from which a plan counts patches."""
+    images = our_processor(name, tmp_path).images
+    plan = images.plan(80, 200)
+    assert images.picture_size(plan) == images.pixels(torch.zeros(3, 80, 200, dtype=torch.uint8), plan).shape[1:]
