@@ -183,8 +183,11 @@ TRAIN_ALIASES = (
     Alias("hub_model_id push_to_hub_model_id", "push_to_hub"),
     Alias("num_gpus n_gpus gpus devices nproc nproc_per_node num_processes num_nodes nnodes", note=TORCHRUN),
     Alias("deepspeed fsdp fsdp_config ddp use_fsdp strategy distributed_type", note=TORCHRUN),
-    Alias("tensor_parallel_size pipeline_parallel_size context_parallel_size expert_parallel_size",
-        note="parallelism is data-parallel, over the processes of torchrun; leave it out"),
+    Alias("tensor_parallel_size pipeline_parallel_size",
+        note="FSDP2 shards the model over the processes of torchrun; leave it out"),
+    Alias("context_parallel_size context_parallel_degree sequence_parallel_degree sequence_parallel_size cp_size "
+        "sp_size ulysses_size", "context_parallel"),
+    Alias("expert_parallel_size expert_parallel_degree expert_model_parallel_size ep_size", "expert_parallel"),
     Alias("data_parallel_replicate_degree hsdp dp_replicate_size", "dp_replicate"),
     Alias("do_train do_eval", note="a run trains and validates; leave it out"),
     Alias("rl stage trainer", "objective",

@@ -24,6 +24,9 @@ DELTA = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 48,
     "full_attention_interval": 2,
 }  # fmt: skip
+MAMBA = {
+    "model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"], "mamba_n_heads": 16, "mamba_d_state": 32,
+}  # fmt: skip
 ROUTED = {"n_routed_experts": 6, "moe_intermediate_size": 160, "num_experts_per_tok": 2}
 LATENTS = {
     "q_lora_rank": 160, "kv_lora_rank": 96, "qk_nope_head_dim": 48, "qk_rope_head_dim": 16, "v_head_dim": 64,
@@ -62,13 +65,15 @@ MODELS = {
     },
     "sinks and biased experts": BASE | SINKS | {"model_type": "gpt_oss", "head_dim": 64, "sliding_window": 64},
     "short convolutions": BASE | {"model_type": "lfm2", "full_attn_idxs": [1]},
+    "Mamba-2 and attention": BASE | MAMBA | {"num_local_experts": 0, "shared_intermediate_size": 320},
+    "Mamba-2 with experts and a shared one": BASE | MAMBA | SINKS | {"shared_intermediate_size": 192},
     "gated delta rule": BASE | DELTA | {"model_type": "qwen3_5_text", "head_dim": 64},
     "routed experts and a shared one": BASE | SHARED | {"model_type": "qwen2_moe", "num_experts_per_tok": 2},
 }
 
 KINDS_OF_MIXERS = [
     "sandwich norms and QK-norm", "parallel branches", "latent attention", "layer inputs and shared keys",
-    "gated delta rule", "routed experts and a shared one",
+    "gated delta rule", "Mamba-2 and attention", "routed experts and a shared one",
 ]  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from ligermodels.architectures.glm4_moe_lite import Glm4MoeLite
 from ligermodels.architectures.gpt_oss import GptOss
 from ligermodels.architectures.granite import Granite
 from ligermodels.architectures.granitemoe import GraniteMoe
+from ligermodels.architectures.granitemoehybrid import GraniteMoeHybrid
 from ligermodels.architectures.hunyuan_v1_dense import HunyuanDense
 from ligermodels.architectures.lfm2 import Lfm2
 from ligermodels.architectures.lfm2_moe import Lfm2Moe
@@ -62,6 +63,7 @@ ARCHITECTURES: dict[str, type[CausalLM]] = {
     "gpt_oss": GptOss,
     "granite": Granite,
     "granitemoe": GraniteMoe,
+    "granitemoehybrid": GraniteMoeHybrid,
     "hunyuan_v1_dense": HunyuanDense,
     "lfm2": Lfm2,
     "lfm2_moe": Lfm2Moe,

@@ -11,7 +11,8 @@ from ligermodels.errors import ConfigError
 MAY_BE_ZERO = (
     "pad_token_id", "attention_dropout", "dropout", "embd_pdrop", "resid_pdrop", "initializer_range",
     "max_window_layers",
-    "sliding_window", "router_aux_loss_coef", "router_jitter_noise", "num_experts", "mscale_all_dim",
+    "sliding_window", "router_aux_loss_coef", "router_jitter_noise", "num_experts", "num_local_experts",
+    "num_experts_per_tok", "mscale_all_dim",
     "llama_4_scaling_beta", "residual_dropout",
     "num_kv_shared_layers", "hidden_size_per_layer_input",
     "first_k_dense_replace", "n_shared_experts", "num_nextn_predict_layers",
@@ -47,6 +48,11 @@ MAXIMUM = {
     "linear_num_value_heads": 2**12,
     "linear_key_head_dim": 2**8,  # what the kernels support
     "linear_value_head_dim": 2**12,
+    "shared_intermediate_size": 2**20,
+    "mamba_n_heads": 2**12,
+    "mamba_n_groups": 2**12,
+    "mamba_d_state": 2**8,  # what the kernels support
+    "mamba_expand": 2**8,
     "num_channels": 2**8,
     "image_size": 2**12,
     "patch_size": 2**12,

@@ -295,6 +295,10 @@ class TrainConfig:
     no_export: bool = setting("run", False, "do not write a model at the end")
     push_to_hub: str | None = setting("run", None, "upload the export to this repository of the Hub", metavar="NAME")
     on_nan: Literal["stop", "skip"] = setting("run", "stop", "at a loss or gradient norm that is not finite")
+    context_parallel: int = setting("run", 1, "context parallelism: ranks that share each row of tokens", POSITIVE,
+        objectives=("sft",))
+    expert_parallel: int = setting("run", 1, "expert parallelism: ranks over which routed experts are distributed",
+        POSITIVE, objectives=("sft",))
     dp_replicate: int = setting("run", 1, "HSDP: model replicas, each sharded over ranks / replicas ranks", POSITIVE)
 
     eval_every: int | None = setting("monitoring", None, "steps between validations", POSITIVE,

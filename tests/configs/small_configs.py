@@ -15,7 +15,7 @@ SIZES = {
 }
 # What other families call what SIZES has, or what they need it to be.
 LATENTS = {"num_key_value_heads": 3, "q_lora_rank": 12, "kv_lora_rank": 6, "qk_rope_head_dim": 8}
-SIZES_OF = {"deepseek_v3": LATENTS, "glm4_moe_lite": LATENTS}
+SIZES_OF = {"deepseek_v3": LATENTS, "glm4_moe_lite": LATENTS, "granitemoehybrid": {"mamba_n_heads": 6}}
 VISION = {"vision_config": {"vision_use_head": False}}
 MROPE = {"rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1]}}
 LINEAR = {"rope_type": "linear", "factor": 4.0}

@@ -12,7 +12,7 @@ import ligermodels
 from ligermodels.architectures import ARCHITECTURES
 from ligermodels.configs.rope import FULL_ATTENTION
 from tests.cases import CASES
-from tests.configs.small_configs import SIZES, VISION, raw, read, reference_windows, windows
+from tests.configs.small_configs import SIZES, SIZES_OF, VISION, raw, read, reference_windows, windows
 
 SAVED_BY_4 = Path(__file__).parent.parent / "data" / "saved_by_transformers_4"
 # Fields that the reference names or stores in another way, and fields with tests of their own.
@@ -20,6 +20,7 @@ READ_OTHERWISE = {"raw", "model_type", "sliding_window_pattern", "full_attn_idxs
 TESTED_ELSEWHERE = {"ropes", "head_dim", "hidden_act", "layer_types", "sliding_window", "no_rope_layers"} | {
     "mlp_layer_types",
     "global_head_dim",
+    "mamba_d_head",
 }
 
 
@@ -63,7 +64,7 @@ def reference_ropes(reference):
 
 @pytest.mark.parametrize("model_type", sorted(set(ARCHITECTURES) - NESTED))
 def test_no_rope_layers_and_sparse_layers_are_as_in_the_reference(model_type):
-    config, reference = read(model_type), AutoConfig.for_model(model_type, **SIZES)
+    config, reference = read(model_type), AutoConfig.for_model(model_type, **SIZES | SIZES_OF.get(model_type, {}))
     if hasattr(reference, "no_rope_layers"):
         assert [int(config.has_rope(i)) for i in range(8)] == reference.no_rope_layers == [1, 1, 1, 0] * 2
     if hasattr(reference, "decoder_sparse_step"):

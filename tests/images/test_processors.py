@@ -103,8 +103,8 @@ def test_sizes_that_no_model_takes():
 
 
 @pytest.mark.parametrize("name", ["llava", "pixtral"])
-def test_the_size_of_a_picture_is_that_of_its_pixels(name, tmp_path):
+def test_the_size_of_a_picture_is_that_of_its_pixels(name):
     """Of LLaVA the crop, from which a plan counts patches."""
-    images = our_processor(name, tmp_path).images
-    plan = images.plan(80, 200)
-    assert images.picture_size(plan) == images.pixels(torch.zeros(3, 80, 200, dtype=torch.uint8), plan).shape[1:]
+    processor, image = our_processor(*SMALL[name]), random_pixels(80, 200)
+    plan = processor.plan(80, 200)
+    assert processor.picture_size(plan) == processor.pixels(image, plan).shape[1:]

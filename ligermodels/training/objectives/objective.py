@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.distributed import World, largest, total
+from ligermodels.layers.context_parallel import ContextGroup
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.memory import TrainingMemory
 from ligermodels.training.checkpoints import Progress
@@ -86,12 +87,13 @@ class Objective(ABC):
     """What a run minimises. Every rank has one, and calls the same methods.
 
     data: what `open` opened. folder: of the run, known from `prepare` on. micro_batch_size: rows of a micro-batch,
-    where rows are all of one length.
+    where rows are all of one length. context: the ranks that share this rank's rows, where there are others.
     """
 
     data: Data | PreferenceData
     folder: Path
     micro_batch_size = 1
+    context: ContextGroup | None = None
 
     def __init__(self, config: TrainConfig, world: World) -> None:
         """Raises InputError for options that contradict each other. Reads no file."""

@@ -3,9 +3,9 @@
 Per token, each element of a weight matrix costs 2 FLOPs in forward, 2 in backward for the gradient of the input, and
 2 for the gradient of the matrix if it is trained. Attention costs, per head and key, 2 FLOPs for each column of a query
 and of a value in forward, and twice that in backward; a query attends to itself and the keys before it, within the
-window. A state of a value head costs 6 FLOPs per element in forward, and twice that in backward. A row counts as one
-document. Embedding, norms and activation functions do not count, nor does recomputation by activation checkpointing:
-these are FLOPs of the model, not of the hardware.
+window. A state costs 6 FLOPs per element in forward with the gated delta rule, 4 with Mamba-2, and twice that in
+backward. A row counts as one document. Embedding, norms and activation functions do not count, nor does recomputation
+by activation checkpointing: these are FLOPs of the model, not of the hardware.
 Source: Chowdhery et al. 2022, appendix B, https://arxiv.org/abs/2204.02311. There every query attends to all keys of
 its row, which doubles the attention FLOPs.
 Must not know how a run is trained.

@@ -119,6 +119,8 @@ class Plan:
     @property
     def step(self) -> str:
         devices = f"{self.world.size} x {self.world.device.type}"
+        if self.world.context > 1:
+            devices += f", each row on {self.world.context} of them"
         if self.config.objective not in SUPERVISED:
             rows = f"in rows of {self.config.sequence_length:,} tokens on {devices}"
             return f"{counted(self.config.units, self.unit)} a step, about {self.tokens_per_step:,} tokens, {rows}"
@@ -351,6 +353,6 @@ def memory_needs(
     estimate = functools.partial(
         training_memory, model, sequence_length=config.sequence_length, dtype=dtype,
         shards=dp_shard_size(world, config.dp_replicate), optimizer_states=state_bytes(optimizer),
-        beside=beside,
+        beside=beside, context=world.context, expert_ranks=config.expert_parallel,
     )  # fmt: skip
     return lambda *, batch_size, **options: estimate(batch_size, patches=batch_size * row_patches, **options)

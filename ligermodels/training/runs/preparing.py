@@ -41,6 +41,8 @@ from ligermodels.training.scaling.activation_checkpointing import (
     apply_activation_checkpointing,
     must_reshard_after_forward,
 )
+from ligermodels.training.scaling.context_parallel import refuse_unfit_length, refuse_unfit_model, share_rows
+from ligermodels.training.scaling.expert_parallel import refuse_unfit_experts
 from ligermodels.training.scaling.micro_batches import micro_batch_size_of
 
 
@@ -48,6 +50,7 @@ class Run(NamedTuple):
     """A run before it allocates any memory: its model on the meta device, its objective with the data, its plan."""
 
     config: RunConfig
+    world: World  # with the ranks that share rows
     pretrained: Path | None  # the folder of the weights to start from
     adapter: Path | None  # the folder of the adapter to continue
     model: CausalLM
@@ -70,6 +73,7 @@ def prepare(config: TrainConfig, world: World) -> Run:
     """The run of these settings, before it allocates any memory."""
     config = with_base_of_adapter(config)
     refuse_contradictions(config)
+    world = share_rows(world, config)
     objective = make_objective(config, world)
     check_logger_packages(config.log_to)
     refuse_other_settings(config)
@@ -101,6 +105,8 @@ def prepare(config: TrainConfig, world: World) -> Run:
         )  # fmt: skip
 
     train_parts(model, config, compute_dtype)
+    refuse_unfit_model(model, world.context)
+    refuse_unfit_experts(model, config, world)
 
     # The data, and the settings that depend on it.
     objective.open(pretrained, model, adapter)
@@ -109,6 +115,7 @@ def prepare(config: TrainConfig, world: World) -> Run:
         take_special_ids(model)
     config, more = with_choices(config, objective.choices(model.config.hidden_size))
     config = completed(config)
+    refuse_unfit_length(config)
     objective.complete(config)
     refuse_unused_profile(config)
     refuse_finished(config)
@@ -144,7 +151,7 @@ def prepare(config: TrainConfig, world: World) -> Run:
         dtype=compute_dtype, checkpointed_blocks=checkpointed_blocks, kept_tensors=kept_tensors, memory=memory,
         phases=objective.phases(memory), images=images, advice=objective.advice(),
     )  # fmt: skip
-    return Run(config, pretrained, adapter, model, objective, build, estimate, reshard_after_forward, made)
+    return Run(config, world, pretrained, adapter, model, objective, build, estimate, reshard_after_forward, made)
 
 
 def quantise_base(model: CausalLM, folder: Path, config: TrainConfig) -> None:
