@@ -2,8 +2,12 @@
 
     python -m benchmarks.sharded_step --model llama-3-8b --batch 8 --length 2048 --gpus 2
 
+    python -m benchmarks.sharded_step --batch 1 --length 131072 --activation-checkpointing full \
+        --rows "one GPU, bf16 weights" "bf16 weights, shared rows"
+
 The compute dtype is bf16. Each row is a separate torchrun launch on the same GPUs, with random weights and the same
-number of random tokens on each GPU; the time is the median of the timed steps after a warm-up. Gradient clipping and
+number of random tokens on each GPU, or on all GPUs that share its rows; the time is the median of the timed steps after
+a warm-up. Gradient clipping and
 the all-reduces are those of train.py. The single-GPU rows run on all GPUs at the same time, independently: the GPUs of
 one host differ by 1.5 %, and under FSDP2 all ranks run at the speed of the slowest.
 """
@@ -15,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +32,7 @@ from ligermodels.memory import training_memory
 from ligermodels.training.optimizers import build_optimizer, clip_and_step, set_learning_rate
 from ligermodels.training.scaling import fsdp
 from ligermodels.training.scaling.compilation import compile_blocks
+from ligermodels.training.scaling.context_parallel import context_group
 from ligermodels.training.scaling.host_reads import read_async
 
 ROWS: dict[str, dict[str, Any]] = {  # differences from bf16 weights sharded over all GPUs
@@ -36,32 +42,49 @@ ROWS: dict[str, dict[str, Any]] = {  # differences from bf16 weights sharded ove
     "fp32 weights, kept gathered": {"param_dtype": torch.float32, "keep_unsharded": True},
     "bf16 weights": {},
     "bf16 weights, kept gathered": {"keep_unsharded": True},
+    "bf16 weights, shared rows": {"shares_rows": True},  # context parallelism over all GPUs
+    "bf16 weights, shared experts": {"shares_experts": True},  # expert parallelism over all GPUs
 }
 WARM_UP = 3
 MAX_GRAD_NORM = 1.0
 
 
 def measure(
-    model_name: str, batch: int, length: int, steps: int, *, independent=False, param_dtype=torch.bfloat16,
-    compiled=False, keep_unsharded=False,
+    model_name: str, batch: int, length: int, steps: int, checkpointing: str, *, independent=False,
+    param_dtype=torch.bfloat16, compiled=False, keep_unsharded=False, shares_rows=False,
+    shares_experts=False,
 ) -> dict:  # fmt: skip
-    """Measures one row on this rank. keep_unsharded: parameters are not resharded after forward."""
+    """Measures one row on this rank. keep_unsharded: parameters are not resharded after forward. shares_rows: each rank
+    has a part of every row, which are packed into one. shares_experts: each rank has a part of the experts."""
     world = independent_world() if independent else distributed.start()
+    if shares_rows:
+        world = replace(world, context=world.size)
     model = create(MODELS[model_name], dtype=param_dtype, device="meta")
-    needs = training_memory(model, batch, length, torch.bfloat16, shards=world.size, keep_unsharded=keep_unsharded)
+    expert_ranks = world.size if shares_experts else 1
+    blocks = len(model.blocks) if checkpointing == "full" else 0
+    model.checkpoint_activations(blocks)
+    needs = training_memory(
+        model, batch, length, torch.bfloat16, shards=world.size, keep_unsharded=keep_unsharded,
+        checkpointed_blocks=blocks, context=world.context, expert_ranks=expert_ranks,
+    )  # fmt: skip
     if compiled:
-        compile_blocks(model)
-    fsdp.shard(model, world, torch.bfloat16, reshard_after_forward=not keep_unsharded)
+        compile_blocks(model, world.device)
+    fsdp.shard(model, world, torch.bfloat16, reshard_after_forward=not keep_unsharded, expert_parallel=expert_ranks)
     model.to_empty(device=world.device)
     model.initialize(0)
     optimizer = build_optimizer(model)
     set_learning_rate(optimizer, 1e-6)
-    generator = torch.Generator().manual_seed(world.rank)
+    generator = torch.Generator().manual_seed(world.data_rank)
     ids = torch.randint(model.config.vocab_size, (batch, length), generator=generator).to(world.device)
+    inputs: dict[str, Any] = {"input_ids": ids, "labels": ids}
+    if shares_rows:
+        offsets = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=world.device)
+        inputs = {"input_ids": ids.view(1, -1), "labels": ids.view(1, -1), "cu_seqlens": offsets, "max_seqlen": length}
+        inputs["context"] = context_group(world)
     count = torch.tensor(batch * (length - 1), device=world.device)
 
     def step() -> float:
-        loss = model(ids, ids, num_items_in_batch=distributed.total(count)).loss
+        loss = model(**inputs, num_items_in_batch=distributed.total(count) // world.context).loss
         loss.backward()
         loss, norm = distributed.total(loss.detach()), fsdp.gradient_norm(model)
         read = read_async(torch.stack([loss, norm]))
@@ -78,7 +101,7 @@ def measure(
     row = {
         "gpus": world.size,
         "rank": int(os.environ["RANK"]),
-        "tokens_per_second_per_gpu": round(1e3 * batch * length / statistics.median(timed)),
+        "tokens_per_second_per_gpu": round(1e3 * batch * length / world.context / statistics.median(timed)),
         "step_ms": round(statistics.median(timed), 1),
         "spread_ms": round(max(timed) - min(timed), 1),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1),
@@ -112,14 +135,17 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="llama-3-8b")
     parser.add_argument("--batch", type=int, default=8, help="sequences per GPU and step")
     parser.add_argument("--length", type=int, default=2048, help="tokens per sequence")
+    parser.add_argument("--activation-checkpointing", choices=("none", "full"), default="none")
     parser.add_argument("--steps", type=int, default=8, help=f"timed steps, after a warm-up of {WARM_UP}")
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count())
     parser.add_argument("--output", type=Path, default=results.FOLDER, help="folder for the dated JSON file")
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    data_parallel = [name for name in ROWS if "shared" not in name]
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=data_parallel)
     parser.add_argument("--row", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.row:
-        row = measure(args.model, args.batch, args.length, args.steps, **ROWS[args.row])
+        shape = args.batch, args.length, args.steps, args.activation_checkpointing
+        row = measure(args.model, *shape, **ROWS[args.row])
         if row["gpus"] == 1 or row["rank"] == 0:
             print(json.dumps(row), flush=True)
         return
@@ -130,6 +156,7 @@ def main() -> None:
             rows.append({"weights": name} | row)
             print(rows[-1], flush=True)
     settings = {"model": args.model, "batch": args.batch, "length": args.length}
+    settings |= {"activation_checkpointing": args.activation_checkpointing}
     report = results.environment() | {"ceilings": timing.ceilings()} | settings | {"rows": rows}
     print(results.save(args.output, f"sharded-step-{args.model}-{args.batch}x{args.length}-{args.gpus}-gpus", report))
 

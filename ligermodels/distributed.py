@@ -23,15 +23,33 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class World:
-    """This process's device and rank, and the number of ranks. Without torchrun: rank 0 of 1."""
+    """This process's device and rank, and the number of ranks. Without torchrun: rank 0 of 1.
+
+    context: how many neighbouring ranks share each row of tokens (context parallelism).
+    """
 
     device: torch.device
     rank: int = 0
     size: int = 1
+    context: int = 1
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
+
+    @property
+    def data_rank(self) -> int:
+        """Which of the `data_size` parts of a batch this rank computes, alone or with those that share its rows."""
+        return self.rank // self.context
+
+    @property
+    def data_size(self) -> int:
+        return self.size // self.context
+
+    @property
+    def context_rank(self) -> int:
+        """Which of the `context` parts of a row this rank has."""
+        return self.rank % self.context
 
 
 def start(timeout: timedelta = TIMEOUT) -> World:
@@ -46,6 +64,12 @@ def start(timeout: timedelta = TIMEOUT) -> World:
         device_id = device if device.type == "cuda" else None
         dist.init_process_group(backend_of(device), timeout=timeout, device_id=device_id)
     return World(device, rank(), world_size())
+
+
+def start_alone(device: torch.device) -> None:
+    """Makes a process group of this process alone, for what needs one. An existing process group is kept."""
+    if not dist.is_initialized():
+        dist.init_process_group(backend_of(device), store=dist.HashStore(), rank=0, world_size=1)
 
 
 def stop() -> None:

@@ -7,7 +7,7 @@ The model may be on the meta device. Must not know any family or file.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import cast
 
@@ -21,12 +21,14 @@ from ligermodels.kernels.document_chunks import SPAN
 from ligermodels.kernels.logits_chunks import chunk_rows, keeps_logits, round_up_to_tile
 from ligermodels.layers.attention import Attention, GatedQKNormAttention, QKNormAttention
 from ligermodels.layers.block import Block, LayerInputLayer, ParallelLayer, PostNormLayer
+from ligermodels.layers.context_parallel import copies_of_keys
 from ligermodels.layers.cross_attention import CrossAttention
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.gated_delta import GatedDeltaNet
 from ligermodels.layers.kept_tensors import choose_kept
 from ligermodels.layers.latent_attention import LatentAttention
 from ligermodels.layers.lora import LoRALinear, lora_modules
+from ligermodels.layers.mamba2 import Mamba2
 from ligermodels.layers.mixer import Mixer
 from ligermodels.layers.mlp import MLP, GatedMLP
 from ligermodels.layers.moe import LoRAExperts, MoE
@@ -37,6 +39,7 @@ from ligermodels.layers.packed import PackedLinear
 from ligermodels.layers.quantised import QuantisedLinear
 from ligermodels.layers.short_conv import ShortConv
 from ligermodels.layers.siglip import PooledProjector
+from ligermodels.layers.wrapped import LinearProjector
 from ligermodels.weights.module import QuantisedModule, named_weights
 
 FP32_BYTES, INT64_BYTES = 4, 8  # bytes
@@ -157,6 +160,9 @@ def training_memory(
     keep_unsharded: bool = False,
     beside: int = 0,
     patches: int = 0,
+    context: int = 1,
+    expert_ranks: int = 1,
+    fp32_logits: bool = False,
     step_in_backward: bool = False,
 ) -> TrainingMemory:
     """The memory of a training step with micro-batches of [batch_size, sequence_length] tokens, computed in `dtype`.
@@ -170,39 +176,51 @@ def training_memory(
     False).
     beside: bytes of a rank that stay beside the model.
     patches: of the images of a micro-batch.
+    context: number of ranks that share the tokens of a micro-batch (context parallelism).
+    expert_ranks: number of ranks over which routed experts are distributed (expert parallelism).
+    fp32_logits: the loss reads log-probabilities, whose logits are in fp32, and no cross-entropy.
     step_in_backward: parameters are updated, and their gradients freed, during backward.
     """
-    tokens, size = batch_size * sequence_length, dtype.itemsize
+    tokens, size = batch_size * sequence_length // context, dtype.itemsize
     text, trained, head = decoder_blocks(model), trained_parameters(model), model.head.weight
     tower = model.blocks[: -len(text)]
     hidden = tokens * model.config.hidden_size * size
-    rows = [patches] * len(tower) + [tokens] * len(text)
-    saved = [count * saved_by_block(block, size) for block, count in zip(model.blocks, rows, strict=True)]
+    vision = model.config.vision if isinstance(model, VisionLanguageModel) else None
+    rows = [patches if vision is None else vision.rows_of(patches)] * len(tower) + [tokens] * len(text)
+    saved = [
+        count * (saved_by_block(block, size) + saved_by_exchanges(block, size, context, expert_ranks))
+        for block, count in zip(model.blocks, rows, strict=True)
+    ]
     largest, last = max(saved), saved[-1]
     checkpointed = model.blocks[:checkpointed_blocks]
     for index, kept in enumerate(choose_kept(checkpointed, kept_tensors, sequence_length)):
         stream = checkpointed[index].mixer.hidden_size * size
         saved[index] = rows[index] * (stream + sum(tensor.nbytes(size) for tensor in kept))
-    loss = loss_bytes(model, tokens, dtype)
+    loss = loss_bytes(model, tokens, dtype, torch.float32 if fp32_logits else None)
     if checkpointed_blocks == len(saved):
         head_gradient = head.numel() * head.itemsize if head.requires_grad else 0
         if step_in_backward:  # the head's is freed by then, those of the last block are not
             head_gradient = largest_gradients_of_block(model)
         loss = max(loss, head_gradient + last - saved[-1])
-    unsharded_at_start, unsharded_at_end = unsharded_bytes(model, size, shards, trained, keep_unsharded)
+    experts = distributed_experts(model) if expert_ranks > 1 else set()
+    owned: dict[Tensor, int] = {p: shard_bytes(p, expert_ranks if p in experts else shards) for p in model.parameters()}
+    if optimizer_states is None:
+        states = sum(2 * owned[p] + FP32_BYTES for p in trained)  # AdamW's: two moments and a step count
+    else:  # those of the experts are their part of the trained elements
+        of_experts = optimizer_states * elements(p for p in trained if p in experts) // max(1, elements(trained))
+        states = (optimizer_states - of_experts) // shards + of_experts // expert_ranks
+    unsharded_at_start, unsharded_at_end = unsharded_bytes(model, size, shards, trained, keep_unsharded, experts)
+    not_recomputed = [p for block in model.blocks[checkpointed_blocks:] for p in block.parameters() if p in experts]
+    cast = elements(p for p in not_recomputed if p.itemsize != size) * size // expert_ranks
     return TrainingMemory(
-        weights=sum(shard_bytes(parameter, shards) for parameter in model.parameters()),
-        gradients=(
-            gradients_in_backward(model)
-            if step_in_backward
-            else sum(shard_bytes(parameter, shards) for parameter in trained)
-        ),
-        optimizer_states=(adamw_states(trained, shards) if optimizer_states is None else optimizer_states // shards),
+        weights=sum(owned.values()),
+        gradients=gradients_in_backward(model) if step_in_backward else sum(owned[p] for p in trained),
+        optimizer_states=states,
         # The final norm saves its input and rstd.
         activations=sum(saved) + hidden + tokens * FP32_BYTES + patches * saved_by_patch(model, size),
         loss=loss,
         block=largest + largest_dequantised(model),
-        unsharded_at_start=unsharded_at_start,
+        unsharded_at_start=unsharded_at_start + cast,
         unsharded_at_end=unsharded_at_end,
         beside=beside,
     )
@@ -235,9 +253,10 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def adamw_states(trained: list[Tensor], shards: int) -> int:
-    """Bytes of AdamW's states: two moments and a step count for each parameter."""
-    return sum(2 * shard_bytes(parameter, shards) + FP32_BYTES for parameter in trained)
+def distributed_experts(model: nn.Module) -> set[Tensor]:
+    """The parameters that expert parallelism distributes."""
+    layers = (module.experts for module in model.modules() if isinstance(module, MoE))
+    return {parameter for experts in layers for parameter in experts.parameters()}
 
 
 def shard_bytes(parameter: Tensor, shards: int) -> int:
@@ -247,30 +266,32 @@ def shard_bytes(parameter: Tensor, shards: int) -> int:
 
 
 def unsharded_bytes(
-    model: CausalLM, size: int, shards: int, trained: list[Tensor], keep_unsharded: bool
+    model: CausalLM, size: int, shards: int, trained: list[Tensor], keep_unsharded: bool, experts: Collection[Tensor]
 ) -> tuple[int, int]:
     """Bytes that sharding takes besides the shards, at the start and at the end of backward.
 
     These are unsharded parameters, gradients before their reduction, and buffers of all-gather and reduce-scatter.
+    experts: parameters that are distributed instead.
     """
     if shards == 1 and all(parameter.dtype.itemsize == size for parameter in trained):
         return 0, 0
     layers = model.blocks
     copies = 2 if shards > 1 else 1  # the last all-gather exists twice: as its buffer and as parameters
     kept = layers if keep_unsharded else layers[-1:]  # FSDP2 keeps the last block unsharded in any case
-    start = copies * model.head.weight.numel() * size + sum(gathered_bytes(block, size) for block in kept)
-    ids = {id(parameter) for parameter in trained}
+    start = copies * model.head.weight.numel() * size + sum(gathered_bytes(block, size, experts) for block in kept)
+    ids = {id(parameter) for parameter in trained if parameter not in experts}
     end = 0
     for block in layers:
         # The next all-gather is prefetched meanwhile; gradients are reduced in the wider dtype of the two.
         gradients = sum(p.numel() * (size + max(size, p.itemsize)) for p in block.parameters() if id(p) in ids)
-        end = max(end, 2 * gathered_bytes(block, size) + gradients)
+        end = max(end, 2 * gathered_bytes(block, size, experts) + gradients)
     return start, end
 
 
-def gathered_bytes(module: nn.Module, size: int) -> int:
+def gathered_bytes(module: nn.Module, size: int, left_out: Collection[Tensor] = ()) -> int:
     """Bytes of a module's whole parameters as they are gathered: floats with `size` bytes each, others as they are."""
-    return sum(p.numel() * (size if p.is_floating_point() else p.itemsize) for p in module.parameters())
+    gathered = [p for p in module.parameters() if p not in left_out]
+    return sum(p.numel() * (size if p.is_floating_point() else p.itemsize) for p in gathered)
 
 
 def largest_dequantised(model: CausalLM) -> int:
@@ -338,6 +359,8 @@ def saved_by_mixer(mixer: Mixer, size: int) -> int:
         return saved_by_latent_attention(mixer, size)
     if isinstance(mixer, GatedDeltaNet):
         return saved_by_delta_rule(mixer, size)
+    if isinstance(mixer, Mamba2):
+        return saved_by_mamba2(mixer, size)
     if isinstance(mixer, ShortConv):
         return 6 * mixer.hidden_size * size  # the projection; what is behind its gate, the convolution, and both
     if isinstance(mixer, NormedHeadsAttention | ReadingAttention):
@@ -365,6 +388,20 @@ def saved_by_attention(attention: Attention, size: int) -> int:
     return rows * attention.head_dim * size + heads * FP32_BYTES
 
 
+def saved_by_exchanges(block: Block, size: int, context: int, expert_ranks: int) -> int:
+    """Bytes per token that a block saves beside, where ranks share rows or experts: attention's output for all tokens
+    of this rank's heads and copies of key-value heads; of a token's k experts the rows, and their places."""
+    saved, mixer = 0, block.mixer
+    if context > 1:
+        heads = getattr(mixer, "num_key_value_heads", mixer.num_heads)
+        copied = (copies_of_keys(heads, context) - 1) * mixer.kept().elements
+        saved += (mixer.output_size + copied) * size
+    if expert_ranks > 1:
+        slots = sum(module.experts_per_token for module in block.modules() if isinstance(module, MoE))
+        saved += slots * (mixer.hidden_size * size + 2 * INT64_BYTES + FP32_BYTES)
+    return saved
+
+
 def saved_by_delta_rule(mixer: GatedDeltaNet, size: int) -> int:
     """Bytes per token: the projection, queries, keys and values behind the convolution, the output before and after its
     norm, and of each value head a row of a chunk's inverse. In fp32 of each value head g, three steps to it and beta;
@@ -372,6 +409,12 @@ def saved_by_delta_rule(mixer: GatedDeltaNet, size: int) -> int:
     values = mixer.value_heads * mixer.value_size
     wide = width(mixer.in_proj) + mixer.channels + 2 * values + mixer.value_heads * SPAN.value
     return wide * size + (5 * mixer.value_heads + 2 * mixer.key_heads) * FP32_BYTES
+
+
+def saved_by_mamba2(mixer: Mamba2, size: int) -> int:
+    """Bytes per token: the projection, what is behind the convolution, the scan's output before and after its norm. In
+    fp32 of each head the step size, and two steps to it."""
+    return (width(mixer.in_proj) + mixer.channels + 2 * mixer.size) * size + 3 * mixer.heads * FP32_BYTES
 
 
 def saved_by_latent_attention(attention: LatentAttention, size: int) -> int:
@@ -403,6 +446,9 @@ def saved_by_patch(model: CausalLM, size: int) -> int:
     if not (is_trained(model.projector) or is_trained(model.visual)):
         return 0
     features = model.config.hidden_size * size // vision.patches_per_feature
+    if isinstance(model.projector, LinearProjector):  # the states' sum, which linear_1 reads, and its output
+        normed = vision.hidden_size * size + 2 * FP32_BYTES if is_trained(model.visual) else 0
+        return embedding + normed + vision.hidden_size * size + 2 * features
     if isinstance(model.projector, PooledProjector):
         pooled = (2 * vision.hidden_size * size + FP32_BYTES) // vision.patches_per_feature
         normed = vision.hidden_size * size + 2 * FP32_BYTES if is_trained(model.visual) else 0
@@ -429,18 +475,20 @@ def saved_by_mlp(mlp: GatedMLP | MLP | MoE, hidden: int, size: int) -> int:
     return saved
 
 
-def loss_bytes(model: CausalLM, tokens: int, dtype: torch.dtype) -> int:
-    """Bytes of the fused linear cross-entropy.
+def loss_bytes(model: CausalLM, tokens: int, dtype: torch.dtype, wider: torch.dtype | None = None) -> int:
+    """Bytes of the fused linear cross-entropy; of a loss of log-probabilities, whose logits are in a `wider` dtype.
 
     Both gradients in fp32 and a chunk of logits or, later, the weight's gradient in `dtype`. For few tokens: all logits
     and, later, that gradient.
     """
+    logits = wider or dtype
     (vocab, hidden), trained = model.head.weight.shape, model.head.weight.requires_grad
     gradient = vocab * hidden * dtype.itemsize if trained else 0
-    if keeps_logits(tokens, hidden, vocab, dtype, True, trained):
-        return tokens * vocab * dtype.itemsize + gradient
+    if keeps_logits(tokens, hidden, vocab, logits, True, trained):
+        return tokens * vocab * logits.itemsize + gradient
     sums = (tokens + vocab * trained) * hidden
-    chunk = min(chunk_rows(tokens, vocab, sums, dtype), tokens) * round_up_to_tile(vocab) * dtype.itemsize
+    rows = chunk_rows(tokens, vocab, 0 if wider else sums, logits)  # log-probabilities have equal chunks in all passes
+    chunk = min(rows, tokens) * round_up_to_tile(vocab) * logits.itemsize
     return sums * FP32_BYTES + max(chunk, gradient)
 
 

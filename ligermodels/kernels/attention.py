@@ -83,8 +83,8 @@ def attention(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if position_ids is ahead is cu_seqlens_k is None and are_equally_long(q, cu_seqlens, max_seqlen):
         rows = (x[0].unflatten(0, (-1, max_seqlen)) for x in (q, k, v))
-        options = {"scale": scale, "causal": causal, "window": window, "softcap": softcap, "sinks": sinks}
-        return attention(*rows, **options, dropout=dropout).flatten(0, 1)[None]
+        rest: dict[str, Any] = {"scale": scale, "causal": causal, "window": window, "softcap": softcap, "sinks": sinks}
+        return attention(*rows, **rest, dropout=dropout).flatten(0, 1)[None]
     # An exported program is for any length: this one must not be compared.
     if window is not None and not torch.compiler.is_exporting() and window >= max(q.shape[1], k.shape[1]):
         window = None

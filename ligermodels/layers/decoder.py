@@ -26,9 +26,17 @@ from ligermodels.kernels.linear_divergence import DivergenceOutput
 from ligermodels.kernels.logprobs_of_logits import LogProbs
 from ligermodels.kernels.shared_keys import SharedKeys
 from ligermodels.layers.block import Block
+from ligermodels.layers.context_parallel import ContextGroup
 from ligermodels.layers.fused import add_then_norm
 from ligermodels.layers.kept_tensors import choose_kept
-from ligermodels.layers.lm_head import LMHead, divergence_from, logprobs_from, loss_of, select_rows
+from ligermodels.layers.lm_head import (
+    LMHead,
+    divergence_from,
+    logprobs_from,
+    logprobs_loss_from,
+    loss_of,
+    select_rows,
+)
 from ligermodels.layers.lora import initialize_lora
 from ligermodels.layers.mixer import KeysReadLater, Positions
 from ligermodels.layers.moe import load_balancing_loss
@@ -122,9 +130,16 @@ class Decoder(nn.Module):
         features: ImageFeatures | CrossFeatures | None = None,
         rope_ids: Tensor | None = None,
         padding: Tensor | None = None,
+        context: ContextGroup | None = None,
     ) -> DecoderOutput:
         """Arguments as those of `CausalLM.forward`. padding: int64 [B], with a cache: how many places at the end of
         each row are no tokens; None for none."""
+        lengths = None if cache is None else cache.sequence_lengths
+        if context is not None and input_ids is not None:
+            if position_ids is None:
+                position_ids = default_positions(input_ids, cu_seqlens, None)
+            lengths = position_ids.amax(-1, keepdim=True) + 1
+            input_ids, position_ids = context.part(input_ids), context.part(position_ids)
         x = self.scale(self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds)
         if features is not None:
             x = features.insert(x)
@@ -134,7 +149,6 @@ class Decoder(nn.Module):
             rope_ids = position_ids
             if cache is not None and cache.rope_offsets is not None:
                 rope_ids = position_ids + cache.rope_offsets
-        lengths = None if cache is None else cache.sequence_lengths
         angles = {name: rotary(rope_ids, lengths) for name, rotary in self.rotary_emb.items()}
         scale = None if self.query_scale is None else query_scale(self.query_scale, position_ids).to(x.dtype)
         positions = Positions(
@@ -142,7 +156,7 @@ class Decoder(nn.Module):
             layer_inputs=self.layer_inputs(input_ids, x),
             ahead=features.seen_ahead(x.shape[:2]) if isinstance(features, ImageFeatures) else None,
             cross=features if isinstance(features, CrossFeatures) else None,
-            read_later=KeysReadLater() if self.keys_are_shared else None,
+            read_later=KeysReadLater() if self.keys_are_shared else None, context=context,
         )  # fmt: skip
         residual, routers, states = None, [], []
         for index, layer in enumerate(self.layers):
@@ -175,7 +189,7 @@ class Decoder(nn.Module):
 
 
 def default_positions(x: Tensor, cu_seqlens: Tensor | None, cache: Cache | None) -> Tensor:
-    """Positions [B or 1, T] of x [B, T, H]: from 0, from the start of each packed document, or from the cache's end."""
+    """Positions [B or 1, T] of x [B, T, ...]: from 0, from the start of each packed document, or the cache's end."""
     length = x.shape[1]
     if cache is not None:
         return cache.next_positions(length)
@@ -302,6 +316,7 @@ class CausalLM(AdaptableModule, HubModule, ABC):
         divergence: Mapping[str, Any] | None = None,
         features: ImageFeatures | CrossFeatures | None = None,
         rope_ids: Tensor | None = None,
+        context: ContextGroup | None = None,
         **options: Any,
     ) -> CausalLMOutput:
         """input_ids [B, T] -> loss and logits [B, T, V].
@@ -333,11 +348,15 @@ class CausalLM(AdaptableModule, HubModule, ABC):
         rows: int64 [N], places in the flattened batch: the only tokens of which the head computes the loss or the
         log-probabilities. All places whose next token is supervised, each once; others add nothing.
         logprobs: options of `ops.linear_logprobs`. The log-probabilities of the labels are then computed in place of
-        the loss and the logits: see `CausalLM.logprobs`.
+        the loss and the logits: see `CausalLM.logprobs`. With `row_loss`, options of `ops.linear_logprobs_loss`: the
+        loss too, its gradients formed in the forward. It needs rows [N]; row_loss gets some of them at a time, or all.
         divergence: options of `ops.linear_divergence`, with `teacher`. The loss is then the divergence from the teacher
         over the tokens whose labels are supervised, divided as the loss without it.
         features: of images, in place of the embeddings at their places in the batch, which are not scaled.
         rope_ids: [B or 1, T] or [axes, B or 1, T], the positions for RoPE where they are not those of the tokens.
+        context: the ranks that share this row, which all of them pass whole, as input_ids [1, T], with the labels and
+        the offsets of its documents. Each computes its part of the tokens: the outputs are those of its part, `rows`
+        are places in it, and the loss is its share of a sum, which num_items_in_batch divides.
         options: return_dict, output_attentions and use_cache, as long as they ask for nothing else than what is done.
 
         An attention mask, or position_ids without cu_seqlens, is read on the host.
@@ -350,7 +369,7 @@ class CausalLM(AdaptableModule, HubModule, ABC):
         max_seqlen = max_seqlen if cu_seq_lens_q is None else max_length_q
         decoded = self.decode(
             input_ids, labels, attention_mask, position_ids, cu_seqlens, max_seqlen, cache, inputs_embeds,
-            bool(output_hidden_states), shared_keys, features, rope_ids,
+            bool(output_hidden_states), shared_keys, features, rope_ids, context,
         )  # fmt: skip
         output, labels = decoded.output, decoded.labels
         if decoded.layout is not None and not (rows is divergence is None):
@@ -358,10 +377,12 @@ class CausalLM(AdaptableModule, HubModule, ABC):
                 "forward: rows and a teacher's states are places in the batch as it is given, but its padding or "
                 "position_ids rearrange it: leave them out, or pass cu_seqlens"
             )
-        balance = self.balance(output.router_logits, output_router_logits)
+        balance = self.balance(output.router_logits, output_router_logits, context)
         loss, token_logprobs, from_teacher = None, None, None
         if labels is not None:
             hidden, targets = output.hidden, next_tokens(labels, decoded.cu_seqlens)
+            if context is not None:  # behind the shift, which brings the label of a part's last token from the next
+                targets = context.part(targets)
             if rows is not None:
                 hidden, targets = select_rows(hidden, targets, rows)
             if divergence is not None:
@@ -370,6 +391,12 @@ class CausalLM(AdaptableModule, HubModule, ABC):
                 loss = self.with_balance(from_teacher.loss / items, targets, num_items_in_batch, balance)
             elif logprobs is None:
                 loss = self.loss(hidden, targets, num_items_in_batch, balance)
+            elif "row_loss" in logprobs:
+                if rows is None:
+                    raise ValueError("forward: row_loss needs rows, the places of the tokens that it reads")
+                loss, token_logprobs = logprobs_loss_from(
+                    self.lm_head, hidden, targets, **self.logit_options, **logprobs
+                )
             else:
                 token_logprobs = self.target_logprobs(hidden, targets, logprobs)
                 if rows is None:  # copied, because FSDP2 warns of outputs that are views
@@ -425,9 +452,15 @@ class CausalLM(AdaptableModule, HubModule, ABC):
         shared_keys: SharedKeys | None = None,
         features: ImageFeatures | CrossFeatures | None = None,
         rope_ids: Tensor | None = None,
+        context: ContextGroup | None = None,
     ) -> Decoded:
         """Runs the decoder on a batch. Arguments as those of `forward`."""
         shape = batch_shape(input_ids, inputs_embeds)
+        if context is not None:
+            context.check(input_ids)
+            others = attention_mask, cache, inputs_embeds, shared_keys, features, rope_ids
+            if any(other is not None for other in others):
+                raise ValueError("forward: context goes with input_ids, position_ids and cu_seqlens alone")
         if shared_keys is not None and (cu_seqlens is None or position_ids is None):
             raise ValueError("forward: shared_keys need cu_seqlens and position_ids")
         layout = row_layout(shape, attention_mask, position_ids, cu_seqlens, cached=cache is not None)
@@ -442,18 +475,24 @@ class CausalLM(AdaptableModule, HubModule, ABC):
         padding = layout.padding if isinstance(layout, AlignedRows) else None
         output = self.model(
             input_ids, position_ids, cu_seqlens, max_seqlen, cache, inputs_embeds, output_hidden_states, shared_keys,
-            features, rope_ids, padding,
+            features, rope_ids, padding, context,
         )  # fmt: skip
         return Decoded(output, labels, cu_seqlens, layout)
 
-    def balance(self, router_logits: list[Tensor], requested: bool | None) -> Tensor | None:
-        """The routers' load-balancing loss if it is requested; requested: None for what config.json says."""
+    def balance(
+        self, router_logits: list[Tensor], requested: bool | None, context: ContextGroup | None
+    ) -> Tensor | None:
+        """The routers' load-balancing loss if it is requested; requested: None for what config.json says.
+
+        context: the ranks whose tokens count together, None for this one.
+        """
         config = self.config
         if requested is None:
             requested = isinstance(config, MoEConfig) and config.output_router_logits
-        if not requested or not isinstance(config, MoEConfig):
+        if not requested or not router_logits or not isinstance(config, MoEConfig):
             return None
-        return load_balancing_loss(router_logits, config.num_experts_per_tok)
+        mean = context.mean if context is not None else lambda share: share
+        return load_balancing_loss(router_logits, config.num_experts_per_tok, mean)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [B, T, H] -> logits [B, T, V], scaled and softcapped."""

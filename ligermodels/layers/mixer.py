@@ -12,6 +12,7 @@ from ligermodels.generation.cache import Kept
 from ligermodels.generation.cross_features import CrossFeatures
 from ligermodels.kernels.attention import attention
 from ligermodels.kernels.shared_keys import SharedKeys, gather_keys
+from ligermodels.layers.context_parallel import ContextGroup
 from ligermodels.layers.norm import PreNorm
 from ligermodels.layers.packed import PackingModule
 
@@ -40,16 +41,19 @@ class Positions:
     ahead: Tensor | None = None  # int64 [B, T], how many tokens behind it a token sees; None where all see none
     cross: CrossFeatures | None = None  # images that cross-attention reads; None without
     read_later: KeysReadLater | None = None  # None where no layer reads the keys of another
+    context: ContextGroup | None = None  # the ranks that share the row, whose offsets cu_seqlens are; None for one
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """Attention within rows or packed documents. options: as those of `attention`."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None, **options: Any) -> Tensor:
+        """Attention within rows or packed documents. sinks, options: as those of `attention`."""
         shared = self.shared_keys
         documents: dict[str, Any] = {"cu_seqlens": self.cu_seqlens, "max_seqlen": self.max_seqlen}
         documents["causal"] = self.causal
         if shared is not None:
             k, v = (gather_keys(x, shared.offsets, shared.places) for x in (k, v))
             documents |= {"cu_seqlens_k": shared.cu_seqlens, "max_seqlen_k": shared.max_seqlen}
-        return attention(q, k, v, **documents, **options)
+        if self.context is not None:
+            return self.context.attend(attention, q, k, v, sinks, **documents, **options)
+        return attention(q, k, v, sinks=sinks, **documents, **options)
 
 
 class Mixer(PackingModule, ABC):

@@ -3,14 +3,20 @@
 Must not know any family.
 """
 
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from ligermodels.configs.base import Config
+from ligermodels.kernels.collectives import sum_gradient
 from ligermodels.kernels.dispatch import widen
+from ligermodels.kernels.expert_exchange import experts_on_ranks
 from ligermodels.kernels.experts import experts, route, route_by_sigmoid
 from ligermodels.layers.fused import add_then_norm, routed_experts
 from ligermodels.layers.lora import GroupedUpdate, reset_lora
@@ -23,6 +29,7 @@ class Experts(nn.Module):
     """E stacked gated feed-forward layers: gate_up_proj [E, 2 I, H], each gate's rows first; down_proj [E, H, I].
 
     bias: whether they have gate_up_proj_bias [E, 2 I] and down_proj_bias [E, H].
+    mesh: of the ranks that have parts of the experts (expert parallelism), after `distribute`; None where each has all.
     """
 
     gate_up_proj_bias: nn.Parameter | None
@@ -31,6 +38,7 @@ class Experts(nn.Module):
     def __init__(self, config: Config, *, intermediate_size: int, num_experts: int, bias: bool = False) -> None:
         super().__init__()
         self.activation = config.activation
+        self.mesh: DeviceMesh | None = None
         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, config.hidden_size))
         self.down_proj = nn.Parameter(torch.empty(num_experts, config.hidden_size, intermediate_size))
         for weight in (self.gate_up_proj, self.down_proj):
@@ -40,14 +48,37 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, expert_index: Tensor, expert_weight: Tensor) -> Tensor:
         """x [tokens, H], expert_index and expert_weight [tokens, k] -> weighted sum of the k experts [tokens, H]."""
-        return routed_experts(
-            x, expert_index, expert_weight, self.gate_up_proj, self.down_proj, self.activation, self.gate_up_proj_bias,
-            self.down_proj_bias,
-        )  # fmt: skip
+        weights = self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias
+        if self.mesh is None:
+            return self.compute(x, expert_index, expert_weight, weights)
+        own = [None if weight is None else own_part(weight, self.mesh, x.dtype) for weight in weights]
+        compute, own_experts = partial(self.compute, weights=own), self.down_proj.shape[0] // self.mesh.size(1)
+        return experts_on_ranks(compute, x, expert_index, expert_weight, own_experts, self.mesh.get_group(1))
+
+    def compute(self, x: Tensor, expert_index: Tensor, expert_weight: Tensor, weights: Sequence[Any]) -> Tensor:
+        """`forward` with these weights: gate_up_proj, down_proj, and their biases."""
+        gate_up, down, *biases = weights
+        return routed_experts(x, expert_index, expert_weight, gate_up, down, self.activation, *biases)
+
+    def distribute(self, mesh: DeviceMesh) -> None:
+        """Gives each rank of the mesh [replicas, ranks] its part of the experts, in place; their number is a multiple.
+
+        Parameters become DTensors, with the whole shape. Tokens then go to experts, where else FSDP brings weights.
+        """
+        self.mesh = mesh
+        for name, parameter in list(self.named_parameters()):
+            parts = distribute_tensor(parameter.detach(), mesh, [Replicate(), Shard(0)], src_data_rank=None)
+            self.register_parameter(name, nn.Parameter(parts, parameter.requires_grad))
 
     def extra_repr(self) -> str:
         num_experts, hidden_size, intermediate_size = self.down_proj.shape
         return f"{num_experts} of {hidden_size} × {intermediate_size}"
+
+
+def own_part(weight: Any, mesh: DeviceMesh, dtype: torch.dtype) -> Tensor:
+    """This rank's rows of a distributed parameter, cast to `dtype`; all replicas get the sum of their gradients."""
+    part = weight.to_local()
+    return (part if mesh.size(0) == 1 else sum_gradient(part, mesh.get_group(0))).to(dtype)
 
 
 class LoRAExperts(nn.Module):
@@ -214,14 +245,16 @@ class MoE(nn.Module):
         return out, residual, router_logits
 
 
-def load_balancing_loss(router_logits: list[Tensor] | tuple[Tensor, ...], k: int) -> Tensor:
+def load_balancing_loss(
+    router_logits: list[Tensor] | tuple[Tensor, ...], k: int, mean: Callable[[Tensor], Tensor] = lambda share: share
+) -> Tensor:
     """E Σ_e f_e P_e, a scalar in fp32; it is k if all experts are used equally.
 
     router_logits: [tokens, E] of each layer; the sums run over the tokens of all layers together. f_e: how often expert
-    e is in the top k, per token. P_e: its mean probability. Source: Fedus et al. 2021,
-    https://arxiv.org/abs/2101.03961, summed over the k choices as in transformers.
+    e is in the top k, per token. P_e: its mean probability. mean: of both, [E], over the ranks that share the tokens.
+    Source: Fedus et al. 2021, https://arxiv.org/abs/2101.03961, summed over the k choices as in transformers.
     """
     probability = torch.softmax(torch.cat(router_logits), -1, dtype=torch.float32)  # [layers tokens, E]
     num_experts = probability.shape[-1]
     chosen = torch.zeros_like(probability).scatter_(-1, probability.topk(k).indices, 1.0)
-    return num_experts * (chosen.mean(0) * probability.mean(0)).sum()
+    return num_experts * (mean(chosen.mean(0)) * mean(probability.mean(0))).sum()

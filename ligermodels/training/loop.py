@@ -51,6 +51,7 @@ from ligermodels.training.runs.stopping import signals
 from ligermodels.training.runs.validations import Validations, validation_losses
 from ligermodels.training.scaling import float8, fsdp
 from ligermodels.training.scaling.compilation import compile_blocks
+from ligermodels.training.scaling.context_parallel import context_group
 from ligermodels.training.scaling.host_reads import read_async
 from ligermodels.training.scaling.out_of_memory import out_of_memory_advice
 from ligermodels.weights.sharding import reshard
@@ -79,8 +80,8 @@ def train(config: TrainConfig) -> TrainResult:
     current step, with a checkpoint. A process group that it starts stays: `ligermodels.distributed.stop()` leaves it.
     Raises InputError for what cannot be run, before memory is allocated where that is known by then.
     """
-    world = distributed.start()
-    config, pretrained, adapter, model, objective, build, estimate, reshard_after_forward, run = prepare(config, world)
+    prepared = prepare(config, distributed.start())
+    config, world, pretrained, adapter, model, objective, build, estimate, reshard_after_forward, run = prepared
     data = objective.data
     compute_dtype = TORCH_DTYPES[config.dtype]
     has_template = data.tokenizer is not None and bool(data.tokenizer.templates)
@@ -107,16 +108,17 @@ def train(config: TrainConfig) -> TrainResult:
         if config.float8:
             float8.convert(model, world.device)
         if config.compile:
-            compile_blocks(model)
+            compile_blocks(model, world.device)
         fsdp.shard(
-            model, world, compute_dtype, dp_replicate=config.dp_replicate, reshard_after_forward=reshard_after_forward
-        )
+            model, world, compute_dtype, dp_replicate=config.dp_replicate, expert_parallel=config.expert_parallel,
+            reshard_after_forward=reshard_after_forward,
+        )  # fmt: skip
         give_initial_weights(model, pretrained, adapter, config.seed, world.device)
         model.generation_config = generation_config(
             data.tokenizer, model.generation_config, model.config.raw, chats=chats
         )
         say = print if world.is_first else lambda line: None
-        objective.folder = output
+        objective.folder, objective.context = output, context_group(world)
         objective.prepare(model, say)
         reshard(model)  # a pass without gradients leaves weights gathered, which the optimizer must not see
         torch.manual_seed(config.seed + world.rank)  # dropout

@@ -37,8 +37,9 @@ FLAGS = {
     "lora_targets": ("all-linear",), "modules_to_save": (), "adapter": None, "quantize": None, "lora_export": None,
     "output": None, "resume": None, "allow_changes": False, "checkpoint_every": None,
     "checkpoint_minutes": 30.0, "keep_checkpoints": 2, "best_checkpoint": False, "early_stopping": None,
-    "no_export": False, "push_to_hub": None, "on_nan": "stop", "dp_replicate": 1, "eval_every": None, "log_to": (),
-    "profile": None, "objective": "sft",
+    "no_export": False, "push_to_hub": None, "on_nan": "stop", "context_parallel": 1,
+    "expert_parallel": 1, "dp_replicate": 1,
+    "eval_every": None, "log_to": (), "profile": None, "objective": "sft",
     **dict.fromkeys(("pairs", "examples", "max_prompt_length", "loss", "beta", "label_smoothing", "f_divergence")),
     **dict.fromkeys(("ld_alpha", "discopop_tau", "gamma", "alpha", "nll_weight", "desirable_weight")),
     **dict.fromkeys(("undesirable_weight", "reference", "center_rewards", "teacher", "temperature", "prompts")),
@@ -48,7 +49,7 @@ FLAGS = {
     "ce_weight": 0.0, "generations": 8, "max_completion_length": 512, "stop": (), "reward_timeout": 300.0,
     "reward_aggregation": "sum_then_normalize", "steps_per_generation": 1, "iterations": 1, "kl_correction": True,
     "sampler_clip": 3.0, "top_entropy": 1.0, "entropy_coef": 0.0, "mask_truncated": False, "keep_zero_spread": False,
-    "completions_every": 1, "mean_logits": False, "on_policy": 0.0,
+    "completions_every": 1, "mean_logits": False, "on_policy": 0.0, "sampler": "own", "teacher_states": None,
 }  # fmt: skip
 OF_THE_COMMAND = ("config", "dry_run")
 
@@ -348,6 +349,8 @@ def test_only_settings_that_change_the_result_are_differences():
             "full",
             "--compile",
             "--dp-replicate",
+            "2",
+            "--context-parallel",
             "2",
             "--log-to",
             "tensorboard",

@@ -3,7 +3,15 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from ligermodels import distributed
 from tests.conftest import DEVICE
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    yield
+    distributed.stop()
 
 
 @pytest.fixture

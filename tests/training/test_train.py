@@ -122,6 +122,7 @@ SAME = {  # losses to rounding of the sums, and weights as near as Adam's first 
     ),
     "compiled": (["--compile", "--profile", "4"], 1, blocks_are_compiled),
     "two ranks": (SAVED, 2, a_rank_holds(512)),
+    "rows on two ranks": (["--context-parallel", "2", *SAVED], 2, a_rank_holds(512)),
     "two copies, accumulated": (["--dp-replicate", "2", "--micro-batch-size", "1", *SAVED], 2, a_rank_holds(1024)),
 }  # fmt: skip
 

@@ -84,15 +84,16 @@ def test_a_run_stopped_by_a_signal_saves_and_resumes_bit_exactly(stopped, straig
     assert losses(copy) == losses(straight) and steps_of(copy) == list(range(1, 17))
 
 
-def test_a_run_resumes_with_the_same_data_on_another_number_of_ranks(stopped, straight, launcher):
+@pytest.mark.parametrize("sharing", ["1", "2"])
+def test_a_run_resumes_with_the_same_data_on_another_number_of_ranks(sharing, stopped, straight, launcher):
     """From one to two, of which the second alone is told to stop, and back to one."""
-    copy = copied(stopped[1], "shared")
+    copy = copied(stopped[1], f"shared-{sharing}")
     reached = steps_of(copy)[-1]
-    pair = launcher.start("--resume", copy.name, ranks=2)
+    pair = launcher.start("--resume", copy.name, "--context-parallel", sharing, ranks=2)
     pair.read_until(f"step {reached + 2}/")
     pair.kill(signal.SIGTERM, rank=1).wait()
     assert pair.statuses == [0, 0] and f"Stopped after step {steps_of(copy)[-1]}." in pair.stdout
-    done = launcher.succeed("--resume", copy.name)
+    done = launcher.succeed("--resume", copy.name, "--context-parallel", "1")
     for run, ranks in ((pair, 2), (done, 1)):
         assert f"weights, optimizer state and data order are exact on {ranks} x cpu" in run.stdout
     torch.testing.assert_close(losses(copy), losses(straight), rtol=2e-6, atol=0)

@@ -20,6 +20,7 @@ from ligermodels.layers.decoder import IGNORE_INDEX, next_tokens
 from ligermodels.training.data.decoding import ImageDecoder
 from ligermodels.training.data.mixture import Mixture
 from ligermodels.training.data.packing import ConcatenatedRows, Segment
+from ligermodels.training.data.stored_states import StoredStates, is_supervised
 from ligermodels.units import counted
 
 ROWS_MULTIPLE = 128  # a GEMM tile: the head's products are slower with other numbers of rows
@@ -33,9 +34,10 @@ class Batch(NamedTuple):
     the padding of a row counts as a document, and max_seqlen = T. Without packing: input_ids, labels int64 [B, T], and
     None. labels: -100 for tokens that are not supervised.
     rows: int64 [N], the places in the flattened batch whose next token is supervised, and padding: see
-    `supervised_rows`. None where documents have no mask.
+    `supervised_rows`. None where documents have no mask. Where ranks share rows, each has those of its part alone.
     images: those of the rows, in order, under the names of arguments of `forward`; empty if there are none. Each has a
     method `to`, as tensors have.
+    teacher_states: what a teacher has stored for the rows (`StoredStates.of_rows`); they stay in host memory.
     """
 
     input_ids: Tensor
@@ -44,34 +46,36 @@ class Batch(NamedTuple):
     max_seqlen: int | None
     rows: Tensor | None = None
     images: Mapping[str, Any] = {}  # never changed
+    teacher_states: Tensor | None = None
 
     def to(self, device: torch.device) -> "Batch":
         """Copies the batch to a device; copies from pinned memory do not block the host."""
         input_ids, labels = (x.to(device, non_blocking=True) for x in (self.input_ids, self.labels))
         offsets, rows = (None if x is None else x.to(device, non_blocking=True) for x in (self.cu_seqlens, self.rows))
         images = {name: values.to(device, non_blocking=True) for name, values in self.images.items()}
-        return Batch(input_ids, labels, offsets, self.max_seqlen, rows, images)
+        return Batch(input_ids, labels, offsets, self.max_seqlen, rows, images, self.teacher_states)
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of `forward`."""
         fields = self._asdict()
+        del fields["teacher_states"]
         return fields | fields.pop("images")
 
 
 def count_supervised(batch: Batch) -> Tensor:
-    """The number of supervised tokens: a scalar on the batch's device."""
+    """The number of supervised tokens of whole rows: a scalar on the batch's device."""
     return (next_tokens(batch.labels, batch.cu_seqlens) != IGNORE_INDEX).sum()
 
 
 def collate(
-    rows: Sequence[Sequence[Segment]], length: int, packing: bool, device: torch.device,
+    rows: Sequence[Sequence[Segment]], length: int, packing: bool, world: World,
     decoder: ImageDecoder | None = None,
 ) -> Batch:  # fmt: skip
-    """A batch in host memory, pinned if `device` is a GPU. rows: the segments of each row; an empty row is padding.
+    """A batch in host memory, pinned if the device is a GPU. rows: the segments of each row; an empty row is padding.
 
     decoder: of the images of documents; None if no document has any. Raises InputError as `ImageDecoder.prepare` does.
     """
-    pinned = device.type == "cuda"
+    pinned = world.device.type == "cuda"
     input_ids = torch.zeros(len(rows), length, dtype=torch.int64, pin_memory=pinned)
     labels = torch.full((len(rows), length), IGNORE_INDEX, dtype=torch.int64, pin_memory=pinned)
     ids, targets, offsets = input_ids.numpy(), labels.numpy(), [0]
@@ -87,7 +91,7 @@ def collate(
         if end < length:
             offsets.append((number + 1) * length)
     masked = any(store.supervised is not None for row in rows for store, _, _ in row)
-    places = supervised_rows(labels, pinned) if masked else None
+    places = supervised_rows(labels, pinned, world.context_rank, world.context) if masked else None
     if not packing:
         images = decoder.arguments(rows, input_ids, None, pinned) if decoder else {}
         return Batch(input_ids, labels, None, None, places, images)
@@ -97,20 +101,28 @@ def collate(
     return Batch(input_ids, labels, cu_seqlens, length, places, images)
 
 
-def supervised_rows(labels: Tensor, pinned: bool) -> Tensor | None:
+def supervised_rows(labels: Tensor, pinned: bool, part: int = 0, parts: int = 1) -> Tensor | None:
     """The places of labels [B, T] whose next token is supervised: int64 [N], N a multiple of ROWS_MULTIPLE.
 
-    The padding is the last place, which has no next token. None where N would not be smaller than B T. The head then
-    computes these rows alone, and the host does not have to ask the device where they are. A document's first label is
-    IGNORE_INDEX, so that no place is supervised by the next row or document.
+    Of the batch in equal parts, the places in number `part`. The padding is the last place whose next token is not
+    supervised. None where N would not be smaller than the part. The head then computes these rows alone, and the host
+    does not have to ask the device where they are. A document's first label is IGNORE_INDEX, so that no place is
+    supervised by the next row or document.
     """
-    places = np.flatnonzero(labels.numpy().reshape(-1)[1:] != IGNORE_INDEX)
+    supervised = np.split(is_supervised(labels), parts)[part]
+    places = np.flatnonzero(supervised)
     count = max(1, -(-len(places) // ROWS_MULTIPLE)) * ROWS_MULTIPLE
-    if count >= labels.numel():
+    if count >= len(supervised):
         return None
-    rows = torch.full((count,), labels.numel() - 1, dtype=torch.int64, pin_memory=pinned)
+    rows = torch.full((count,), np.flatnonzero(~supervised)[-1], dtype=torch.int64, pin_memory=pinned)
     rows.numpy()[: len(places)] = places
     return rows
+
+
+def with_states(batch: Batch, stored: StoredStates, numbers: Sequence[int | None], world: World) -> Batch:
+    """The batch with what a teacher has stored for its rows, of these numbers."""
+    states = stored.of_rows(numbers, batch.labels, batch.rows, world.device.type == "cuda")
+    return batch._replace(teacher_states=states)
 
 
 def split_global_batch(batch_size: int, micro_batch_size: int | None, world: World) -> tuple[int, int]:
@@ -119,13 +131,12 @@ def split_global_batch(batch_size: int, micro_batch_size: int | None, world: Wor
     micro_batch_size: None for a single micro-batch per rank and step. Raises InputError if the global batch cannot be
     divided equally.
     """
-    size = micro_batch_size or max(1, batch_size // world.size)
-    accumulation_steps, remainder = divmod(batch_size, world.size * size)
+    size = micro_batch_size or max(1, batch_size // world.data_size)
+    accumulation_steps, remainder = divmod(batch_size, world.data_size * size)
     if remainder or not accumulation_steps:
         given = "" if micro_batch_size is None else f" x --micro-batch-size {size}"
-        raise InputError(
-            f"--batch-size {batch_size} is not a multiple of {counted(world.size, 'rank')}{given}: change one of them"
-        )
+        ranks = counted(world.size, "rank") + ("" if world.context == 1 else f" / --context-parallel {world.context}")
+        raise InputError(f"--batch-size {batch_size} is not a multiple of {ranks}{given}: change one of them")
     return accumulation_steps, size
 
 
@@ -139,7 +150,12 @@ class BatchRequest(NamedTuple):
 
 
 class TrainingRows:
-    """The rows that a run trains on, in the endless order of a mixture of sources."""
+    """The rows that a run trains on, in the endless order of a mixture of sources.
+
+    stored: what a teacher has stored for them, None without.
+    """
+
+    stored: StoredStates | None = None
 
     def __init__(
         self, sources: Sequence[ConcatenatedRows], weights: Sequence[float], seed: int, packing: bool,
@@ -197,9 +213,17 @@ class TrainingRows:
         cursor, batch_size, micro_batch_size, world = request
         accumulation_steps, size = split_global_batch(batch_size, micro_batch_size, world)
         entries = self.mixture.entries(cursor, batch_size)
-        starts = [(number * world.size + world.rank) * size for number in range(accumulation_steps)]
+        starts = [(number * world.data_size + world.data_rank) * size for number in range(accumulation_steps)]
         batches = [self.rows(entries[start : start + size]) for start in starts]
-        return [collate(rows, self.length, self.packing, world.device, self.decoder) for rows in batches]
+        collated = [collate(rows, self.length, self.packing, world, self.decoder) for rows in batches]
+        if self.stored is None:
+            return collated
+        firsts = list(itertools.accumulate(map(len, self.sources), initial=0))
+        numbers = [firsts[source] + row for source, row in entries]
+        return [
+            with_states(batch, self.stored, numbers[start : start + size], world)
+            for start, batch in zip(starts, collated, strict=True)
+        ]
 
     def rows(self, entries: Sequence[tuple[int, int]]) -> list[list[Segment]]:
         return [self.sources[source].segments(row) for source, row in entries]
@@ -221,7 +245,13 @@ def prompt(segment: Segment) -> list[int]:
 
 
 class ValidationRows:
-    """The rows of the validation split."""
+    """The rows of the validation split.
+
+    stored: what a teacher has stored, None without; first: the number that the first row has there.
+    """
+
+    stored: StoredStates | None = None
+    first = 0
 
     def __init__(self, rows: ConcatenatedRows, packing: bool, decoder: ImageDecoder | None = None) -> None:
         self.rows, self.packing, self.decoder = rows, packing, decoder
@@ -251,8 +281,12 @@ class ValidationRows:
 
     def batches(self, micro_batch_size: int, world: World) -> Iterator[Batch]:
         """Every row once over all ranks, in the same number of batches on each rank; the last are padded with rows."""
-        for start in range(0, len(self), world.size * micro_batch_size):
-            first = start + world.rank * micro_batch_size
+        for start in range(0, len(self), world.data_size * micro_batch_size):
+            first = start + world.data_rank * micro_batch_size
             numbers = range(first, first + micro_batch_size)
             rows = [self.rows.segments(row) if row < len(self) else [] for row in numbers]
-            yield collate(rows, self.rows.length, self.packing, world.device, self.decoder).to(world.device)
+            batch = collate(rows, self.rows.length, self.packing, world, self.decoder)
+            if self.stored is not None:
+                known = [self.first + row if row < len(self) else None for row in numbers]
+                batch = with_states(batch, self.stored, known, world)
+            yield batch.to(world.device)

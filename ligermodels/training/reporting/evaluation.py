@@ -6,6 +6,7 @@ import torch
 
 from ligermodels.distributed import World, total
 from ligermodels.generation.decoding import generate
+from ligermodels.layers.context_parallel import ContextGroup
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.training.data import Data, ValidationRows, count_supervised
 from ligermodels.training.reporting.metrics import Validation
@@ -17,24 +18,33 @@ SAMPLE_TOKENS = 40
 
 
 @torch.no_grad()
-def evaluate(model: CausalLM, data: Data, micro_batch_size: int, world: World, stop: Stop) -> Validation | None:
+def evaluate(
+    model: CausalLM, data: Data, micro_batch_size: int, world: World, stop: Stop, context: ContextGroup | None = None,
+    generates: bool = True,
+) -> Validation | None:  # fmt: skip
     """Computes the validation loss, the accuracy on questions and a sample. Every rank calls it.
 
     data: its validation rows, tokenizer and questions. micro_batch_size: rows per forward pass of a rank. stop: if a
-    signal requests a stop, validation ends early. The loss is in nats per supervised token, the same bits on all ranks;
-    None if validation ended early.
+    signal requests a stop, validation ends early. context: the ranks that share this rank's rows, if any. The loss is
+    in nats per supervised token, the same bits on all ranks; None if validation ended early. generates: whether there
+    are answers and a sample.
     """
     model.eval()
-    loss, found = validation_loss(model, data.validation, micro_batch_size, world, stop), None
+    loss, found = validation_loss(model, data.validation, micro_batch_size, world, stop, context), None
     if loss is not None:
-        answers, sample = answers_and_sample(model, data)
+        answers, sample = answers_and_sample(model, data) if generates else (None, None)
         found = Validation(loss, floor=data.floor, answers=answers, sample=sample)
     model.train()
     return found
 
 
 def validation_loss(
-    model: CausalLM, validation: ValidationRows, micro_batch_size: int, world: World, stop: Stop
+    model: CausalLM,
+    validation: ValidationRows,
+    micro_batch_size: int,
+    world: World,
+    stop: Stop,
+    context: ContextGroup | None = None,
 ) -> float | None:
     """Returns the loss in nats per supervised token over all ranks; None if a rank was signalled to stop.
 
@@ -46,8 +56,8 @@ def validation_loss(
         if stop_requested():
             return None
         stop_requested = start_stop_check(stop, world)  # read before the next batch, while a GPU computes this one
-        summed = model(**batch.arguments(), num_items_in_batch=1, skip_logits=True).loss
-        totals += torch.stack([summed, count_supervised(batch)])
+        summed = model(**batch.arguments(), num_items_in_batch=1, skip_logits=True, context=context).loss
+        totals += torch.stack([summed, count_supervised(batch) / world.context])
     loss, count = total(totals).tolist()
     return loss / count
 

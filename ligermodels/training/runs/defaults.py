@@ -108,14 +108,14 @@ def length_reason(data: Data, length: int) -> str:
 
 
 def fitting_batch_size(rows: int, length: int, tokens: int, world: World) -> Choice:
-    """A global batch of at most `tokens` tokens, less for small data. Each rank has a power of two, which divides well
-    into micro-batches."""
+    """A global batch of at most `tokens` tokens, less for small data. Each rank has a power of two, or all that share
+    rows have, which divides well into micro-batches."""
     budget, share = tokens // length, rows // MIN_STEPS_PER_EPOCH
     reason = (
         f"at most {tokens:,} tokens a step" if budget <= share else f"at least {MIN_STEPS_PER_EPOCH} steps an epoch"
     )
-    of_rank = max(1, min(budget, share) // world.size)
-    return Choice(2 ** (of_rank.bit_length() - 1) * world.size, reason)
+    of_rank = max(1, min(budget, share) // world.data_size)
+    return Choice(2 ** (of_rank.bit_length() - 1) * world.data_size, reason)
 
 
 def run_length(config: TrainConfig, rows: int, batch_size: int, *, sft: bool) -> Choice:

@@ -1,5 +1,6 @@
 """The weights of a run's model: those that it begins with, and those of one of its checkpoints, to try it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -43,6 +44,7 @@ def load_checkpoint(config: TrainConfig, folder: Path, step: int) -> tuple[Causa
     config: the settings in the run's train.toml. folder: of the run, which may still train: nothing in it is changed.
     Raises InputError where the model has no tokenizer, or the checkpoint is gone or damaged.
     """
+    config = replace(config, dp_replicate=1, context_parallel=1, expert_parallel=1)
     run = prepare(config, distributed.start())
     data, checkpoint = run.objective.data, step_folder(folder / CHECKPOINTS, step)
     if data.tokenizer is None:

@@ -43,6 +43,8 @@ from ligermodels.training.scaling.activation_checkpointing import (
     apply_activation_checkpointing,
     must_reshard_after_forward,
 )
+from ligermodels.training.scaling.context_parallel import refuse_unfit_length, refuse_unfit_model, share_rows
+from ligermodels.training.scaling.expert_parallel import refuse_unfit_experts
 from ligermodels.training.scaling.micro_batches import micro_batch_size_of
 
 
@@ -50,6 +52,7 @@ class Run(NamedTuple):
     """A run before it allocates any memory: its model on the meta device, its objective with the data, its plan."""
 
     config: RunConfig
+    world: World  # with the ranks that share rows
     pretrained: Path | None  # the folder of the weights to start from
     adapter: Path | None  # the folder of the adapter to continue
     model: CausalLM
@@ -72,6 +75,7 @@ def prepare(config: TrainConfig, world: World) -> Run:
     """The run of these settings, before it allocates any memory."""
     config = with_base_of_adapter(config)
     refuse_contradictions(config)
+    world = share_rows(world, config)
     objective = make_objective(config, world)
     check_logger_packages(config.log_to)
     refuse_other_settings(config)
@@ -103,6 +107,8 @@ def prepare(config: TrainConfig, world: World) -> Run:
         )  # fmt: skip
 
     train_parts(model, config, compute_dtype)
+    refuse_unfit_model(model, world.context)
+    refuse_unfit_experts(model, config, world)
 
     # The data, and the settings that depend on it.
     objective.open(pretrained, model, adapter)
@@ -111,6 +117,7 @@ def prepare(config: TrainConfig, world: World) -> Run:
         take_special_ids(model)
     config, more = with_choices(config, objective.choices(model.config.hidden_size))
     config = completed(config)
+    refuse_unfit_length(config)
     objective.complete(config)
     refuse_unused_profile(config)
     refuse_finished(config)
@@ -128,7 +135,9 @@ def prepare(config: TrainConfig, world: World) -> Run:
     )
     images = image_load(model, data)
     beside = objective.bytes_beside(model)
-    estimate = memory_needs(model, build(model), config, world, compute_dtype, beside, images.most_patches)
+    estimate = memory_needs(
+        model, build(model), config, world, compute_dtype, beside, images.most_patches, objective.reads_logprobs
+    )
     micro_batch_size = objective.micro_batch_size = micro_batch_size_of(config, world, len(model.blocks), estimate)
     micro_batches = split_global_batch(config.units, micro_batch_size, world)[0] if config.optimizer_in_backward else 1
     refuse_unfit_optimizer_in_backward(config, world.size, micro_batches)
@@ -146,9 +155,9 @@ def prepare(config: TrainConfig, world: World) -> Run:
         lengths=data.lengths if isinstance(data, Data) else None, micro_batch_size=micro_batch_size,
         tokens_per_step=objective.tokens_per_step, chosen=[*chosen, *more],
         dtype=compute_dtype, checkpointed_blocks=checkpointed_blocks, kept_tensors=kept_tensors, memory=memory,
-        phases=objective.phases(memory), images=images, advice=objective.advice(),
+        phases=objective.phases(memory), images=images, facts=objective.facts(), advice=objective.advice(),
     )  # fmt: skip
-    return Run(config, pretrained, adapter, model, objective, build, estimate, reshard_after_forward, made)
+    return Run(config, world, pretrained, adapter, model, objective, build, estimate, reshard_after_forward, made)
 
 
 def quantise_base(model: CausalLM, folder: Path, config: TrainConfig) -> None:

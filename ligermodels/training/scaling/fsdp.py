@@ -12,28 +12,31 @@ from contextlib import contextmanager
 from typing import cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from ligermodels.distributed import World, backend_of
+from ligermodels import distributed
+from ligermodels.distributed import World
 from ligermodels.errors import InputError
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.layer_inputs import LayerInputDecoder
 from ligermodels.memory import decoder_blocks
+from ligermodels.training.scaling.expert_parallel import distribute_experts
 from ligermodels.weights.sharding import reshard
 
 
 def shard(
-    model: CausalLM, world: World, dtype: torch.dtype, *, dp_replicate: int = 1, reshard_after_forward: bool = True
-) -> None:
+    model: CausalLM, world: World, dtype: torch.dtype, *, dp_replicate: int = 1, reshard_after_forward: bool = True,
+    expert_parallel: int = 1,
+) -> None:  # fmt: skip
     """Applies `fully_shard` to every block, the embeddings, the head and the model, in place.
 
     model: on the meta device, or with equal values on every rank. dtype: the compute dtype; parameters keep their own
     dtype. If the two differ, a single process uses FSDP2 too, for its mixed precision.
     dp_replicate: model replicas (HSDP). Each is sharded over world.size / dp_replicate neighbouring ranks.
+    expert_parallel: the number of ranks of which each has a part of the routed experts, which are then not gathered.
     reshard_after_forward: whether blocks free their unsharded weights after forward and all-gather them again in
     backward. False saves the second all-gather. It also lets NCCL allocate its own communication memory, if gradients
     are reduced in `dtype`.
@@ -43,7 +46,9 @@ def shard(
         return
     check_no_ties_between_units(model)
     policy = mixed_precision(model, dtype)
-    unit = functools.partial(fully_shard, mesh=make_mesh(world, dp_replicate), mp_policy=policy)
+    mesh = make_mesh(world, dp_replicate)
+    ignored = distribute_experts(model, world, expert_parallel) | set(model.replicated_parameters())
+    unit = functools.partial(fully_shard, mesh=mesh, mp_policy=policy, ignored_params=ignored)
     # NCCL communicates from memory that it allocates itself without a copy to its buffers, but never frees that memory.
     same_dtype = policy.reduce_dtype == dtype
     use_nccl_memory = not reshard_after_forward and same_dtype and dp_shard_size(world, dp_replicate) > 1
@@ -58,7 +63,7 @@ def shard(
         unit(head, reshard_after_forward=False)
     if isinstance(model.model, LayerInputDecoder):
         unit(model.model.embed_tokens_per_layer).set_unshard_in_backward(False)
-    root = unit(model, reshard_after_forward=False, ignored_params=set(model.replicated_parameters()))
+    root = unit(model, reshard_after_forward=False)
     root.set_modules_to_forward_prefetch([*fsdp_modules(embedding), cast(FSDPModule, blocks[0])])
     for each in fsdp_modules(model):
         each.set_gradient_divide_factor(1.0)
@@ -116,8 +121,7 @@ def mixed_precision(model: nn.Module, dtype: torch.dtype) -> MixedPrecisionPolic
 def make_mesh(world: World, dp_replicate: int) -> DeviceMesh:
     """Returns the device mesh [ranks], or [dp_replicate, dp_shard] for HSDP."""
     dp_shard = dp_shard_size(world, dp_replicate)
-    if not dist.is_initialized():
-        dist.init_process_group(backend_of(world.device), store=dist.HashStore(), rank=0, world_size=1)
+    distributed.start_alone(world.device)
     if dp_replicate == 1:
         return init_device_mesh(world.device.type, (world.size,))
     names = ("dp_replicate", "dp_shard")
@@ -195,6 +199,12 @@ def gradient_norm(model: nn.Module) -> Tensor:
 
     torch's get_total_norm would round the norm of bf16 gradients to bf16.
     """
-    norms = torch._foreach_norm([p.grad for p in model.parameters() if p.grad is not None], 2.0, torch.float32)
-    norm = torch.linalg.vector_norm(torch.stack(norms))
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    by_mesh: dict[DeviceMesh | None, list[Tensor]] = {}  # routed experts may be on another than the rest
+    for gradient in (p.grad for p in model.parameters() if p.grad is not None):
+        mesh = gradient.device_mesh if isinstance(gradient, DTensor) else None
+        by_mesh.setdefault(mesh, []).append(gradient)
+    norms = []
+    for gradients in by_mesh.values():
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, torch.float32)))
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))

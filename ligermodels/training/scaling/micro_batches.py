@@ -29,12 +29,12 @@ def micro_batch_size_of(config: RunConfig, world: World, blocks: int, estimate: 
     share = split_global_batch(config.units, config.micro_batch_size, world)[1]
     if config.micro_batch_size or config.is_tiny or config.optimizer_in_backward:
         return share
-    most = MOST_TOKENS[world.device.type] // config.sequence_length
+    most = MOST_TOKENS[world.device.type] * world.context // config.sequence_length
     sizes = [size for size in range(min(share, max(1, most)), 0, -1) if share % size == 0]
     if world.device.type != "cuda":
         return sizes[0]
     usable = usable_share(torch.cuda.get_device_properties(world.device).total_memory, world)
-    large = [size for size in sizes if size * config.sequence_length >= FEWEST_TOKENS]
+    large = [size for size in sizes if size * config.sequence_length >= FEWEST_TOKENS * world.context]
     options = {
         "none": [(size, 0) for size in sizes],
         "auto": [*((size, 0) for size in large), *((size, blocks) for size in sizes)],

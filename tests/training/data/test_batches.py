@@ -159,6 +159,19 @@ def test_rows_of_a_batch_are_the_places_whose_next_token_is_supervised(packing):
         assert (batch.rows[len(expected) :] == 199).all() and targets[199] == -100  # padding adds nothing
 
 
+def test_ranks_that_share_rows_have_the_places_in_their_parts():
+    data = training([chat(60, 9), chat(100, 30), chat(30, 29), chat(90, 1)] * 6, 400)
+    (whole,) = data.micro_batches(0, 2, None, CPU)
+    targets = next_tokens(whole.labels, whole.cu_seqlens).flatten().chunk(2)
+    for rank, part in enumerate(targets):
+        (batch,) = data.micro_batches(0, 2, None, World(torch.device("cpu"), rank, 2, context=2))
+        assert all(torch.equal(a, b) for a, b in zip(batch[:3], whole[:3], strict=True))
+        expected = (part != -100).nonzero()[:, 0]
+        assert torch.equal(batch.rows[: len(expected)], expected) and len(batch.rows) % 128 == 0
+        padding = batch.rows[len(expected) :].unique()
+        assert len(padding) == 1 and part[padding] == -100
+
+
 def test_a_batch_has_no_rows_where_they_would_not_be_fewer_or_documents_have_no_mask():
     batches = {
         "few tokens": training([chat(60, 5)] * 2, 60),

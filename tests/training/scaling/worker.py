@@ -8,6 +8,7 @@ import json
 import math
 import sys
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -15,10 +16,11 @@ from torch.distributed.tensor import DTensor
 import ligermodels
 from ligermodels import distributed
 from ligermodels.kernels import launch
-from ligermodels.layers.decoder import IGNORE_INDEX
+from ligermodels.layers.decoder import IGNORE_INDEX, next_tokens
 from ligermodels.training.optimizers import building as optimizers
 from ligermodels.training.scaling import fsdp
 from ligermodels.training.scaling.compilation import compile_blocks
+from ligermodels.training.scaling.context_parallel import context_group
 from tests import interpreter
 from tests.layers.adapters import adapt
 
@@ -36,13 +38,23 @@ def rows_with_uneven_masks(vocab_size):
 
 def micro_batches(rows, step, accumulate, batch_size, world):
     """Returns this rank's micro-batches. The rows of a step depend only on their number."""
-    per_step = accumulate * world.size * batch_size
+    per_step = accumulate * world.data_size * batch_size
     indices = (step * per_step + torch.arange(per_step)) % ROWS
-    return [[x[own] for x in rows] for own in indices.view(accumulate, world.size, batch_size)[:, world.rank]]
+    return [[x[own] for x in rows] for own in indices.view(accumulate, world.data_size, batch_size)[:, world.data_rank]]
 
 
-def supervised(labels):
-    return (labels[:, 1:] != IGNORE_INDEX).sum()
+def supervised(batch):
+    labels = next_tokens(batch["labels"], batch.get("cu_seqlens"))
+    return (labels != IGNORE_INDEX).sum()
+
+
+def as_batch(input_ids, labels, offsets):
+    """The arguments of forward. offsets: of the documents, if the rows are one packed row."""
+    if offsets is None:
+        return {"input_ids": input_ids, "labels": labels}
+    offsets = torch.tensor(offsets, dtype=torch.int32)
+    packed = {"input_ids": input_ids.view(1, -1), "labels": labels.view(1, -1), "cu_seqlens": offsets}
+    return packed | {"max_seqlen": int(offsets.diff().max())}
 
 
 @contextmanager
@@ -56,7 +68,7 @@ def compiling_by(backend):
 
 def build(
     model, world, dtype, param_dtype, checkpointed_blocks, lora, saved, compiled, dp_replicate, reshard_after_forward,
-    kept_tensors,
+    kept_tensors, experts,
 ):  # fmt: skip
     """lora: the dtype of the low-rank updates; the base is then stored in the compute dtype. saved: modules_to_save."""
     base = dtype if lora else param_dtype
@@ -66,10 +78,11 @@ def build(
     model.checkpoint_activations(checkpointed_blocks, kept_tensors)
     if compiled:
         with compiling_by("eager"):
-            compile_blocks(model)
+            compile_blocks(model, world.device)
     compute_dtype = getattr(torch, dtype)
     fsdp.shard(
-        model, world, compute_dtype, dp_replicate=dp_replicate, reshard_after_forward=reshard_after_forward
+        model, world, compute_dtype, dp_replicate=dp_replicate, reshard_after_forward=reshard_after_forward,
+        expert_parallel=experts,
     )  # fmt: skip
     model.to_empty(device=world.device)
     model.initialize(1)
@@ -79,24 +92,28 @@ def build(
 def train(
     model, accumulate=1, batch_size=4, steps=4, dtype="float32", param_dtype="float32",
     checkpointed_blocks=0, lora=None, saved=(), compiled=False, dp_replicate=1, name="adamw",
-    reshard_after_forward=True, kept_tensors=0,
+    reshard_after_forward=True, kept_tensors=0, offsets=None, context=1, experts=1,
 ):  # fmt: skip
-    world = distributed.start()
+    """offsets: of the documents of a micro-batch, which is then packed. context: ranks that share a row. experts: ranks
+    over which routed experts are distributed."""
+    world = replace(distributed.start(), context=context)
+    shared = {"context": context_group(world)} if context > 1 else {}
     model = build(
         model, world, dtype, param_dtype, checkpointed_blocks, lora, saved, compiled, dp_replicate,
-        reshard_after_forward, kept_tensors,
+        reshard_after_forward, kept_tensors, experts,
     )  # fmt: skip
     optimizer = optimizers.build_optimizer(model, name)
     optimizers.set_learning_rate(optimizer, 1e-2)
     rows = rows_with_uneven_masks(model.config.vocab_size)
     losses, norms = [], []
     for step in range(steps):
-        batches = micro_batches(rows, step, accumulate, batch_size, world)
-        count = distributed.total(sum(supervised(labels) for _, labels in batches))
-        loss = torch.zeros(())
-        for number, (input_ids, labels) in enumerate(batches, 1):
+        batches = [as_batch(*each, offsets) for each in micro_batches(rows, step, accumulate, batch_size, world)]
+        batches = [{name: on(world.device, value) for name, value in batch.items()} for batch in batches]
+        count = distributed.total(sum(map(supervised, batches))) // context
+        loss = torch.zeros((), device=world.device)
+        for number, batch in enumerate(batches, 1):
             fsdp.set_gradient_all_reduce(model, enabled=number == accumulate)
-            share = model(input_ids, labels, num_items_in_batch=count).loss
+            share = model(**batch, num_items_in_batch=count, **shared).loss
             share.backward()
             loss += share.detach()
         loss, norm = distributed.total(loss), fsdp.gradient_norm(model)
@@ -106,8 +123,12 @@ def train(
         losses.append(float(loss))
         norms.append(float(norm))
         optimizer.zero_grad()
-    weights = {name: whole(parameter.detach()) for name, parameter in model.named_parameters()}
+    weights = {name: whole(parameter.detach()).cpu() for name, parameter in model.named_parameters()}
     return {"losses": losses, "norms": norms, "weights": weights}
+
+
+def on(device, value):
+    return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
 def whole(tensor):
