@@ -162,6 +162,7 @@ def training_memory(
     patches: int = 0,
     context: int = 1,
     expert_ranks: int = 1,
+    fp32_logits: bool = False,
 ) -> TrainingMemory:
     """The memory of a training step with micro-batches of [batch_size, sequence_length] tokens, computed in `dtype`.
 
@@ -176,6 +177,7 @@ def training_memory(
     patches: of the images of a micro-batch.
     context: number of ranks that share the tokens of a micro-batch (context parallelism).
     expert_ranks: number of ranks over which routed experts are distributed (expert parallelism).
+    fp32_logits: the loss reads log-probabilities, whose logits are in fp32, and no cross-entropy.
     """
     tokens, size = batch_size * sequence_length // context, dtype.itemsize
     text, trained, head = decoder_blocks(model), trained_parameters(model), model.head.weight
@@ -192,7 +194,7 @@ def training_memory(
     for index, kept in enumerate(choose_kept(checkpointed, kept_tensors, sequence_length)):
         stream = checkpointed[index].mixer.hidden_size * size
         saved[index] = rows[index] * (stream + sum(tensor.nbytes(size) for tensor in kept))
-    loss = loss_bytes(model, tokens, dtype)
+    loss = loss_bytes(model, tokens, dtype, torch.float32 if fp32_logits else None)
     if checkpointed_blocks == len(saved):
         head_gradient = head.numel() * head.itemsize if head.requires_grad else 0
         loss = max(loss, head_gradient + last - saved[-1])
@@ -448,18 +450,20 @@ def saved_by_mlp(mlp: GatedMLP | MLP | MoE, hidden: int, size: int) -> int:
     return saved
 
 
-def loss_bytes(model: CausalLM, tokens: int, dtype: torch.dtype) -> int:
-    """Bytes of the fused linear cross-entropy.
+def loss_bytes(model: CausalLM, tokens: int, dtype: torch.dtype, wider: torch.dtype | None = None) -> int:
+    """Bytes of the fused linear cross-entropy; of a loss of log-probabilities, whose logits are in a `wider` dtype.
 
     Both gradients in fp32 and a chunk of logits or, later, the weight's gradient in `dtype`. For few tokens: all logits
     and, later, that gradient.
     """
+    logits = wider or dtype
     (vocab, hidden), trained = model.head.weight.shape, model.head.weight.requires_grad
     gradient = vocab * hidden * dtype.itemsize if trained else 0
-    if keeps_logits(tokens, hidden, vocab, dtype, True, trained):
-        return tokens * vocab * dtype.itemsize + gradient
+    if keeps_logits(tokens, hidden, vocab, logits, True, trained):
+        return tokens * vocab * logits.itemsize + gradient
     sums = (tokens + vocab * trained) * hidden
-    chunk = min(chunk_rows(tokens, vocab, sums, dtype), tokens) * round_up_to_tile(vocab) * dtype.itemsize
+    rows = chunk_rows(tokens, vocab, 0 if wider else sums, logits)  # log-probabilities have equal chunks in all passes
+    chunk = min(rows, tokens) * round_up_to_tile(vocab) * logits.itemsize
     return sums * FP32_BYTES + max(chunk, gradient)
 
 

@@ -7,6 +7,7 @@ import ligermodels
 from ligermodels.architectures import ARCHITECTURES
 from ligermodels.generation.engine import Engine
 from ligermodels.generation.paged_cache import PAGE_SIZE
+from ligermodels.kernels import linear_logprobs_loss
 from ligermodels.memory import count_parameters, inference_memory, state_bytes, training_memory
 from ligermodels.training.optimizers import build_optimizer
 from tests.cases import CASES, LLAMA
@@ -115,6 +116,35 @@ def test_what_checkpointed_blocks_keep_matches_the_estimate(name):
     head = (TOKENS + vocab * model.lm_head.weight.requires_grad) * hidden * 4
     estimate = training_memory(model, 1, TOKENS, dtype, checkpointed_blocks=LAYERS, kept_tensors=None)
     assert estimate.activations + head == pytest.approx(saved, rel=0.03)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_loss_of_log_probabilities_takes_what_the_plan_says(monkeypatch, frozen):
+    """Both gradients in fp32, one with a frozen head, and a chunk of fp32 logits."""
+    dtype, rows, taken = torch.bfloat16, 256, []
+    model = ligermodels.create(BASE | {"hidden_size": 64, "vocab_size": 512}, dtype=dtype).to(DEVICE)
+    weight = model.lm_head.weight.requires_grad_(not frozen)
+    gradients, chunks = linear_logprobs_loss.empty_gradients, linear_logprobs_loss.chunks_of_logits
+
+    def made(*shapes):
+        taken.append(gradients(*shapes))
+        return taken[0]
+
+    def watched(*args, **options):
+        for part, logits in chunks(*args, **options):
+            taken[1:] = [logits]
+            yield part, logits
+
+    monkeypatch.setattr(linear_logprobs_loss, "empty_gradients", made)
+    monkeypatch.setattr(linear_logprobs_loss, "chunks_of_logits", watched)
+    hidden = torch.randn(rows, weight.shape[1], dtype=dtype, device=DEVICE, requires_grad=True)
+    targets = torch.arange(rows, device=DEVICE) % weight.shape[0]
+    linear_logprobs_loss.linear_logprobs_loss(hidden, weight, targets, lambda logprobs, entropy, rows: -logprobs.sum())
+    measured = nbytes(taken[0][:2]) + taken[1].untyped_storage().nbytes()
+    needs = training_memory(model, 1, rows, dtype, fp32_logits=True).loss
+    assert measured == needs
+    assert needs != training_memory(model, 1, rows, dtype).loss  # the cross-entropy's chunks are half as large
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ FLAGS = {
     "ce_weight": 0.0, "generations": 8, "max_completion_length": 512, "stop": (), "reward_timeout": 300.0,
     "reward_aggregation": "sum_then_normalize", "steps_per_generation": 1, "iterations": 1, "kl_correction": True,
     "sampler_clip": 3.0, "top_entropy": 1.0, "entropy_coef": 0.0, "mask_truncated": False, "keep_zero_spread": False,
-    "completions_every": 1, "mean_logits": False, "on_policy": 0.0,
+    "completions_every": 1, "mean_logits": False, "on_policy": 0.0, "sampler": "own", "teacher_states": None,
 }  # fmt: skip
 OF_THE_COMMAND = ("config", "dry_run")
 

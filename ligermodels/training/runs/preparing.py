@@ -133,7 +133,9 @@ def prepare(config: TrainConfig, world: World) -> Run:
     )
     images = image_load(model, data)
     beside = objective.bytes_beside(model)
-    estimate = memory_needs(model, build(model), config, world, compute_dtype, beside, images.most_patches)
+    estimate = memory_needs(
+        model, build(model), config, world, compute_dtype, beside, images.most_patches, objective.reads_logprobs
+    )
     micro_batch_size = objective.micro_batch_size = micro_batch_size_of(config, world, len(model.blocks), estimate)
     estimate = partial(estimate, batch_size=micro_batch_size)
     checkpointed_blocks, kept_tensors = apply_activation_checkpointing(
@@ -149,7 +151,7 @@ def prepare(config: TrainConfig, world: World) -> Run:
         lengths=data.lengths if isinstance(data, Data) else None, micro_batch_size=micro_batch_size,
         tokens_per_step=objective.tokens_per_step, chosen=[*chosen, *more],
         dtype=compute_dtype, checkpointed_blocks=checkpointed_blocks, kept_tensors=kept_tensors, memory=memory,
-        phases=objective.phases(memory), images=images, advice=objective.advice(),
+        phases=objective.phases(memory), images=images, facts=objective.facts(), advice=objective.advice(),
     )  # fmt: skip
     return Run(config, world, pretrained, adapter, model, objective, build, estimate, reshard_after_forward, made)
 
