@@ -4,7 +4,7 @@
     python -m benchmarks.train_step --supervised 0.2  # chats: the last fifth of each sequence is the answer
 
 Each provider runs in its own process on the same GPU. Weights and AdamW states are bf16 for all providers, except for
-the one whose states have 8 bits. Weights and tokens are random, and the time is the median of the timed steps after a
+those whose states have 8 bits. Weights and tokens are random, and the time is the median of the timed steps after a
 warm-up. A provider is a function from the content of a config.json to a model whose output has `.loss`. A provider that
 is not installed or fails is listed with its error.
 """
@@ -151,6 +151,7 @@ def ligermodels_without_flash_attention_4(raw, checkpointing):
 
 OURS = "ligermodels and its AdamW"
 OURS_8BIT = f"{OURS} in 8 bits"
+IN_BACKWARD = f"{OURS_8BIT}, in backward"  # as --optimizer-in-backward
 PACKED = f"{OURS}, packed"  # every sequence is a document of one row, as `ligermodels train` gives them
 PACKED_BEFORE = f"{PACKED}, without flash-attn-4"
 PACKED_ROWS = f"{PACKED}, supervised rows"  # they alone meet the head, as in `ligermodels train` on chats
@@ -162,6 +163,7 @@ PROVIDERS = {
     "ligermodels": ligermodels,
     OURS: ligermodels,
     OURS_8BIT: ligermodels,
+    IN_BACKWARD: ligermodels,
     PACKED: ligermodels,
     PACKED_BEFORE: ligermodels_without_flash_attention_4,
     PACKED_ROWS: ligermodels,
@@ -175,7 +177,7 @@ def make_optimizer(provider: str, model):
     from ligermodels.training.optimizers.adamw import AdamW
     from ligermodels.training.optimizers.adamw8bit import AdamW8bit
 
-    make = AdamW8bit if provider == OURS_8BIT else AdamW
+    make = AdamW8bit if provider in (OURS_8BIT, IN_BACKWARD) else AdamW
     return make(model.parameters(), lr=1e-5, betas=(0.9, 0.999), weight_decay=0.01)
 
 
@@ -205,8 +207,18 @@ def measure(
         rows = supervised_rows(labels.cpu(), pinned=True)
         inputs["rows"] = None if rows is None else rows.cuda()
 
+    if provider == IN_BACKWARD:
+        from ligermodels.training.optimizers import OptimizerInBackward
+
+        in_backward = OptimizerInBackward(optimizer)
+
     def step():
         loss = model(**inputs).loss
+        if provider == IN_BACKWARD:
+            in_backward.begin(loss)
+            loss.backward()
+            in_backward.finish()
+            return loss.detach()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

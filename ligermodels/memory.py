@@ -163,6 +163,7 @@ def training_memory(
     context: int = 1,
     expert_ranks: int = 1,
     fp32_logits: bool = False,
+    step_in_backward: bool = False,
 ) -> TrainingMemory:
     """The memory of a training step with micro-batches of [batch_size, sequence_length] tokens, computed in `dtype`.
 
@@ -178,6 +179,7 @@ def training_memory(
     context: number of ranks that share the tokens of a micro-batch (context parallelism).
     expert_ranks: number of ranks over which routed experts are distributed (expert parallelism).
     fp32_logits: the loss reads log-probabilities, whose logits are in fp32, and no cross-entropy.
+    step_in_backward: parameters are updated, and their gradients freed, during backward.
     """
     tokens, size = batch_size * sequence_length // context, dtype.itemsize
     text, trained, head = decoder_blocks(model), trained_parameters(model), model.head.weight
@@ -197,6 +199,8 @@ def training_memory(
     loss = loss_bytes(model, tokens, dtype, torch.float32 if fp32_logits else None)
     if checkpointed_blocks == len(saved):
         head_gradient = head.numel() * head.itemsize if head.requires_grad else 0
+        if step_in_backward:  # the head's is freed by then, those of the last block are not
+            head_gradient = largest_gradients_of_block(model)
         loss = max(loss, head_gradient + last - saved[-1])
     experts = distributed_experts(model) if expert_ranks > 1 else set()
     owned: dict[Tensor, int] = {p: shard_bytes(p, expert_ranks if p in experts else shards) for p in model.parameters()}
@@ -210,7 +214,7 @@ def training_memory(
     cast = elements(p for p in not_recomputed if p.itemsize != size) * size // expert_ranks
     return TrainingMemory(
         weights=sum(owned.values()),
-        gradients=sum(owned[p] for p in trained),
+        gradients=gradients_in_backward(model) if step_in_backward else sum(owned[p] for p in trained),
         optimizer_states=states,
         # The final norm saves its input and rstd.
         activations=sum(saved) + hidden + tokens * FP32_BYTES + patches * saved_by_patch(model, size),
@@ -220,6 +224,27 @@ def training_memory(
         unsharded_at_end=unsharded_at_end,
         beside=beside,
     )
+
+
+def largest_gradients_of_block(model: CausalLM) -> int:
+    """Bytes of the gradients of that block which has most, and of a tied head, which exists as long as any block's."""
+    blocks = (sum(p.nbytes for p in block.parameters() if p.requires_grad) for block in model.blocks)
+    return max(blocks) + gradient_of_tied_head(model)
+
+
+def gradient_of_tied_head(model: CausalLM) -> int:
+    head = model.head.weight
+    return head.nbytes if head is model.model.embed_tokens.weight and head.requires_grad else 0
+
+
+def gradients_in_backward(model: CausalLM) -> int:
+    """Bytes of the gradients that exist at a time at the end of backward, where each is freed when it has been used.
+
+    These are the gradients of a block, or of the embedding; a tied one has a second gradient, the head's.
+    """
+    inside = {id(parameter) for block in model.blocks for parameter in block.parameters()}
+    outside = (p.nbytes for p in trained_parameters(model) if id(p) not in inside)
+    return max(largest_gradients_of_block(model), max(outside, default=0) + gradient_of_tied_head(model))
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:

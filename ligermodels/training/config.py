@@ -124,6 +124,8 @@ class TrainConfig:
     optimizer: Literal["adamw", "adamw8bit", "muon"] = setting("training", "adamw", "adamw8bit: moments in 8 bits")
     optimizer_state_dtype: Literal["float32", "bfloat16"] | None = setting("training", None, "dtype of the optimizer "
         "states", shown="that of the parameters")
+    optimizer_in_backward: bool = setting("training", False, "update each parameter as soon as its gradient is "
+        "complete, which frees the gradient; clips by the running norm of the steps before", objectives=("sft",))
     learning_rate: float | None = setting("training", None, "peak learning rate", ABOVE_ZERO,
         shown="1e-5; LoRA: 1e-4; new weights: 4.5e-3 at width 128, with images 1e-3, 1/width; of preferences below a "
         "tenth of these")

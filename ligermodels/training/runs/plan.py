@@ -358,5 +358,6 @@ def memory_needs(
         training_memory, model, sequence_length=config.sequence_length, dtype=dtype,
         shards=dp_shard_size(world, config.dp_replicate), optimizer_states=state_bytes(optimizer),
         beside=beside, context=world.context, expert_ranks=config.expert_parallel, fp32_logits=fp32_logits,
+        step_in_backward=config.optimizer_in_backward,
     )  # fmt: skip
     return lambda *, batch_size, **options: estimate(batch_size, patches=batch_size * row_patches, **options)
