@@ -141,11 +141,15 @@ def _update_kernel(
     blocks, lr, decay, rate1, rate2, log_beta1, log_beta2, eps, seed, stream, group,
     SCALED: tl.constexpr, GUARDED: tl.constexpr, ROUNDING: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program updates BLOCKS blocks. A skipped update masks its stores only, so that no load waits for the flag."""
+    """One program updates BLOCKS blocks. A skipped update masks its stores only, so that no load waits for the flag.
+
+    A tile has a block in each column: of the order of a lookup's elements Triton assumes that columns are contiguous,
+    and would else exchange all elements between threads before it and after it.
+    """
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     exists = block < blocks
-    offset = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]  # [BLOCKS, BLOCK]
-    mask = exists[:, None]
+    offset = block[None, :] * BLOCK + tl.arange(0, BLOCK)[:, None]  # [BLOCK, BLOCKS]
+    mask = exists[None, :]
     param = tl.load(param_ptr + offset, mask, other=0.0).to(tl.float32)
     grad = tl.load(grad_ptr + offset, mask, other=0.0).to(tl.float32)
     codes1 = tl.load(exp_avg_ptr + offset, mask, other=0).to(tl.int32)
@@ -159,9 +163,9 @@ def _update_kernel(
         grad *= 1.0 / tl.load(grad_scale_ptr)
     if GUARDED:
         exists = tl.where(tl.load(found_inf_ptr) == 1.0, False, exists)
-        mask = exists[:, None]
-    exp_avg = tl.load(values_ptr + codes1) * scale1[:, None]
-    exp_avg_sq = tl.load(values_ptr + CODES + codes2) * scale2[:, None]
+        mask = exists[None, :]
+    exp_avg = tl.load(values_ptr + codes1) * scale1[None, :]
+    exp_avg_sq = tl.load(values_ptr + CODES + codes2) * scale2[None, :]
     exp_avg += rate1 * (grad - exp_avg)
     exp_avg_sq += rate2 * (grad * grad - exp_avg_sq)
     step_size = lr / bias_correction(log_beta1, step)
@@ -169,17 +173,18 @@ def _update_kernel(
     param -= decay * param + step_size * exp_avg / (tl.sqrt(exp_avg_sq) * root_scale + eps)
     if ROUNDING == STOCHASTIC:
         groups = group + block[:, None] * (BLOCK // 4) + tl.arange(0, BLOCK // 4)[None, :]
-        param = round_stochastically(param, tl.reshape(random_words(seed, groups, step, stream), [BLOCKS, BLOCK]))
+        words = random_words(seed, groups, step, stream)
+        param = round_stochastically(param, tl.trans(tl.reshape(words, [BLOCKS, BLOCK])))
     elif ROUNDING == KAHAN:
         rounded = round_to_nearest(param)
         tl.store(compensation_ptr + offset, round_to_nearest(param - rounded).to(tl.bfloat16), mask)
         param = rounded
     tl.store(param_ptr + offset, param.to(param_ptr.dtype.element_ty), mask)
-    scale1 = tl.maximum(tl.max(tl.abs(exp_avg), 1), 1e-12)
-    scale2 = tl.maximum(tl.max(exp_avg_sq, 1), 1e-12)
-    place = _place(tl.abs(exp_avg) * (1.0 / scale1)[:, None], 0)
+    scale1 = tl.maximum(tl.max(tl.abs(exp_avg), 0), 1e-12)
+    scale2 = tl.maximum(tl.max(exp_avg_sq, 0), 1e-12)
+    place = _place(tl.abs(exp_avg) * (1.0 / scale1)[None, :], 0)
     codes1 = tl.where(exp_avg < 0.0, 127 - tl.minimum(place, 127), 127 + place)
-    codes2 = _place(exp_avg_sq * (1.0 / scale2)[:, None], 1)
+    codes2 = _place(exp_avg_sq * (1.0 / scale2)[None, :], 1)
     tl.store(exp_avg_ptr + offset, codes1.to(tl.uint8), mask)
     tl.store(exp_avg_sq_ptr + offset, codes2.to(tl.uint8), mask)
     tl.store(exp_avg_scale_ptr + block, scale1, exists)
