@@ -538,8 +538,8 @@ STATES = {
     ),
     "gate before the norm": Sabotage(
         "ligermodels.kernels.gated_rms_norm:gated_rms_norm_reference",
-        "wide = widen(x)",
-        "wide = widen(x) * F.silu(widen(z))",
+        "wide * gate if gate_first else wide",
+        "wide * gate",
         "qwen3_5_text",
     ),
     "norm behind the rule with weight + 1": Sabotage(

@@ -5,8 +5,8 @@ is scale · map[code], code the nearest of 256: seven decades, of which each has
 equal distances; 0; and 1. Signed for m, unsigned for v, which has twice the values in a decade.
 param, grad: fp32, bf16 or fp16 each; exp_avg, exp_avg_sq: uint8, in the same shape; their scales: fp32, one a block.
 Computed in fp32. Reads four tensors and writes three, 10 bytes an element in bf16, and 16 of scales a block: bound by
-memory bandwidth. A code is decoded by one lookup. It is encoded by another: its place in the map follows from the
-logarithm to within one, and a threshold decides between the two.
+memory bandwidth. A code is decoded by a lookup, and encoded without one: lookups and logarithms would take longer than
+memory does.
 Must not know which parameters are quantised, nor who counts the steps.
 Method: Dettmers et al. 2021, https://arxiv.org/abs/2110.02861; map and blocks as in torchao.optim.AdamW8bit.
 """
@@ -32,19 +32,19 @@ from ligermodels.kernels.param_rounding import (
     round_to_nearest,
 )
 
-DECADES = 7  # from 1e-7 to 1
+DECADES = tl.constexpr(7)  # from 1e-7 to 1
 BLOCKS_OF_KERNEL = (64, 128, 256)  # elements of a block
 TILE, WARPS = 2048, 8  # elements and warps of one program: a thread loads 16 bytes of a bf16 tensor
 SMALLEST_SCALE = 1e-12
-CODES, LOG10_2, LOG2_10 = tl.constexpr(256), tl.constexpr(0.30102999566), tl.constexpr(3.32192809489)
+CODES = tl.constexpr(256)
 
 
 def dynamic_map(signed: bool) -> list[float]:
     """The values of the 256 codes, ascending: the means of equal parts of [0.1, 1], times powers of ten; 0 and 1."""
     values = [0.0, 1.0]
-    for decade in range(DECADES):
+    for decade in range(DECADES.value):
         bounds = torch.linspace(0.1, 1, 2 ** (decade + (not signed)) + 1)
-        means = (10.0 ** (decade - DECADES + 1) * ((bounds[:-1] + bounds[1:]) / 2)).tolist()
+        means = (10.0 ** (decade - DECADES.value + 1) * ((bounds[:-1] + bounds[1:]) / 2)).tolist()
         values += [*means, *(-x for x in means)] if signed else means
     return sorted(values)
 
@@ -103,26 +103,41 @@ def adamw8bit_reference(
     return shaped
 
 
-@triton.jit
-def _encode(x, thresholds_ptr, SIGNED: tl.constexpr):
-    """The codes of x in [-1, 1], as int32.
+@triton.constexpr_function
+def _parts(decade, finer):
+    """Into how many parts of equal length a decade is divided, of which the middles are values of codes."""
+    return 2 ** (decade + finer)
 
-    A decade is divided into parts, one a code. The numbers of a code begin at most a quarter of a part away from where
-    its part begins, so that half a part further down lies either this code or the one below it.
+
+@triton.constexpr_function
+def _border(decade, finer):
+    """Half-way between the lowest value of a decade and the value below it."""
+    share = 1 / _parts(decade, finer)
+    return 10.0 ** (decade - 7) * (1 + 1.8 * share if decade else 0.5 + 2.25 * share)
+
+
+@triton.jit
+def _place(x, FINER: tl.constexpr):
+    """The place of the nearest of the values that are not negative, among them in ascending order. x in [0, 1]. int32.
+
+    Within a decade a place is a linear function of x. The decades below one of P parts have P - 1 - FINER places.
     """
-    magnitude = tl.maximum(tl.abs(x), 1e-7)
-    decade = tl.minimum(tl.maximum(tl.floor(tl.log2(magnitude) * LOG10_2 + 7.0), 0.0), 6.0)
-    inside = (magnitude * tl.exp2((6.0 - decade) * LOG2_10) - 0.1) * (1.0 / 0.9)  # from 0 to 1 within the decade
-    place = tl.exp2(decade + (0.0 if SIGNED else 1.0)) * (1.0 + inside)
-    place = tl.where(x < 0.0, 128.0 - place, place + 127.0) if SIGNED else place - 1.0
-    below = tl.minimum(tl.maximum(tl.floor(place - 0.5).to(tl.int32), 0), CODES - 2)
-    return below + (x >= tl.load(thresholds_ptr + below + 1)).to(tl.int32)
+    slope, start = tl.zeros_like(x), tl.zeros_like(x)
+    for decade in tl.static_range(DECADES):
+        inside = x >= _border(decade, FINER)
+        slope = tl.where(inside, _parts(decade, FINER) * 10.0 ** (6 - decade) / 0.9, slope)
+        start = tl.where(inside, _parts(decade, FINER) * (8 / 9) - FINER - 0.5, start)
+    # Rounded to the nearest whole number by the addition; the last place of a decade ends at the next one's border.
+    place = tl.minimum(x * slope + start, start * 2.25 + (1.25 * FINER + 0.125)) + 2.0**23
+    place = place.to(tl.int32, bitcast=True) & 0xFF
+    LAST: tl.constexpr = _parts(DECADES - 1, FINER)  # above them is the value 1
+    return tl.where(x >= 1 - 0.225 / LAST, 2 * LAST - FINER, place)
 
 
 @kernel(do_not_specialize=["seed", "stream", "group"])
 def _update_kernel(
-    param_ptr, grad_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, values_ptr,
-    thresholds_ptr, step_ptr, grad_scale_ptr, found_inf_ptr, compensation_ptr,
+    param_ptr, grad_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, values_ptr, step_ptr,
+    grad_scale_ptr, found_inf_ptr, compensation_ptr,
     blocks, lr, decay, rate1, rate2, log_beta1, log_beta2, eps, seed, stream, group,
     SCALED: tl.constexpr, GUARDED: tl.constexpr, ROUNDING: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -151,9 +166,7 @@ def _update_kernel(
     exp_avg_sq += rate2 * (grad * grad - exp_avg_sq)
     step_size = lr / bias_correction(log_beta1, step)
     root_scale = tl.rsqrt(bias_correction(log_beta2, step))
-    # Rounded exactly: where the second moment has the smallest code, an update is thousands of times the usual one.
-    root = tl.sqrt_rn(exp_avg_sq)
-    param -= decay * param + tl.div_rn(step_size * exp_avg, root * root_scale + eps)
+    param -= decay * param + step_size * exp_avg / (tl.sqrt(exp_avg_sq) * root_scale + eps)
     if ROUNDING == STOCHASTIC:
         groups = group + block[:, None] * (BLOCK // 4) + tl.arange(0, BLOCK // 4)[None, :]
         param = round_stochastically(param, tl.reshape(random_words(seed, groups, step, stream), [BLOCKS, BLOCK]))
@@ -164,8 +177,9 @@ def _update_kernel(
     tl.store(param_ptr + offset, param.to(param_ptr.dtype.element_ty), mask)
     scale1 = tl.maximum(tl.max(tl.abs(exp_avg), 1), 1e-12)
     scale2 = tl.maximum(tl.max(exp_avg_sq, 1), 1e-12)
-    codes1 = _encode(exp_avg / scale1[:, None], thresholds_ptr, True)
-    codes2 = _encode(exp_avg_sq / scale2[:, None], thresholds_ptr + CODES, False)
+    place = _place(tl.abs(exp_avg) * (1.0 / scale1)[:, None], 0)
+    codes1 = tl.where(exp_avg < 0.0, 127 - tl.minimum(place, 127), 127 + place)
+    codes2 = _place(exp_avg_sq * (1.0 / scale2)[:, None], 1)
     tl.store(exp_avg_ptr + offset, codes1.to(tl.uint8), mask)
     tl.store(exp_avg_sq_ptr + offset, codes2.to(tl.uint8), mask)
     tl.store(exp_avg_scale_ptr + block, scale1, exists)
@@ -187,8 +201,8 @@ def _launch_(
         )  # fmt: skip
         launch(
             cdiv(blocks, TILE // block), param, grad, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale,
-            *map_and_thresholds(param.device), step,
-            step if grad_scale is None else grad_scale, step if found_inf is None else found_inf,
+            map_and_thresholds(param.device)[0], step, step if grad_scale is None else grad_scale,
+            step if found_inf is None else found_inf,
             param if compensation is None else compensation, blocks,
             float(lr), float(lr * weight_decay), 1.0 - beta1, 1.0 - beta2, log_of_beta(beta1), log_of_beta(beta2),
             float(eps), seed or 0, stream, first // 4,

@@ -28,7 +28,8 @@ def test_the_map_is_torchaos(signed):
 @pytest.mark.parametrize("runs", ["reference", "kernels"])
 @pytest.mark.parametrize("shape, block", [((16, 256), 256), ((3, 8, 512), 256), ((40, 896), 128), ((9, 576), 64)])
 def test_updates_equal_torchaos_to_rounding(shape, block, runs, request):
-    """torchao's bias corrections are rounded to fp32, so that a moment at a threshold may get the neighbouring code."""
+    """But for a thousandth: a moment at a threshold may get the neighbouring code. Our kernel computes the place of a
+    code in fp32, and torchao its bias corrections."""
     if runs == "kernels":
         request.getfixturevalue("kernels")
     p, q = (nn.Parameter(draw(shape, 0)) for _ in range(2))
@@ -38,7 +39,8 @@ def test_updates_equal_torchaos_to_rounding(shape, block, runs, request):
         ours.step()
         with torch.compiler.set_stance("force_eager"):
             theirs.step()
-    assert (p - q).norm() < 1e-4 * (q - draw(shape, 0)).norm()
+    far = (p - q).abs() > 1e-4 * (q - draw(shape, 0)).abs().mean()
+    assert far.float().mean() < 1e-3
     for name in ("exp_avg", "exp_avg_sq"):
         distance = (ours.state[p][name].int() - theirs.state[q][name].codes.int()).abs()
         assert distance.max() <= 1 and distance.float().mean() < 1e-3
