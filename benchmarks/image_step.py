@@ -19,7 +19,7 @@ from benchmarks import results, timing
 from benchmarks.processes import print_rows_of_providers
 from benchmarks.train_step import time_steps
 from ligermodels.layers.multimodal import VisionLanguageModel
-from ligermodels.layers.siglip import PictureLanguageModel
+from ligermodels.layers.pictures import PictureLanguageModel
 
 # (family, preset, patches along a side of an image; None where the model fixes its size).
 IMAGE_MODELS = {

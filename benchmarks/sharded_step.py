@@ -68,7 +68,7 @@ def measure(
         checkpointed_blocks=blocks, context=world.context, expert_ranks=expert_ranks,
     )  # fmt: skip
     if compiled:
-        compile_blocks(model)
+        compile_blocks(model, world.device)
     fsdp.shard(model, world, torch.bfloat16, reshard_after_forward=not keep_unsharded, expert_parallel=expert_ranks)
     model.to_empty(device=world.device)
     model.initialize(0)

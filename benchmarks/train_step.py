@@ -4,7 +4,7 @@
     python -m benchmarks.train_step --supervised 0.2  # chats: the last fifth of each sequence is the answer
 
 Each provider runs in its own process on the same GPU. Weights and AdamW states are bf16 for all providers, except for
-the one whose states have 8 bits. Weights and tokens are random, and the time is the median of the timed steps after a
+those whose states have 8 bits. Weights and tokens are random, and the time is the median of the timed steps after a
 warm-up. A provider is a function from the content of a config.json to a model whose output has `.loss`. A provider that
 is not installed or fails is listed with its error.
 """
@@ -149,8 +149,20 @@ def ligermodels_without_flash_attention_4(raw, checkpointing):
     return ligermodels(raw, checkpointing)
 
 
+def ligermodels_with_low_memory_loss(raw, checkpointing):
+    """The head's gradients in bf16 and few logits at a time, instead of sums in fp32 and larger chunks."""
+    from functools import partial
+
+    from ligermodels.layers import lm_head
+
+    lm_head.linear_cross_entropy = partial(lm_head.linear_cross_entropy, low_memory=True)
+    return ligermodels(raw, checkpointing)
+
+
 OURS = "ligermodels and its AdamW"
 OURS_8BIT = f"{OURS} in 8 bits"
+IN_BACKWARD = f"{OURS_8BIT}, in backward"  # as --optimizer-in-backward
+IN_BACKWARD_LOW_MEMORY = f"{IN_BACKWARD}, low-memory loss"
 PACKED = f"{OURS}, packed"  # every sequence is a document of one row, as `ligermodels train` gives them
 PACKED_BEFORE = f"{PACKED}, without flash-attn-4"
 PACKED_ROWS = f"{PACKED}, supervised rows"  # they alone meet the head, as in `ligermodels train` on chats
@@ -162,6 +174,8 @@ PROVIDERS = {
     "ligermodels": ligermodels,
     OURS: ligermodels,
     OURS_8BIT: ligermodels,
+    IN_BACKWARD: ligermodels,
+    IN_BACKWARD_LOW_MEMORY: ligermodels_with_low_memory_loss,
     PACKED: ligermodels,
     PACKED_BEFORE: ligermodels_without_flash_attention_4,
     PACKED_ROWS: ligermodels,
@@ -175,7 +189,7 @@ def make_optimizer(provider: str, model):
     from ligermodels.training.optimizers.adamw import AdamW
     from ligermodels.training.optimizers.adamw8bit import AdamW8bit
 
-    make = AdamW8bit if provider == OURS_8BIT else AdamW
+    make = AdamW8bit if provider.startswith(OURS_8BIT) else AdamW
     return make(model.parameters(), lr=1e-5, betas=(0.9, 0.999), weight_decay=0.01)
 
 
@@ -205,8 +219,18 @@ def measure(
         rows = supervised_rows(labels.cpu(), pinned=True)
         inputs["rows"] = None if rows is None else rows.cuda()
 
+    if provider.startswith(IN_BACKWARD):
+        from ligermodels.training.optimizers import OptimizerInBackward
+
+        in_backward = OptimizerInBackward(optimizer)
+
     def step():
         loss = model(**inputs).loss
+        if provider.startswith(IN_BACKWARD):
+            in_backward.begin(loss)
+            loss.backward()
+            in_backward.finish()
+            return loss.detach()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

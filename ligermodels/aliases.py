@@ -162,6 +162,7 @@ TRAIN_ALIASES = (
     Alias("use_bias_correction_kl", "kl_correction", switch("on", "off")),
     Alias("top_entropy_quantile", "top_entropy"),
     Alias("off_policy_mask_threshold", "off_policy_threshold"),
+    Alias("use_vllm", "sampler", switch("vllm", "own")),
     Alias("vllm_importance_sampling_mode", "sampler_correction"),
     Alias("vllm_importance_sampling_clip_max", "sampler_clip"),
     Alias("vllm_importance_sampling_clip_min", "sampler_clip_min"),

@@ -66,6 +66,12 @@ def start(timeout: timedelta = TIMEOUT) -> World:
     return World(device, rank(), world_size())
 
 
+def start_alone(device: torch.device) -> None:
+    """Makes a process group of this process alone, for what needs one. An existing process group is kept."""
+    if not dist.is_initialized():
+        dist.init_process_group(backend_of(device), store=dist.HashStore(), rank=0, world_size=1)
+
+
 def stop() -> None:
     """Leaves the process group.
 

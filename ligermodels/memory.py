@@ -28,6 +28,7 @@ from ligermodels.layers.gated_delta import GatedDeltaNet
 from ligermodels.layers.kept_tensors import choose_kept
 from ligermodels.layers.latent_attention import LatentAttention
 from ligermodels.layers.lora import LoRALinear, lora_modules
+from ligermodels.layers.mamba2 import Mamba2
 from ligermodels.layers.mixer import Mixer
 from ligermodels.layers.mlp import MLP, GatedMLP
 from ligermodels.layers.moe import LoRAExperts, MoE
@@ -38,6 +39,7 @@ from ligermodels.layers.packed import PackedLinear
 from ligermodels.layers.quantised import QuantisedLinear
 from ligermodels.layers.short_conv import ShortConv
 from ligermodels.layers.siglip import PooledProjector
+from ligermodels.layers.wrapped import LinearProjector
 from ligermodels.weights.module import QuantisedModule, named_weights
 
 FP32_BYTES, INT64_BYTES = 4, 8  # bytes
@@ -160,6 +162,8 @@ def training_memory(
     patches: int = 0,
     context: int = 1,
     expert_ranks: int = 1,
+    fp32_logits: bool = False,
+    step_in_backward: bool = False,
 ) -> TrainingMemory:
     """The memory of a training step with micro-batches of [batch_size, sequence_length] tokens, computed in `dtype`.
 
@@ -174,12 +178,15 @@ def training_memory(
     patches: of the images of a micro-batch.
     context: number of ranks that share the tokens of a micro-batch (context parallelism).
     expert_ranks: number of ranks over which routed experts are distributed (expert parallelism).
+    fp32_logits: the loss reads log-probabilities, whose logits are in fp32, and no cross-entropy.
+    step_in_backward: parameters are updated, and their gradients freed, during backward.
     """
     tokens, size = batch_size * sequence_length // context, dtype.itemsize
     text, trained, head = decoder_blocks(model), trained_parameters(model), model.head.weight
     tower = model.blocks[: -len(text)]
     hidden = tokens * model.config.hidden_size * size
-    rows = [patches] * len(tower) + [tokens] * len(text)
+    vision = model.config.vision if isinstance(model, VisionLanguageModel) else None
+    rows = [patches if vision is None else vision.rows_of(patches)] * len(tower) + [tokens] * len(text)
     saved = [
         count * (saved_by_block(block, size) + saved_by_exchanges(block, size, context, expert_ranks))
         for block, count in zip(model.blocks, rows, strict=True)
@@ -189,9 +196,11 @@ def training_memory(
     for index, kept in enumerate(choose_kept(checkpointed, kept_tensors, sequence_length)):
         stream = checkpointed[index].mixer.hidden_size * size
         saved[index] = rows[index] * (stream + sum(tensor.nbytes(size) for tensor in kept))
-    loss = loss_bytes(model, tokens, dtype)
+    loss = loss_bytes(model, tokens, dtype, torch.float32 if fp32_logits else None)
     if checkpointed_blocks == len(saved):
         head_gradient = head.numel() * head.itemsize if head.requires_grad else 0
+        if step_in_backward:  # the head's is freed by then, those of the last block are not
+            head_gradient = largest_gradients_of_block(model)
         loss = max(loss, head_gradient + last - saved[-1])
     experts = distributed_experts(model) if expert_ranks > 1 else set()
     owned: dict[Tensor, int] = {p: shard_bytes(p, expert_ranks if p in experts else shards) for p in model.parameters()}
@@ -205,7 +214,7 @@ def training_memory(
     cast = elements(p for p in not_recomputed if p.itemsize != size) * size // expert_ranks
     return TrainingMemory(
         weights=sum(owned.values()),
-        gradients=sum(owned[p] for p in trained),
+        gradients=gradients_in_backward(model) if step_in_backward else sum(owned[p] for p in trained),
         optimizer_states=states,
         # The final norm saves its input and rstd.
         activations=sum(saved) + hidden + tokens * FP32_BYTES + patches * saved_by_patch(model, size),
@@ -215,6 +224,27 @@ def training_memory(
         unsharded_at_end=unsharded_at_end,
         beside=beside,
     )
+
+
+def largest_gradients_of_block(model: CausalLM) -> int:
+    """Bytes of the gradients of that block which has most, and of a tied head, which exists as long as any block's."""
+    blocks = (sum(p.nbytes for p in block.parameters() if p.requires_grad) for block in model.blocks)
+    return max(blocks) + gradient_of_tied_head(model)
+
+
+def gradient_of_tied_head(model: CausalLM) -> int:
+    head = model.head.weight
+    return head.nbytes if head is model.model.embed_tokens.weight and head.requires_grad else 0
+
+
+def gradients_in_backward(model: CausalLM) -> int:
+    """Bytes of the gradients that exist at a time at the end of backward, where each is freed when it has been used.
+
+    These are the gradients of a block, or of the embedding; a tied one has a second gradient, the head's.
+    """
+    inside = {id(parameter) for block in model.blocks for parameter in block.parameters()}
+    outside = (p.nbytes for p in trained_parameters(model) if id(p) not in inside)
+    return max(largest_gradients_of_block(model), max(outside, default=0) + gradient_of_tied_head(model))
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -329,6 +359,8 @@ def saved_by_mixer(mixer: Mixer, size: int) -> int:
         return saved_by_latent_attention(mixer, size)
     if isinstance(mixer, GatedDeltaNet):
         return saved_by_delta_rule(mixer, size)
+    if isinstance(mixer, Mamba2):
+        return saved_by_mamba2(mixer, size)
     if isinstance(mixer, ShortConv):
         return 6 * mixer.hidden_size * size  # the projection; what is behind its gate, the convolution, and both
     if isinstance(mixer, NormedHeadsAttention | ReadingAttention):
@@ -379,6 +411,12 @@ def saved_by_delta_rule(mixer: GatedDeltaNet, size: int) -> int:
     return wide * size + (5 * mixer.value_heads + 2 * mixer.key_heads) * FP32_BYTES
 
 
+def saved_by_mamba2(mixer: Mamba2, size: int) -> int:
+    """Bytes per token: the projection, what is behind the convolution, the scan's output before and after its norm. In
+    fp32 of each head the step size, and two steps to it."""
+    return (width(mixer.in_proj) + mixer.channels + 2 * mixer.size) * size + 3 * mixer.heads * FP32_BYTES
+
+
 def saved_by_latent_attention(attention: LatentAttention, size: int) -> int:
     """Bytes per token: the latents and rstd of their norms; queries, keys, what the values are a part of, the output
     and its log-sum-exp."""
@@ -408,6 +446,9 @@ def saved_by_patch(model: CausalLM, size: int) -> int:
     if not (is_trained(model.projector) or is_trained(model.visual)):
         return 0
     features = model.config.hidden_size * size // vision.patches_per_feature
+    if isinstance(model.projector, LinearProjector):  # the states' sum, which linear_1 reads, and its output
+        normed = vision.hidden_size * size + 2 * FP32_BYTES if is_trained(model.visual) else 0
+        return embedding + normed + vision.hidden_size * size + 2 * features
     if isinstance(model.projector, PooledProjector):
         pooled = (2 * vision.hidden_size * size + FP32_BYTES) // vision.patches_per_feature
         normed = vision.hidden_size * size + 2 * FP32_BYTES if is_trained(model.visual) else 0
@@ -434,18 +475,20 @@ def saved_by_mlp(mlp: GatedMLP | MLP | MoE, hidden: int, size: int) -> int:
     return saved
 
 
-def loss_bytes(model: CausalLM, tokens: int, dtype: torch.dtype) -> int:
-    """Bytes of the fused linear cross-entropy.
+def loss_bytes(model: CausalLM, tokens: int, dtype: torch.dtype, wider: torch.dtype | None = None) -> int:
+    """Bytes of the fused linear cross-entropy; of a loss of log-probabilities, whose logits are in a `wider` dtype.
 
     Both gradients in fp32 and a chunk of logits or, later, the weight's gradient in `dtype`. For few tokens: all logits
     and, later, that gradient.
     """
+    logits = wider or dtype
     (vocab, hidden), trained = model.head.weight.shape, model.head.weight.requires_grad
     gradient = vocab * hidden * dtype.itemsize if trained else 0
-    if keeps_logits(tokens, hidden, vocab, dtype, True, trained):
-        return tokens * vocab * dtype.itemsize + gradient
+    if keeps_logits(tokens, hidden, vocab, logits, True, trained):
+        return tokens * vocab * logits.itemsize + gradient
     sums = (tokens + vocab * trained) * hidden
-    chunk = min(chunk_rows(tokens, vocab, sums, dtype), tokens) * round_up_to_tile(vocab) * dtype.itemsize
+    rows = chunk_rows(tokens, vocab, 0 if wider else sums, logits)  # log-probabilities have equal chunks in all passes
+    chunk = min(rows, tokens) * round_up_to_tile(vocab) * logits.itemsize
     return sums * FP32_BYTES + max(chunk, gradient)
 
 

@@ -60,7 +60,7 @@ def base(tmp_path_factory):
 
 LATENT = ("deepseek_v3", "glm4_moe_lite")
 DELTA_AND_ATTENTION = ["in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj"]
-WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "gpt_oss")
+WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "granitemoehybrid", "gpt_oss")
 
 
 @pytest.mark.parametrize(

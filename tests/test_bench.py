@@ -36,6 +36,8 @@ SMALL = {
     "linear_logprobs_inference": (8, 16, 64),
     "linear_logprobs_loss": (8, 16, 64),
     "dpo_loss": (2, 4, 16, 64),
+    **{f"{name}_loss": (4, 4, 16, 64) for name in ("orpo", "simpo", "kto", "grpo")},
+    "jsd_loss": (8, 16, 24, 64),
     **{f"linear_divergence_{kind}": (8, 16, 24, 64) for kind in KINDS},
     "linear_divergence_top_k": (8, 16, 5, 64),
     "norm_linear": (8, 16, 24),

@@ -7,6 +7,7 @@ import ligermodels
 from ligermodels.architectures import ARCHITECTURES
 from ligermodels.generation.engine import Engine
 from ligermodels.generation.paged_cache import PAGE_SIZE
+from ligermodels.kernels import linear_logprobs_loss
 from ligermodels.memory import count_parameters, inference_memory, state_bytes, training_memory
 from ligermodels.training.optimizers import build_optimizer
 from tests.cases import CASES, LLAMA
@@ -23,6 +24,9 @@ SINKS = {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 
 DELTA = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 48,
     "full_attention_interval": 2,
+}  # fmt: skip
+MAMBA = {
+    "model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"], "mamba_n_heads": 16, "mamba_d_state": 32,
 }  # fmt: skip
 ROUTED = {"n_routed_experts": 6, "moe_intermediate_size": 160, "num_experts_per_tok": 2}
 LATENTS = {
@@ -62,13 +66,15 @@ MODELS = {
     },
     "sinks and biased experts": BASE | SINKS | {"model_type": "gpt_oss", "head_dim": 64, "sliding_window": 64},
     "short convolutions": BASE | {"model_type": "lfm2", "full_attn_idxs": [1]},
+    "Mamba-2 and attention": BASE | MAMBA | {"num_local_experts": 0, "shared_intermediate_size": 320},
+    "Mamba-2 with experts and a shared one": BASE | MAMBA | SINKS | {"shared_intermediate_size": 192},
     "gated delta rule": BASE | DELTA | {"model_type": "qwen3_5_text", "head_dim": 64},
     "routed experts and a shared one": BASE | SHARED | {"model_type": "qwen2_moe", "num_experts_per_tok": 2},
 }
 
 KINDS_OF_MIXERS = [
     "sandwich norms and QK-norm", "parallel branches", "latent attention", "layer inputs and shared keys",
-    "gated delta rule", "routed experts and a shared one",
+    "gated delta rule", "Mamba-2 and attention", "routed experts and a shared one",
 ]  # fmt: skip
 
 
@@ -110,6 +116,35 @@ def test_what_checkpointed_blocks_keep_matches_the_estimate(name):
     head = (TOKENS + vocab * model.lm_head.weight.requires_grad) * hidden * 4
     estimate = training_memory(model, 1, TOKENS, dtype, checkpointed_blocks=LAYERS, kept_tensors=None)
     assert estimate.activations + head == pytest.approx(saved, rel=0.03)
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_loss_of_log_probabilities_takes_what_the_plan_says(monkeypatch, frozen):
+    """Both gradients in fp32, one with a frozen head, and a chunk of fp32 logits."""
+    dtype, rows, taken = torch.bfloat16, 256, []
+    model = ligermodels.create(BASE | {"hidden_size": 64, "vocab_size": 512}, dtype=dtype).to(DEVICE)
+    weight = model.lm_head.weight.requires_grad_(not frozen)
+    gradients, chunks = linear_logprobs_loss.empty_gradients, linear_logprobs_loss.chunks_of_logits
+
+    def made(*shapes):
+        taken.append(gradients(*shapes))
+        return taken[0]
+
+    def watched(*args, **options):
+        for part, logits in chunks(*args, **options):
+            taken[1:] = [logits]
+            yield part, logits
+
+    monkeypatch.setattr(linear_logprobs_loss, "empty_gradients", made)
+    monkeypatch.setattr(linear_logprobs_loss, "chunks_of_logits", watched)
+    hidden = torch.randn(rows, weight.shape[1], dtype=dtype, device=DEVICE, requires_grad=True)
+    targets = torch.arange(rows, device=DEVICE) % weight.shape[0]
+    linear_logprobs_loss.linear_logprobs_loss(hidden, weight, targets, lambda logprobs, entropy, rows: -logprobs.sum())
+    measured = nbytes(taken[0][:2]) + taken[1].untyped_storage().nbytes()
+    needs = training_memory(model, 1, rows, dtype, fp32_logits=True).loss
+    assert measured == needs
+    assert needs != training_memory(model, 1, rows, dtype).loss  # the cross-entropy's chunks are half as large
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ ON_KERNELS = [
     "llama", "llama-mlp-bias", "llama-gelu", "qwen2-sliding", "gemma2", "gemma3_text", "olmo2", "glm4",
     "phi3-longrope-partial", "granite", "mixtral", "qwen2_moe-mlp-only-layers", "gpt_oss", "qwen3_5_text",
     "qwen3_next",
-    "deepseek_v3", "lfm2", "gemma4_text-moe",
+    "deepseek_v3", "lfm2", "gemma4_text-moe", "granitemoehybrid",
 ]  # fmt: skip
 # Every kind of norm, QK-norm, RoPE and experts. Every token uses all experts: otherwise rounding can flip the choice
 # between two nearly equal experts, an error that cannot be bounded.
@@ -36,7 +36,7 @@ IN_HALF_PRECISION = [
     "ministral3", "seed_oss", "exaone4", "hunyuan_v1_dense", "cohere2", "olmoe-every-expert", "glm4_moe-every-expert",
     "mixtral-every-expert", "qwen2_moe-every-expert", "qwen3_moe-every-expert", "granitemoe-every-expert",
     "gpt_oss-every-expert", "qwen3_5", "qwen3_next-every-expert", "qwen3_5_moe_text-every-expert",
-    "lfm2", "lfm2_moe-every-expert",
+    "lfm2", "lfm2_moe-every-expert", "granitemoehybrid-dense", "granitemoehybrid-every-expert",
     "deepseek_v3-every-expert", "glm4_moe_lite-every-expert", "gemma4_text", "gemma4_text-keys-are-values",
     "gemma4_text-every-expert",
 ]  # fmt: skip
@@ -45,7 +45,7 @@ GENERATING = [
     "qwen2-layer-types", "qwen3-sliding", "mistral-no-window", "mixtral-window", "qwen2_moe-sliding",
     "qwen3_moe-sliding", "phi3-window", "smollm3-sliding", "olmo3-rope-yarn", "gemma2-untied", "gemma3_text-untied",
     "deepseek_v3-no-query-latent", "deepseek_v3-rope-yarn", "gemma4_text-own-keys", "gemma4_text-keys-are-values",
-    "gemma4_text-moe",
+    "gemma4_text-moe", "granitemoehybrid-groups",
 ]  # fmt: skip
 PACKED = [
     *(name for name in CASES if "-" not in name), "llama-tied", "qwen2-sliding", "smollm3-sliding", "olmo3-rope-yarn",
@@ -85,15 +85,21 @@ def check_parity(name, folder, device=DEVICE):
 
 
 def results(model, input_ids, labels):
-    """Logits, loss, and the change of each weight in one SGD step, by Hub name."""
+    """Logits, loss, and the change of each weight in one SGD step, by Hub name.
+
+    The step starts at zero: from the weights it would be rounded to their last place, an error that is larger than all
+    others where a step is small.
+    """
     named = hub_tensors if isinstance(model, CausalLM) else reference_hub_tensors
     with torch.no_grad():
         logits = model(input_ids).logits
     loss = model(input_ids=input_ids, labels=labels).loss
-    before = {name: value.clone() for name, value in named(model).items()}
     loss.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
     torch.optim.SGD(model.parameters(), lr=LEARNING_RATE).step()
-    steps = {name: value - before[name] for name, value in named(model).items()}
+    steps = named(model)
     return {name: value.detach().cpu() for name, value in ({"logits": logits, "loss": loss} | steps).items()}
 
 

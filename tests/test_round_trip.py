@@ -243,7 +243,7 @@ def test_families_with_several_spellings_have_other_names_in_each(tmp_path):
     assert {family for family, number in SPELLINGS if number} == {
         *("mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "gemma3", "mistral3", "olmoe", "glm4_moe"),
         *("deepseek_v3", "glm4_moe_lite", "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
-        *("qwen2_vl", "qwen2_5_vl", "qwen3_vl_moe", "lfm2_moe", "mllama"),
+        *("qwen2_vl", "qwen2_5_vl", "qwen3_vl_moe", "lfm2_moe", "mllama", "granitemoehybrid", "llava"),
     }
     for family in {family for family, number in SPELLINGS if number}:
         model = ligermodels.create(CASES[FAMILIES[family]], device="meta")
@@ -257,7 +257,7 @@ def test_families_with_several_spellings_have_other_names_in_each(tmp_path):
     [
         *("mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "gemma3", "mistral3", "olmoe", "glm4_moe", "deepseek_v3"),
         *("glm4_moe_lite", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text", "qwen2_vl", "qwen2_5_vl", "lfm2_moe"),
-        "mllama",
+        *("mllama", "granitemoehybrid", "llava"),
     ],
 )
 def test_the_in_memory_names_of_transformers_5_load_the_same_model_and_are_kept(family, tmp_path):
@@ -275,8 +275,9 @@ def test_the_in_memory_names_of_transformers_5_load_the_same_model_and_are_kept(
 
 @pytest.mark.parametrize("text", ["language_model.model.", "model.language_model."])
 @pytest.mark.parametrize("tower", ["vision_tower.", "vision_tower.vision_model."])
-def test_gemma3_keeps_its_names_under_either_prefix_with_and_without_vision_model(text, tower, tmp_path):
-    save_reference(CASES[FAMILIES["gemma3"]], tmp_path / "in")
+@pytest.mark.parametrize("family", ["gemma3", "llava"])
+def test_a_model_keeps_its_names_under_either_prefix_with_and_without_vision_model(family, text, tower, tmp_path):
+    save_reference(CASES[FAMILIES[family]], tmp_path / "in")
     expected = ligermodels.load(tmp_path / "in")
     outer = "model." if text.startswith("model.") else ""
     renamed = {}
@@ -285,6 +286,8 @@ def test_gemma3_keeps_its_names_under_either_prefix_with_and_without_vision_mode
             name = text + name.removeprefix("language_model.model.")
         elif name.startswith("vision_tower."):
             name = outer + tower + name.removeprefix("vision_tower.").removeprefix("vision_model.")
+        elif name == "language_model.lm_head.weight":
+            name = "lm_head.weight" if outer else name
         else:
             name = outer + name
         renamed[name] = x

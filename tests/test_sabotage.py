@@ -626,7 +626,75 @@ GPT_OSS = {
     ),
     "gpt_oss: truncated YaRN": Sabotage(f"{ROPE}:yarn_frequencies", "if rope.truncate", "if True", "gpt_oss"),
 }
-BREAKS = GEMMA4 | STATES | LATENTS | GPT_OSS | FAMILIES_OF_2025 | WINDOWS | SCORES | NORMS | ROTATIONS | EXPERTS | MODEL
+MAMBA = "ligermodels.layers.mamba2:Mamba2.forward"
+SCAN = "ligermodels.kernels.mamba2_scan:mamba2_scan_reference"
+HYBRID = f"{FAMILIES}.granitemoehybrid:GraniteMoeHybrid"
+MAMBA2 = {
+    "state grows": Sabotage(MAMBA, "a = -widen", "a = widen", "granitemoehybrid-dense"),
+    "dt_bias of Mamba-2 dropped": Sabotage(MAMBA, " + widen(self.dt_bias)", "", "granitemoehybrid-dense"),
+    "step size without its softplus": Sabotage(MAMBA, "F.softplus(", "F.relu(", "granitemoehybrid-dense"),
+    "step size not clamped": Sabotage(MAMBA, ".clamp(*self.limit)", "", "granitemoehybrid-time-step-limit"),
+    "dt before the rest": Sabotage(MAMBA, "projected.split", "projected.roll(6, -1).split", "granitemoehybrid-dense"),
+    "B and C swapped": Sabotage(SCAN, "x, b, c = (", "x, c, b = (", "granitemoehybrid-dense"),
+    "groups in turn": Sabotage(
+        SCAN,
+        "y.repeat_interleave(shape.heads // groups, 2)",
+        "y.repeat(1, 1, 6 // groups, 1)",
+        "granitemoehybrid-groups",
+    ),
+    "input not scaled by the step": Sabotage(SCAN, "delta[..., None] * x", "x", "granitemoehybrid-dense"),
+    "skip dropped": Sabotage(SCAN, "d[:, None] * x", "0 * d[:, None] * x", "granitemoehybrid-dense"),
+    "gate behind the norm": Sabotage(
+        "ligermodels.kernels.gated_rms_norm:gated_rms_norm_reference",
+        "wide = wide * gate if gate_first",
+        "wide, gate_first = wide, False  #",
+        "granitemoehybrid-dense",
+    ),
+    "norm over all groups": Sabotage(
+        "ligermodels.layers.mamba2:GroupedGatedNorm.forward", "self.groups == 1", "True", "granitemoehybrid-groups"
+    ),
+    "bias of the convolution dropped": Sabotage(
+        "ligermodels.layers.states:CausalConv.forward", "self.bias", "None", "granitemoehybrid-dense"
+    ),
+    "granitemoehybrid: attention in the layers of Mamba-2": Sabotage(
+        "ligermodels.configs.hybrid:Mamba2Config.is_mamba", "in (MAMBA", "not in (MAMBA", "granitemoehybrid-dense"
+    ),
+    "granitemoehybrid: attention with positions": Sabotage(
+        "ligermodels.configs.hybrid:Mamba2Config.attention_rope", "if self", "if not self", "granitemoehybrid-nope"
+    ),
+    "granitemoehybrid: attention without positions": Sabotage(
+        "ligermodels.configs.hybrid:Mamba2Config.attention_rope", "if self", "if not self", "granitemoehybrid-rope"
+    ),
+    "granitemoehybrid: attention_multiplier ignored": Sabotage(
+        f"{HYBRID}.attention", "scale=scale", "scale=None", "granitemoehybrid-all-attention"
+    ),
+    "granitemoehybrid: shared expert with a gate": Sabotage(
+        f"{HYBRID}.layer", "shared_gate=False", "shared_gate=True", "granitemoehybrid"
+    ),
+    "granitemoehybrid: residual_multiplier ignored": Sabotage(
+        f"{HYBRID}.layer", "experts, config.residual_multiplier", "experts, 1.0", "granitemoehybrid"
+    ),
+    "granitemoehybrid: intermediate_size of the routed experts for the shared one": Sabotage(
+        f"{HYBRID}.layer",
+        "intermediate_size=shared), ",
+        "intermediate_size=config.intermediate_size), ",
+        "granitemoehybrid-dense",
+    ),
+}
+BREAKS = (
+    MAMBA2
+    | GEMMA4
+    | STATES
+    | LATENTS
+    | GPT_OSS
+    | FAMILIES_OF_2025
+    | WINDOWS
+    | SCORES
+    | NORMS
+    | ROTATIONS
+    | EXPERTS
+    | MODEL
+)
 
 
 @pytest.mark.parametrize("name", BREAKS)

@@ -15,10 +15,12 @@ from ligermodels.architectures.glm4_moe_lite import Glm4MoeLite
 from ligermodels.architectures.gpt_oss import GptOss
 from ligermodels.architectures.granite import Granite
 from ligermodels.architectures.granitemoe import GraniteMoe
+from ligermodels.architectures.granitemoehybrid import GraniteMoeHybrid
 from ligermodels.architectures.hunyuan_v1_dense import HunyuanDense
 from ligermodels.architectures.lfm2 import Lfm2
 from ligermodels.architectures.lfm2_moe import Lfm2Moe
 from ligermodels.architectures.llama import Llama
+from ligermodels.architectures.llava import Llava
 from ligermodels.architectures.ministral3 import Ministral3
 from ligermodels.architectures.mistral import Mistral
 from ligermodels.architectures.mistral3 import Mistral3
@@ -61,10 +63,12 @@ ARCHITECTURES: dict[str, type[CausalLM]] = {
     "gpt_oss": GptOss,
     "granite": Granite,
     "granitemoe": GraniteMoe,
+    "granitemoehybrid": GraniteMoeHybrid,
     "hunyuan_v1_dense": HunyuanDense,
     "lfm2": Lfm2,
     "lfm2_moe": Lfm2Moe,
     "llama": Llama,
+    "llava": Llava,
     "ministral3": Ministral3,
     "mistral": Mistral,
     "mistral3": Mistral3,

@@ -8,8 +8,7 @@ from ligermodels.layers.attention import QKNormAttention
 from ligermodels.layers.block import SandwichLayer
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mlp import GatedMLP
-from ligermodels.layers.siglip import PictureLanguageModel, siglip_rules
-from ligermodels.weights.mapping import Rename, Rule, packed_projections
+from ligermodels.layers.siglip import SiglipLanguageModel
 
 BASE = {"model_type": "gemma3_text"}
 SMALL = {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 128, "sliding_window_pattern": 2}
@@ -41,7 +40,7 @@ class Gemma3Text(CausalLM):
         return SandwichLayer(config, attention, GatedMLP(config))
 
 
-class Gemma3(PictureLanguageModel, Gemma3Text):
+class Gemma3(SiglipLanguageModel, Gemma3Text):
     Config = Gemma3MultimodalConfig
     hub_class = "Gemma3ForConditionalGeneration"
     SIZES: ClassVar = {
@@ -56,19 +55,3 @@ class Gemma3(PictureLanguageModel, Gemma3Text):
         "27b": MULTIMODAL
         | {"text_config": preset(LONG, 5376, 21504, 62, 32, 16) | {"head_dim": 128, "query_pre_attn_scalar": 168}},
     }
-
-    def weight_rules(self) -> tuple[Rule, ...]:
-        text = Rename("language_model.model", "model", packed_projections(self.config))
-        return text, Rename("language_model.lm_head", "lm_head"), *image_rules("", "vision_tower.vision_model")
-
-    def other_weight_rules(self) -> tuple[tuple[Rule, ...], ...]:
-        """The names that transformers 5 writes for a new model, and its names in memory."""
-        text, head, *_ = self.weight_rules()
-        inner = Rename("model.language_model", "model", packed_projections(self.config))
-        towers = "vision_tower.vision_model", "vision_tower"
-        return (text, head, *image_rules("", towers[1])), *((inner, *image_rules("model.", each)) for each in towers)
-
-
-def image_rules(outer: str, tower: str) -> tuple[Rule, ...]:
-    """Those of the image side, whose names on the Hub begin with `outer`."""
-    return Rename(f"{outer}multi_modal_projector", "projector"), *siglip_rules(outer + tower)

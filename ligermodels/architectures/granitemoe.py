@@ -9,7 +9,7 @@ from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import ScaledLayer
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.moe import MoE
-from ligermodels.weights.mapping import Rename, Rule, packed_projections
+from ligermodels.weights.mapping import Rule, packed_projections, stacked_granite_experts
 
 
 @dataclass(kw_only=True)
@@ -43,16 +43,8 @@ class GraniteMoe(CausalLM):
         return ScaledLayer(config, attention, experts, config.residual_multiplier)
 
     def weight_rules(self) -> tuple[Rule, ...]:
-        hub, ours = "model.layers.{}.block_sparse_moe", "model.layers.{}.mlp"
-        return (
-            *packed_projections(self.config),
-            Rename(f"{hub}.input_linear.weight", f"{ours}.experts.gate_up_proj"),
-            Rename(f"{hub}.output_linear.weight", f"{ours}.experts.down_proj"),
-            Rename(f"{hub}.router.layer", f"{ours}.gate"),
-        )
+        return (*packed_projections(self.config), *stacked_granite_experts())
 
     def other_weight_rules(self) -> tuple[tuple[Rule, ...], ...]:
         """The names that transformers 5 has in memory."""
-        hub, ours = "model.layers.{}.block_sparse_moe", "model.layers.{}.mlp"
-        router = Rename(f"{hub}.router", f"{ours}.gate")
-        return ((*packed_projections(self.config), router, Rename(f"{hub}.experts", f"{ours}.experts")),)
+        return ((*packed_projections(self.config), *stacked_granite_experts(in_memory=True)),)

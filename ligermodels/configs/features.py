@@ -143,6 +143,12 @@ class MultiplierConfig(Config):
         return 1.0 / self.logits_scaling
 
 
+def refuse_zero(config: Config, name: str) -> None:
+    """Raises ConfigError if a field that some families may set to 0 is 0."""
+    if getattr(config, name) == 0:
+        raise ConfigError(f"config.json: {name} is 0; must be positive")
+
+
 @dataclass(kw_only=True)
 class MoEConfig(Config):
     """Mixture of experts: a top-k router and its load-balancing loss."""
@@ -152,10 +158,15 @@ class MoEConfig(Config):
     router_aux_loss_coef: float = 0.001
 
     experts_field: ClassVar[str] = "num_local_experts"
+    experts_optional: ClassVar[bool] = False  # whether layers without experts are dense
 
     def validate(self) -> None:
         super().validate()
         num_experts = getattr(self, self.experts_field)
+        if not self.experts_optional:
+            refuse_zero(self, self.experts_field)
+        if num_experts:
+            refuse_zero(self, "num_experts_per_tok")
         if 0 < num_experts < self.num_experts_per_tok:
             raise ConfigError(
                 f"config.json: num_experts_per_tok {self.num_experts_per_tok} must be at most "
@@ -210,6 +221,7 @@ class GroupedRoutingConfig(Config):
 
     def validate(self) -> None:
         super().validate()
+        refuse_zero(self, "num_experts_per_tok")
         if self.n_routed_experts % self.n_group or self.n_routed_experts < 2 * self.n_group:
             raise ConfigError(
                 f"config.json: n_group {self.n_group} must divide n_routed_experts {self.n_routed_experts} into groups "
@@ -274,6 +286,7 @@ class SparseStepConfig(MoEConfig):
     mlp_only_layers: tuple[int, ...] | None = None
 
     experts_field = "num_experts"
+    experts_optional = True
 
     def is_sparse(self, layer: int) -> bool:
         """Whether this layer has experts."""

@@ -11,12 +11,13 @@ from ligermodels.errors import ConfigError
 MAY_BE_ZERO = (
     "pad_token_id", "attention_dropout", "dropout", "embd_pdrop", "resid_pdrop", "initializer_range",
     "max_window_layers",
-    "sliding_window", "router_aux_loss_coef", "router_jitter_noise", "num_experts", "mscale_all_dim",
+    "sliding_window", "router_aux_loss_coef", "router_jitter_noise", "num_experts", "num_local_experts",
+    "num_experts_per_tok", "mscale_all_dim",
     "llama_4_scaling_beta", "residual_dropout",
     "num_kv_shared_layers", "hidden_size_per_layer_input",
     "first_k_dense_replace", "n_shared_experts", "num_nextn_predict_layers",
 )  # fmt: skip
-MAY_BE_NEGATIVE = ("pad_token_id",)  # old files write -1 for none
+MAY_BE_NEGATIVE = ("pad_token_id", "vision_feature_layer")  # old files write -1 for none; counted from the end
 MAY_BE_NULL = ("num_key_value_heads", "head_dim")  # null stands for the default, although the field is a number
 # Several times the largest value of any released model, so that a damaged file cannot ask for an impossible size.
 MAXIMUM = {
@@ -47,6 +48,11 @@ MAXIMUM = {
     "linear_num_value_heads": 2**12,
     "linear_key_head_dim": 2**8,  # what the kernels support
     "linear_value_head_dim": 2**12,
+    "shared_intermediate_size": 2**20,
+    "mamba_n_heads": 2**12,
+    "mamba_n_groups": 2**12,
+    "mamba_d_state": 2**8,  # what the kernels support
+    "mamba_expand": 2**8,
     "num_channels": 2**8,
     "image_size": 2**12,
     "patch_size": 2**12,

@@ -1,5 +1,6 @@
 """Models that mix attention with layers whose memory is a state. Must not know any architecture."""
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -10,6 +11,7 @@ from ligermodels.configs.rope import FULL_ATTENTION, object_or_empty
 from ligermodels.errors import ConfigError
 
 LINEAR_ATTENTION, CONV = "linear_attention", "conv"  # layer types
+MAMBA, ATTENTION = "mamba", "attention"  # what transformers 4 calls LINEAR_ATTENTION and FULL_ATTENTION in Granite 4
 # Heads of the smallest presets.
 SMALL_HEADS = {
     "head_dim": 32, "linear_key_head_dim": 16, "linear_value_head_dim": 32, "linear_num_key_heads": 2,
@@ -137,3 +139,71 @@ class ShortConvConfig(Config):
 def conv_layers(count: int, attention: Collection[int]) -> tuple[str, ...]:
     """layer_types with attention in these layers, and convolutions in the others."""
     return tuple(FULL_ATTENTION if layer in attention else CONV for layer in range(count))
+
+
+@dataclass(kw_only=True)
+class Mamba2Config(Config):
+    """Mamba-2 in most layers or in all, attention in the others."""
+
+    layer_types: tuple[str, ...] | None = None
+    position_embedding_type: str | None = None
+    mamba_n_heads: int = 128
+    mamba_n_groups: int = 1
+    mamba_d_state: int = 256
+    mamba_d_head: int | str = "auto"
+    mamba_d_conv: int = 4
+    mamba_expand: int = 2
+    mamba_conv_bias: bool = True
+    mamba_proj_bias: bool = False
+    time_step_limit: tuple[float, ...] = (0.0, math.inf)
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
+        config = super().from_dict({**raw, "time_step_limit": read_limit(raw.get("time_step_limit"))})
+        config.raw = dict(raw)
+        return config
+
+    @property
+    def mamba_size(self) -> int:
+        """Width of all heads of Mamba-2 together."""
+        return self.mamba_expand * self.hidden_size
+
+    @property
+    def mamba_head_size(self) -> int:
+        return self.mamba_size // self.mamba_n_heads
+
+    @property
+    def attention_rope(self) -> str | None:
+        """Which rotary embedding attention has; None for none."""
+        return FULL_ATTENTION if self.position_embedding_type == "rope" else None
+
+    def is_mamba(self, layer: int) -> bool:
+        """Whether this layer has Mamba-2; without layer_types all have."""
+        return self.layer_types is None or self.layer_types[layer] in (MAMBA, LINEAR_ATTENTION)
+
+    def validate(self) -> None:
+        super().validate()
+        self.check_one_per_layer("layer_types")
+        for kind in self.layer_types or ():
+            check_choice("layer_types", kind, [MAMBA, ATTENTION, LINEAR_ATTENTION, FULL_ATTENTION])
+        check_choice("position_embedding_type", self.position_embedding_type, [None, "rope", "nope"])
+        check_choice("hidden_act", self.hidden_act, ["silu"])
+        check_choice("mamba_d_conv", self.mamba_d_conv, CONV_TAPS)
+        for name, whole in (("mamba_n_heads", self.mamba_size), ("mamba_n_groups", self.mamba_n_heads)):
+            if whole % getattr(self, name):
+                what = "mamba_expand * hidden_size" if name == "mamba_n_heads" else "mamba_n_heads"
+                raise ConfigError(f"config.json: {name} {getattr(self, name)} must divide {what}, {whole}")
+        check_choice("mamba_d_head", self.mamba_d_head, ["auto", self.mamba_head_size])
+        low, *rest = self.time_step_limit
+        if len(rest) != 1 or not 0 <= low <= rest[0]:
+            raise ConfigError(
+                f"config.json: time_step_limit {list(self.time_step_limit)} must be two numbers, the first at least 0 "
+                "and the second not below it"
+            )
+
+
+def read_limit(value: Any) -> Any:
+    """time_step_limit in either spelling: transformers 5 writes infinity as an object. Null stands for no limit."""
+    if value is None:
+        return [0.0, math.inf]
+    return [math.inf if item == {"__float__": "Infinity"} else item for item in value] if type(value) is list else value

@@ -50,28 +50,59 @@ class VisionConfig(Config):
     def patches_per_feature(self) -> int:
         return self.spatial_merge_size**2
 
+    def rows_of(self, patches: int) -> int:
+        """What the blocks read of so many patches of whole images: their rows, and those that belong to no patch."""
+        return patches
+
 
 @dataclass(kw_only=True)
-class SiglipConfig(VisionConfig):
-    """SigLIP over pictures of one size: learned positions, no RoPE, no pooling head.
-
-    mm_tokens_per_image: the features of a picture; the patches of each square become one.
-    """
+class PictureConfig(VisionConfig):
+    """A tower over pictures of one size, image_size pixels along each side: learned positions, no RoPE."""
 
     num_hidden_layers: int = 12
     num_attention_heads: int = 12
     hidden_size: int = 768
     intermediate_size: int = 3072
-    hidden_act: str = "gelu_pytorch_tanh"
     image_size: int = 224
-    patch_size: int = 16
-    vision_use_head: bool = True
-    mm_tokens_per_image: int = 256
 
     alternative_names: ClassVar = {"in_channels": "num_channels", "rms_norm_eps": "layer_norm_eps"}
     layer_norms = True
     norm_bias = True
     activations = PLAIN_ACTIVATIONS
+
+    @classmethod
+    def read_ropes(cls, raw: Mapping[str, Any]) -> dict[str, Rope]:
+        return {}
+
+    @property
+    def table_side(self) -> int:
+        """Patches along a side of a picture: each has a learned position."""
+        return self.image_size // self.patch_size
+
+    @property
+    def features_per_picture(self) -> int:
+        return (self.table_side // self.spatial_merge_size) ** 2
+
+    def validate(self) -> None:
+        super().validate()
+        if self.image_size % self.patch_size:
+            raise ConfigError(
+                f"config.json: vision_config: image_size {self.image_size} must be a multiple of patch_size "
+                f"{self.patch_size}"
+            )
+
+
+@dataclass(kw_only=True)
+class SiglipConfig(PictureConfig):
+    """SigLIP without a pooling head.
+
+    mm_tokens_per_image: the features of a picture; the patches of each square become one.
+    """
+
+    hidden_act: str = "gelu_pytorch_tanh"
+    patch_size: int = 16
+    vision_use_head: bool = True
+    mm_tokens_per_image: int = 256
 
     @classmethod
     def of_model(cls, raw: Mapping[str, Any]) -> Self:
@@ -85,15 +116,6 @@ class SiglipConfig(VisionConfig):
         config.spatial_merge_size = config.table_side // config.feature_side
         return config
 
-    @classmethod
-    def read_ropes(cls, raw: Mapping[str, Any]) -> dict[str, Rope]:
-        return {}
-
-    @property
-    def table_side(self) -> int:
-        """Patches along a side of a picture: each has a learned position."""
-        return self.image_size // self.patch_size
-
     @property
     def feature_side(self) -> int:
         """Features along a side of a picture."""
@@ -105,15 +127,48 @@ class SiglipConfig(VisionConfig):
             raise ConfigError(
                 "config.json: vision_config: vision_use_head must be false; a pooling head is not supported"
             )
-        if self.image_size % self.patch_size:
-            raise ConfigError(
-                f"config.json: vision_config: image_size {self.image_size} must be a multiple of patch_size "
-                f"{self.patch_size}"
-            )
         if self.feature_side**2 != self.mm_tokens_per_image or self.table_side % self.feature_side:
             raise ConfigError(
                 f"config.json: mm_tokens_per_image {self.mm_tokens_per_image} must be the square of a number that "
                 f"divides the {self.table_side} patches of a side"
+            )
+
+
+@dataclass(kw_only=True)
+class ClipConfig(PictureConfig):
+    """CLIP: a class token before the patches, which the text model does not read.
+
+    vision_feature_layer: the block behind which features are taken, from 1; counted from the end if negative.
+    """
+
+    hidden_act: str = "quick_gelu"
+    patch_size: int = 32
+    rms_norm_eps: float = 1e-5
+    vision_feature_layer: int = -2
+    vision_feature_select_strategy: str = "default"
+
+    @classmethod
+    def of_model(cls, raw: Mapping[str, Any]) -> Self:
+        """The fields of features are those of the whole config.json."""
+        outer = {name: raw[name] for name in ("vision_feature_layer", "vision_feature_select_strategy") if name in raw}
+        return cls.from_dict({**vision_fields(raw), **outer})
+
+    @property
+    def computed_blocks(self) -> int:
+        """The blocks that features depend on; a checkpoint has the others too."""
+        layer = self.vision_feature_layer
+        return layer if layer >= 0 else self.num_hidden_layers + 1 + layer
+
+    def rows_of(self, patches: int) -> int:
+        return patches + patches // self.table_side**2
+
+    def validate(self) -> None:
+        super().validate()
+        check_choice("vision_feature_select_strategy", self.vision_feature_select_strategy, ["default"])
+        if not 1 <= self.computed_blocks <= self.num_hidden_layers:
+            raise ConfigError(
+                f"config.json: vision_feature_layer {self.vision_feature_layer} must name one of the "
+                f"{self.num_hidden_layers} blocks of vision_config"
             )
 
 

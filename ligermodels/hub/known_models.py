@@ -76,6 +76,7 @@ NAMES_BY_OWNER = {
         granite-3.1-1b-a400m-base granite-3.1-1b-a400m-instruct granite-3.1-3b-a800m-base granite-3.1-3b-a800m-instruct
         granite-3.2-2b-instruct granite-3.2-8b-instruct
         granite-3.3-2b-base granite-3.3-2b-instruct granite-3.3-8b-base granite-3.3-8b-instruct
+        granite-4.0-micro granite-4.0-h-micro granite-4.0-1b granite-4.0-h-1b granite-4.0-h-tiny granite-4.0-h-small
         granite-3b-code-base-2k granite-3b-code-instruct-2k granite-3b-code-base-128k granite-3b-code-instruct-128k
         granite-8b-code-base-4k granite-8b-code-instruct-4k granite-8b-code-base-128k granite-8b-code-instruct-128k""",
     "allenai": """

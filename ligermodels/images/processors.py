@@ -63,6 +63,10 @@ class ImageProcessor:
         """Raises InputError for a size that the model cannot take."""
         raise NotImplementedError
 
+    def picture_size(self, plan: ImagePlan) -> Size:
+        """The size of an image, and of each of its crops, as the model reads it."""
+        return plan.resized
+
     def pixels(self, image: Tensor, plan: ImagePlan) -> Tensor:
         """A model's pixels, fp32, of an image uint8 [3, height, width] and the plan for that size."""
         raise NotImplementedError
@@ -247,6 +251,9 @@ class ClipImages(ImageProcessor):
 
     def plan(self, height: int, width: int) -> ImagePlan:
         return ImagePlan(shortest_side(height, width, self.side), (0, 0), self.features)
+
+    def picture_size(self, plan: ImagePlan) -> Size:
+        return Size(self.crop, self.crop)
 
     def pixels(self, image: Tensor, plan: ImagePlan) -> Tensor:
         """[3, crop, crop]"""

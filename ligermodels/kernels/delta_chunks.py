@@ -144,7 +144,7 @@ def _prepare_kernel(
     decay = tl.cumsum(tl.load(g_ptr + here + place, inside, other=0.0).to(tl.float32), 0)
     tl.store(decay_ptr + here + place, decay, inside)
     beta = tl.load(beta_ptr + here + place, inside, other=0.0).to(tl.float32)
-    a = tl.dot(k, tl.trans(k), input_precision="ieee") * pair_decay(decay, rows, True)
+    a = tl.dot(k, tl.trans(k), input_precision="ieee") * pair_decay(decay[:, None] - decay[None, :], rows, True)
     a *= (beta * k_norm)[:, None] * k_norm[None, :]
     inverse = _invert(a, PRECISION).to(inverse_ptr.dtype.element_ty)
     tl.store(inverse_ptr + here * SPAN + place[:, None] * SPAN + row[None, :], inverse, inside[:, None])
@@ -171,7 +171,7 @@ def _pairs_kernel(
     for member in range(GROUP):
         here = first * VALUE_HEADS + key_head * GROUP + member
         decay = tl.load(decay_ptr + here + row * VALUE_HEADS, row < rows, other=0.0)
-        pairs = (products * pair_decay(decay, rows, False)).to(pairs_ptr.dtype.element_ty)
+        pairs = (products * pair_decay(decay[:, None] - decay[None, :], rows, False)).to(pairs_ptr.dtype.element_ty)
         at = (row * (VALUE_HEADS * SPAN))[:, None] + row[None, :]
         tl.store(pairs_ptr + here * SPAN + at, pairs, (row < rows)[:, None])
 

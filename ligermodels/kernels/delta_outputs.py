@@ -142,9 +142,9 @@ def _gate_gradient_kernel(
         ddecay = tl.sum(z, 1) - tl.sum(z, 0)
     at = index[:, None] * (VALUE_HEADS * SPAN) + index[None, :]
     if QKV_GRAD:
-        dpairs *= pair_decay(decay, rows, False)
+        dpairs *= pair_decay(decay[:, None] - decay[None, :], rows, False)
         tl.store(dpairs_ptr + here * SPAN + at, dpairs.to(dpairs_ptr.dtype.element_ty), inside[:, None])
-    dlower *= -pair_decay(decay, rows, True)
+    dlower *= -pair_decay(decay[:, None] - decay[None, :], rows, True)
     if QKV_GRAD:
         lower = (beta[:, None] * dlower).to(dlower_ptr.dtype.element_ty)
         tl.store(dlower_ptr + here * SPAN + at, lower, inside[:, None])

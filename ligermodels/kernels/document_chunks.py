@@ -72,11 +72,28 @@ def load_rows(x_ptr, rows, row, stride, column, size, EXACT: tl.constexpr):
 
 
 @triton.jit
-def pair_decay(decay, rows, STRICT: tl.constexpr):
-    """exp(G_i - G_j) of existing rows for i >= j, or i > j if STRICT, else 0: elsewhere exp would overflow."""
+def pair_decay(between, rows, STRICT: tl.constexpr):
+    """exp(G_i - G_j) of existing rows for i >= j, or i > j if STRICT, else 0: elsewhere exp would overflow.
+
+    between [SPAN, SPAN]: G_i - G_j.
+    """
     i, j = tl.arange(0, SPAN)[:, None], tl.arange(0, SPAN)[None, :]
     lower = ((i > j) if STRICT else (i >= j)) & (i < rows)
-    return tl.where(lower, tl.exp(tl.where(lower, decay[:, None] - decay[None, :], 0.0)), 0.0)
+    return tl.where(lower, tl.exp(tl.where(lower, between, 0.0)), 0.0)
+
+
+@triton.jit
+def _add_exactly(high, low, other_high, other_low):
+    """The sum of two numbers, each in two parts: rounded, and what rounding left."""
+    total = high + other_high
+    part = total - high
+    return total, (high - (total - part)) + (other_high - part) + low + other_low
+
+
+@triton.jit
+def exact_cumsum(x):
+    """(G, what rounding left of G) with G the cumulative sum of x [SPAN]: differences of sums are as exact as each."""
+    return tl.associative_scan((x, tl.zeros_like(x)), 0, _add_exactly)
 
 
 @triton.jit

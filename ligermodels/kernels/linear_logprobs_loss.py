@@ -66,8 +66,17 @@ def _coefficients(row_loss: RowLoss, results: RowLogProbs, rows: slice) -> tuple
     inputs = [x.detach().requires_grad_() for x in (results.logprobs, results.entropy) if x is not None]
     with torch.enable_grad():
         loss = row_loss(inputs[0], inputs[1] if len(inputs) > 1 else None, rows)
-        gradients = torch.autograd.grad(loss * GRADIENT_SCALE, inputs, materialize_grads=True)
-    return loss.detach(), (gradients[0], gradients[1] if len(inputs) > 1 else None)
+        dlogprobs, *dentropies = torch.autograd.grad(loss * GRADIENT_SCALE, inputs, allow_unused=True)
+    if dlogprobs is None:
+        dlogprobs = torch.zeros_like(inputs[0])
+    return loss.detach(), (dlogprobs, dentropies[0] if dentropies else None)  # None too where the loss reads none
+
+
+def loss_of_rows(found: LogProbs, row_loss: RowLoss) -> LogProbsLoss:
+    """row_loss of log-probabilities that exist already, of all rows at once."""
+    flat = found.map(torch.flatten)
+    loss = row_loss(flat.logprobs, flat.entropy, slice(0, flat.logprobs.numel()))
+    return LogProbsLoss(loss, found.map(torch.detach))
 
 
 def linear_logprobs_loss(
@@ -94,9 +103,7 @@ def linear_logprobs_loss(
         out = linear_logprobs(
             hidden, weight, targets, entropy=entropy, low_memory=low_memory, ignore_index=ignore_index, **options
         )
-        flat = out.map(torch.flatten)
-        loss = row_loss(flat.logprobs, flat.entropy, slice(0, targets.numel()))
-        return LogProbsLoss(loss, out.map(torch.detach))
+        return loss_of_rows(out, row_loss)
     outputs = _KnownCoefficients.apply(
         as_matrix(cast[0]), cast[1], targets.reshape(-1).contiguous(), row_loss, entropy, *needed,
         ignore_index, None if softcap is None else softcap / temperature, logit_scale / temperature,

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.document_chunks import MAX_HEAD_SIZE, MIN_COLUMNS_OF_TILES, SPAN, pair_decay
+from ligermodels.kernels.document_chunks import MAX_HEAD_SIZE, MIN_COLUMNS_OF_TILES, SPAN, exact_cumsum, pair_decay
 
 
 @dataclass(frozen=True)
@@ -55,21 +55,33 @@ def scan_shape(xbc: Tensor, delta: Tensor, groups: int, state_size: int) -> Scan
 
 
 @triton.jit
-def load_gates(delta_ptr, a_ptr, first, rows, head, HEADS: tl.constexpr):
-    """(δ, G, log r, G at the chunk's end) of one chunk of a head. Missing tokens have δ = 0 and do not change G.
-
-    log r is summed from the end: as a difference it would have the rounding errors of the whole chunk.
-    """
-    index = tl.arange(0, SPAN)
-    delta = tl.load(delta_ptr + first * HEADS + head + index * HEADS, index < rows, other=0.0).to(tl.float32)
-    log_decay = delta * tl.load(a_ptr + head).to(tl.float32)
-    left = tl.cumsum(log_decay, 0, reverse=True) - log_decay
-    return delta, tl.cumsum(log_decay, 0), left, tl.sum(log_decay, 0)
+def _last(x):
+    """The last element of x [SPAN]."""
+    return tl.sum(tl.where(tl.arange(0, SPAN) == SPAN - 1, x, 0.0), 0)
 
 
 @triton.jit
-def chunk_output(b, c, x, delta, decay, skip, state, rows):
-    """Y of one chunk [SPAN, columns] fp32. x fp32; state in the dtype of b and c."""
-    pairs = tl.dot(c, tl.trans(b), input_precision="ieee") * pair_decay(decay, rows, False)
+def load_gates(delta_ptr, a_ptr, first, rows, head, HEADS: tl.constexpr):
+    """(δ, G, what rounding left of G, log r, G at the chunk's end) of one chunk of a head.
+
+    Missing tokens have δ = 0 and do not change G.
+    """
+    index = tl.arange(0, SPAN)
+    delta = tl.load(delta_ptr + first * HEADS + head + index * HEADS, index < rows, other=0.0).to(tl.float32)
+    high, low = exact_cumsum(delta * tl.load(a_ptr + head).to(tl.float32))
+    last, last_low = _last(high), _last(low)
+    return delta, high, low, last - high + (last_low - low), last
+
+
+@triton.jit
+def chunk_pairs(decay, low, rows):
+    """Γ of one chunk [SPAN, SPAN], of G and what rounding left of it."""
+    return pair_decay(decay[:, None] - decay[None, :] + (low[:, None] - low[None, :]), rows, False)
+
+
+@triton.jit
+def chunk_output(b, c, x, delta, decay, low, skip, state, rows):
+    """Y of one chunk [SPAN, columns] fp32. low: what rounding left of G. x fp32; state in the dtype of b and c."""
+    pairs = tl.dot(c, tl.trans(b), input_precision="ieee") * chunk_pairs(decay, low, rows)
     y = skip * x + tl.exp(decay)[:, None] * tl.dot(c, state, input_precision="ieee")
     return tl.dot(pairs.to(c.dtype), (delta[:, None] * x).to(c.dtype), y, input_precision="ieee")

@@ -25,12 +25,11 @@ from ligermodels.kernels.document_chunks import (
     locate_slot,
     log_decay_gradient,
     number_of_slots,
-    pair_decay,
     tile_columns,
     tile_mask,
 )
 from ligermodels.kernels.launch import Launcher, cdiv, kernel
-from ligermodels.kernels.mamba2_chunks import ScanShape, chunk_output, load_gates
+from ligermodels.kernels.mamba2_chunks import ScanShape, chunk_output, chunk_pairs, load_gates
 from ligermodels.kernels.partial_sums import sum_partials
 
 # By `has_wide_units` and element size in bytes: columns of X at a time, and warps. To be measured.
@@ -59,10 +58,10 @@ def _output_kernel(
     b = load_rows(b_ptr, rows, index, stride, row, STATE_SIZE, STATE_SIZE == STATE_TILE)
     c = load_rows(b_ptr + GROUPS * STATE_SIZE, rows, index, stride, row, STATE_SIZE, STATE_SIZE == STATE_TILE)
     x = load_rows(xbc_ptr + head * HEAD_SIZE, rows, index, stride, column, HEAD_SIZE, EXACT).to(tl.float32)
-    delta, decay, _, _ = load_gates(delta_ptr, a_ptr, first, rows, head, HEADS)
+    delta, decay, low, _, _ = load_gates(delta_ptr, a_ptr, first, rows, head, HEADS)
     states_ptr += (slot * HEADS + head) * (STATE_SIZE * HEAD_SIZE)
     state = load_rows(states_ptr, STATE_SIZE, row, HEAD_SIZE, column, HEAD_SIZE, EXACT)
-    y = chunk_output(b, c, x, delta, decay, tl.load(d_ptr + head).to(tl.float32), state, rows)
+    y = chunk_output(b, c, x, delta, decay, low, tl.load(d_ptr + head).to(tl.float32), state, rows)
     at = (first * HEADS + head) * HEAD_SIZE + index[:, None] * (HEADS * HEAD_SIZE) + column[None, :]
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), tile_mask(rows, index, column, HEAD_SIZE, EXACT))
 
@@ -92,8 +91,8 @@ def _head_gradient_kernel(
     xbc_ptr += first * stride
     at_chunk = (slot * HEADS + head) * (STATE_SIZE * HEAD_SIZE)
     if VALUES or GATES:
-        delta, decay, left, last = load_gates(delta_ptr, a_ptr, first, rows, head, HEADS)
-        pair, left = pair_decay(decay, rows, False), tl.exp(left)
+        delta, decay, low, left, last = load_gates(delta_ptr, a_ptr, first, rows, head, HEADS)
+        pair, left = chunk_pairs(decay, low, rows), tl.exp(left)
         b_ptr = xbc_ptr + HEADS * HEAD_SIZE + head // (HEADS // GROUPS) * STATE_SIZE
         b = load_rows(b_ptr, rows, index, stride, row, STATE_SIZE, STATE_SIZE == STATE_TILE)
         c = load_rows(b_ptr + GROUPS * STATE_SIZE, rows, index, stride, row, STATE_SIZE, STATE_SIZE == STATE_TILE)
@@ -161,7 +160,7 @@ def _group_gradient_kernel(
     dproducts = tl.zeros([SPAN, SPAN], tl.float32)
     for member in range(HEADS // GROUPS):
         head = group * (HEADS // GROUPS) + member
-        delta, decay, left, _ = load_gates(delta_ptr, a_ptr, first, rows, head, HEADS)
+        delta, decay, low, left, _ = load_gates(delta_ptr, a_ptr, first, rows, head, HEADS)
         at_chunk = (slot * HEADS + head) * (STATE_SIZE * HEAD_SIZE)
         dpairs = tl.zeros([SPAN, SPAN], tl.float32)
         for tile in range((HEAD_SIZE + COLUMNS - 1) // COLUMNS):
@@ -179,7 +178,7 @@ def _group_gradient_kernel(
             dstate = load_rows(dstates_ptr + at_chunk, STATE_SIZE, row, HEAD_SIZE, column, HEAD_SIZE, EXACT)
             left_value = (tl.exp(left)[:, None] * value).to(x.dtype)
             db = tl.dot(left_value, tl.trans(dstate), db, input_precision="ieee")
-        dproducts += dpairs * pair_decay(decay, rows, False)
+        dproducts += dpairs * chunk_pairs(decay, low, rows)
     b_ptr = xbc_ptr + HEADS * HEAD_SIZE + group * STATE_SIZE
     b = load_rows(b_ptr, rows, index, stride, row, STATE_SIZE, STATE_SIZE == STATE_TILE)
     dc = tl.dot(dproducts.to(b.dtype), b, dc, input_precision="ieee")

@@ -66,13 +66,13 @@ def _forward_scan_kernel(
         rows = (end - first).to(tl.int32)
         b = load_rows(b_ptr + first * stride, rows, index, stride, row, STATE_SIZE, STATE_SIZE == STATE_TILE)
         x = load_rows(x_ptr + first * stride, rows, index, stride, column, HEAD_SIZE, EXACT).to(tl.float32)
-        delta, decay, left, last = load_gates(delta_ptr, a_ptr, first, rows, head, HEADS)
+        delta, decay, low, left, last = load_gates(delta_ptr, a_ptr, first, rows, head, HEADS)
         if STORE:
             at_chunk = ((slot + chunk) * HEADS + head) * (STATE_SIZE * HEAD_SIZE)
             tl.store(states_ptr + at_chunk + cell, state.to(b.dtype), in_state)
         if OUTPUT:
             c = load_rows(c_ptr + first * stride, rows, index, stride, row, STATE_SIZE, STATE_SIZE == STATE_TILE)
-            y = chunk_output(b, c, x, delta, decay, skip, state.to(b.dtype), rows)
+            y = chunk_output(b, c, x, delta, decay, low, skip, state.to(b.dtype), rows)
             at = index[:, None] * (HEADS * HEAD_SIZE) + column[None, :]
             y_tile_ptr = y_ptr + (first * HEADS + head) * HEAD_SIZE + at
             tl.store(y_tile_ptr, y.to(y_ptr.dtype.element_ty), tile_mask(rows, index, column, HEAD_SIZE, EXACT))
@@ -111,7 +111,7 @@ def _backward_scan_kernel(
         c = load_rows(c_ptr + first * stride, rows, index, stride, row, STATE_SIZE, STATE_SIZE == STATE_TILE)
         dy_tile_ptr = dy_ptr + (first * HEADS + head) * HEAD_SIZE
         dy = load_rows(dy_tile_ptr, rows, index, HEADS * HEAD_SIZE, column, HEAD_SIZE, EXACT).to(tl.float32)
-        _, decay, _, last = load_gates(delta_ptr, a_ptr, first, rows, head, HEADS)
+        _, decay, _, _, last = load_gates(delta_ptr, a_ptr, first, rows, head, HEADS)
         if STORE:
             at_chunk = ((slot + chunk) * HEADS + head) * (STATE_SIZE * HEAD_SIZE)
             tl.store(dstates_ptr + at_chunk + cell, dstate.to(c.dtype), in_state)

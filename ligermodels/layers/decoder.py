@@ -29,7 +29,14 @@ from ligermodels.layers.block import Block
 from ligermodels.layers.context_parallel import ContextGroup
 from ligermodels.layers.fused import add_then_norm
 from ligermodels.layers.kept_tensors import choose_kept
-from ligermodels.layers.lm_head import LMHead, divergence_from, logprobs_from, loss_of, select_rows
+from ligermodels.layers.lm_head import (
+    LMHead,
+    divergence_from,
+    logprobs_from,
+    logprobs_loss_from,
+    loss_of,
+    select_rows,
+)
 from ligermodels.layers.lora import initialize_lora
 from ligermodels.layers.mixer import KeysReadLater, Positions
 from ligermodels.layers.moe import load_balancing_loss
@@ -341,7 +348,8 @@ class CausalLM(AdaptableModule, HubModule, ABC):
         rows: int64 [N], places in the flattened batch: the only tokens of which the head computes the loss or the
         log-probabilities. All places whose next token is supervised, each once; others add nothing.
         logprobs: options of `ops.linear_logprobs`. The log-probabilities of the labels are then computed in place of
-        the loss and the logits: see `CausalLM.logprobs`.
+        the loss and the logits: see `CausalLM.logprobs`. With `row_loss`, options of `ops.linear_logprobs_loss`: the
+        loss too, its gradients formed in the forward. It needs rows [N]; row_loss gets some of them at a time, or all.
         divergence: options of `ops.linear_divergence`, with `teacher`. The loss is then the divergence from the teacher
         over the tokens whose labels are supervised, divided as the loss without it.
         features: of images, in place of the embeddings at their places in the batch, which are not scaled.
@@ -383,6 +391,12 @@ class CausalLM(AdaptableModule, HubModule, ABC):
                 loss = self.with_balance(from_teacher.loss / items, targets, num_items_in_batch, balance)
             elif logprobs is None:
                 loss = self.loss(hidden, targets, num_items_in_batch, balance)
+            elif "row_loss" in logprobs:
+                if rows is None:
+                    raise ValueError("forward: row_loss needs rows, the places of the tokens that it reads")
+                loss, token_logprobs = logprobs_loss_from(
+                    self.lm_head, hidden, targets, **self.logit_options, **logprobs
+                )
             else:
                 token_logprobs = self.target_logprobs(hidden, targets, logprobs)
                 if rows is None:  # copied, because FSDP2 warns of outputs that are views
@@ -475,7 +489,7 @@ class CausalLM(AdaptableModule, HubModule, ABC):
         config = self.config
         if requested is None:
             requested = isinstance(config, MoEConfig) and config.output_router_logits
-        if not requested or not isinstance(config, MoEConfig):
+        if not requested or not router_logits or not isinstance(config, MoEConfig):
             return None
         mean = context.mean if context is not None else lambda share: share
         return load_balancing_loss(router_logits, config.num_experts_per_tok, mean)

@@ -15,6 +15,7 @@ from ligermodels.kernels.dispatch import widen
 from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
 from ligermodels.kernels.linear_divergence import DivergenceOutput, TeacherInputs, linear_divergence
 from ligermodels.kernels.linear_logprobs import linear_logprobs
+from ligermodels.kernels.linear_logprobs_loss import LogProbsLoss, RowLoss, linear_logprobs_loss, loss_of_rows
 from ligermodels.kernels.logprobs_of_logits import LogProbs, logprobs_of_logits
 from ligermodels.layers.fused import is_quantised
 from ligermodels.layers.packed import is_intercepted
@@ -33,12 +34,14 @@ class LMHead(nn.Linear):
         targets: Tensor | None = None,
         *,
         logprobs: bool = False,
+        row_loss: RowLoss | None = None,
         teacher: TeacherInputs | None = None,
         **options: Any,
     ) -> Any:
-        """With targets [...]: the cross-entropy of the logits, or `LogProbs`, or the `DivergenceOutput` of a teacher.
+        """With targets [...]: the cross-entropy of the logits, or `LogProbs`, or with a row_loss `LogProbsLoss`, or the
+        `DivergenceOutput` of a teacher.
 
-        options: as those of `linear_cross_entropy`, `linear_logprobs` or `linear_divergence`.
+        options: as those of `linear_cross_entropy`, `linear_logprobs`, `linear_logprobs_loss` or `linear_divergence`.
         """
         if teacher is not None:
             return linear_divergence(input, self.weight.to(input.dtype), teacher, targets=targets, **options)
@@ -46,10 +49,14 @@ class LMHead(nn.Linear):
             logits = super().forward(input)
             if targets is None:
                 return logits
+            if row_loss is not None:
+                return loss_of_rows(logprobs_of(logits, targets, **options), row_loss)
             return logprobs_of(logits, targets, **options) if logprobs else cross_entropy(logits, targets, **options)
         weight = self.weight.to(input.dtype)  # it may be wider, where the head is trained beside LoRA
         if targets is None:
             return F.linear(input, weight)
+        if row_loss is not None:
+            return linear_logprobs_loss(input, weight, targets, row_loss, **options)
         return (linear_logprobs if logprobs else linear_cross_entropy)(input, weight, targets, **options)
 
 
@@ -75,6 +82,15 @@ def logprobs_from(head: nn.Module, hidden: Tensor, targets: Tensor, **options: A
     if computes_results(head):
         return head(hidden, targets, logprobs=True, **options)
     return logprobs_of(head(hidden), targets, **options)
+
+
+def logprobs_loss_from(
+    head: nn.Module, hidden: Tensor, targets: Tensor, row_loss: RowLoss, **options: Any
+) -> LogProbsLoss:
+    """The same for a loss of log-probabilities; options as those of `linear_logprobs_loss`."""
+    if computes_results(head):
+        return head(hidden, targets, row_loss=row_loss, **options)
+    return loss_of_rows(logprobs_of(head(hidden), targets, **options), row_loss)
 
 
 def divergence_from(

@@ -236,12 +236,16 @@ class VisionLanguageModel(ImageParts):
 
         Where the model is sharded, ranks without images run it too: all ranks gather weights and reduce gradients.
         """
-        vision = self.config.vision
-        side, device = vision.spatial_merge_size, self.device
-        layout, _ = self.patch_layout([Grid(1, side, side)])
-        pixels = torch.zeros(side * side, vision.pixels_per_patch, device=device)
+        device = self.device
+        layout, _ = self.patch_layout([self.smallest_grid])
+        pixels = torch.zeros(self.smallest_grid.patches, self.config.vision.pixels_per_patch, device=device)
         layout = tree_map_only(Tensor, lambda x: x.to(device), layout)
         return self.encode_images(Images(pixels, layout, pixels.new_empty(0)))
+
+    @property
+    def smallest_grid(self) -> Grid:
+        side = self.config.vision.spatial_merge_size
+        return Grid(1, side, side)
 
     @property
     def processor_settings(self) -> tuple[dict[str, Any], dict[str, Any]]:

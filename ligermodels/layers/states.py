@@ -14,6 +14,8 @@ from ligermodels.kernels.causal_conv import causal_conv, causal_conv_state
 from ligermodels.kernels.causal_conv_step import causal_conv_step_
 from ligermodels.kernels.gated_delta_rule import gated_delta_rule
 from ligermodels.kernels.gated_delta_step import gated_delta_step_
+from ligermodels.kernels.mamba2_scan import mamba2_scan
+from ligermodels.kernels.mamba2_step import mamba2_step_
 from ligermodels.layers.mixer import Positions
 
 
@@ -85,3 +87,22 @@ def delta_rule(qkv: Tensor, g: Tensor, beta: Tensor, key_heads: int, key_size: i
     if not isinstance(call, Uncached):
         call.store(number, after)
     return o.view(*shape, -1)
+
+
+def state_space(
+    xbc: Tensor, delta: Tensor, a: Tensor, d: Tensor, groups: int, state_size: int, call: Call, number: int
+) -> Tensor:
+    """The Mamba-2 scan over the sequences of a call: arguments as those of `mamba2_scan`.
+
+    number: of the state [H, N, P]. Returns [B, T, H, P].
+    """
+    if isinstance(call, StateStep):
+        pool, rows = call.pools[number], call.rows
+        return mamba2_step_(xbc[:, 0], delta[:, 0], a, d, groups, state_size, pool, rows)[:, None]
+    shape, before = delta.shape, None if isinstance(call, Uncached) else call.before(number)
+    if call.cu_seqlens is not None:
+        xbc, delta = (x.flatten(0, 1)[None] for x in (xbc, delta))
+    y, after = mamba2_scan(xbc, delta, a, d, groups, state_size, before, call.cu_seqlens)
+    if not isinstance(call, Uncached):
+        call.store(number, after)
+    return y.view(*shape, -1)

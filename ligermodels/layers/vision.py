@@ -51,16 +51,20 @@ class VisionTower(nn.Module):
     windowed: the indices of the blocks whose attention is within windows; the others attend within frames.
     table: the number of positions of a learned square table, which is added to the patches; 0 for none.
     tapped: the indices of the blocks whose hidden states are returned too.
-    final_norm: whether the output is normed.
+    first_norm, final_norm: whether the input of the first block and the output are normed.
+    class_token: whether the blocks read a learned row before the patches of each image, all of which have one size.
     """
 
     def __init__(
         self, config: VisionConfig, blocks: Sequence[Block], *, patch_bias: bool = False,
-        windowed: Collection[int] = (), table: int = 0, tapped: Collection[int] = (), final_norm: bool = False,
+        windowed: Collection[int] = (), table: int = 0, tapped: Collection[int] = (), first_norm: bool = False,
+        final_norm: bool = False, class_token: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         self.patch_embed = PatchEmbedding(config, patch_bias)
+        self.class_embedding = nn.Parameter(torch.randn(config.hidden_size)) if class_token else None
         self.pos_embed = nn.Embedding(table, config.hidden_size) if table else None
+        self.first_norm = hidden_norm(config) if first_norm else None
         self.blocks = nn.ModuleList(blocks)
         self.norm = hidden_norm(config) if final_norm else None
         rope = config.ropes.get(FULL_ATTENTION)
@@ -71,11 +75,16 @@ class VisionTower(nn.Module):
     def forward(self, pixels: Tensor, layout: PatchLayout) -> TowerOutput:
         """Patches [P, values of a patch]; see `TowerOutput`."""
         x, residual, tapped = self.patch_embed(pixels), None, []
+        if self.class_embedding is not None:
+            images = x.view(len(layout.frames.cu_seqlens) - 1, -1, x.shape[-1])
+            x = torch.cat([self.class_embedding.expand(len(images), 1, -1), images], 1).view(1, -1, x.shape[-1])
         if self.pos_embed is not None and layout.table is not None:
             entries, weights = layout.table  # interpolated in fp32, rounded once
             table = widen(self.pos_embed.weight)
             weights = weights.to(table.dtype)
             x = x + F.embedding_bag(entries, table, per_sample_weights=weights, mode="sum").to(x.dtype)
+        if self.first_norm is not None:
+            x = self.first_norm(x)
         rotary = self.rotary_emb
         angles = {} if rotary is None else {FULL_ATTENTION: rotary(layout.positions[:, None])}
         frames, windows = (

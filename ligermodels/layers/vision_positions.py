@@ -40,7 +40,7 @@ class Spans(NamedTuple):
 class PatchLayout(NamedTuple):
     """What a vision tower needs to know of the patches of a batch.
 
-    positions: int64 [2, P], row and column of each patch, in the order of the blocks.
+    positions: int64 [2, P], row and column of each patch, in the order of the blocks; there may be rows of no patch.
     frames: the spans of full attention. windows: those of windowed attention, None without.
     table: of a learned table of positions, the entries that each patch reads; None without.
     """
@@ -52,7 +52,7 @@ class PatchLayout(NamedTuple):
 
 
 class TableReads(NamedTuple):
-    """Entries of a table of positions, int64 [P, 4], and their weights, fp32 [P, 4]: bilinear interpolation."""
+    """Entries of a table of positions, int64 [P, n], and their weights, fp32 [P, n]: interpolation of n entries."""
 
     entries: Tensor
     weights: Tensor
@@ -87,6 +87,18 @@ def patch_layout(
     order = torch.cat(orders)
     positions = positions.unflatten(1, (-1, side * side))[:, order].flatten(1)
     return PatchLayout(positions, frames, make_spans(lengths)), order
+
+
+def class_token_layout(images: int, side: int) -> PatchLayout:
+    """The layout of images of side × side patches, each with a class token before them.
+
+    A learned table has the position of the class token, then those of the patches.
+    """
+    row = torch.arange(side * side + 1)
+    patch = (row - 1).clamp(min=0)
+    positions = torch.stack([patch // side, patch % side]).repeat(1, images)
+    entries = row.repeat(images)[:, None]
+    return PatchLayout(positions, make_spans([len(row)] * images), table=TableReads(entries, torch.ones(entries.shape)))
 
 
 def patch_positions(grid: Grid, side: int) -> Tensor:

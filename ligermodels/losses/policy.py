@@ -19,6 +19,8 @@ micro-batches and ranks. An empty completion contributes 0 and is no unit. The a
 docs/losses.md lists where TRL computes something else. Must not know rewards or how completions are sampled.
 """
 
+from typing import TypedDict, Unpack
+
 import torch
 from torch import Tensor
 
@@ -30,18 +32,29 @@ from ligermodels.losses.ratios import LARGEST_LOG_RATIO, importance_ratios, log_
 from ligermodels.losses.segments import segment_means, segment_sums
 
 
+class Added(TypedDict, total=False):
+    """What every loss takes: vectors [N] that change the terms of tokens."""
+
+    token_weights: Tensor | None
+    token_penalty: Tensor | None
+
+
+class Clipping(Added, total=False):
+    """Of the clipped losses. epsilon: 0.2 by default; epsilon_high: epsilon; delta: no bound."""
+
+    epsilon: float
+    epsilon_high: float | None
+    delta: float | None
+
+
 def grpo(
     logprobs: Tensor,
     old_logprobs: Tensor | None,
     advantages: Tensor,
     cu_seqlens: Tensor,
     *,
-    epsilon: float = 0.2,
-    epsilon_high: float | None = None,
-    delta: float | None = None,
     importance_sampling_level: str = "token",
-    token_weights: Tensor | None = None,
-    token_penalty: Tensor | None = None,
+    **options: Unpack[Clipping],
 ) -> Tensor:
     """Sum over completions of the mean of −min(min(w, delta) A, clip(w, 1 − epsilon, 1 + epsilon_high) A).
 
@@ -50,8 +63,7 @@ def grpo(
     Source: arXiv 2402.03300. TRL: loss_type="grpo".
     """
     ratios = importance_ratios(logprobs, old_logprobs, cu_seqlens, importance_sampling_level)
-    terms = _clipped(ratios, _of_tokens(advantages, cu_seqlens, ratios), epsilon, epsilon_high, delta)
-    return _sum_of_means(_total(terms, token_weights, token_penalty), cu_seqlens)
+    return _sum_of_means(_clipped_terms(ratios, advantages, cu_seqlens, **options), cu_seqlens)
 
 
 def dapo(
@@ -60,12 +72,8 @@ def dapo(
     advantages: Tensor,
     cu_seqlens: Tensor,
     *,
-    epsilon: float = 0.2,
-    epsilon_high: float | None = None,
-    delta: float | None = None,
     importance_sampling_level: str = "token",
-    token_weights: Tensor | None = None,
-    token_penalty: Tensor | None = None,
+    **options: Unpack[Clipping],
 ) -> Tensor:
     """Sum over tokens of the terms of `grpo`.
 
@@ -74,8 +82,7 @@ def dapo(
     Source: arXiv 2503.14476; Dr. GRPO 2503.20783. TRL: loss_type="dapo" (its default), "bnpo", "dr_grpo".
     """
     ratios = importance_ratios(logprobs, old_logprobs, cu_seqlens, importance_sampling_level)
-    terms = _clipped(ratios, _of_tokens(advantages, cu_seqlens, ratios), epsilon, epsilon_high, delta)
-    return _sum(_total(terms, token_weights, token_penalty), cu_seqlens)
+    return _sum(_clipped_terms(ratios, advantages, cu_seqlens, **options), cu_seqlens)
 
 
 # The same sum. TRL's bnpo divides by the tokens of a rank's micro-batch, which makes the loss depend on how a step is
@@ -89,27 +96,16 @@ def luspo(
     advantages: Tensor,
     cu_seqlens: Tensor,
     *,
-    epsilon: float = 0.2,
-    epsilon_high: float | None = None,
-    delta: float | None = None,
     importance_sampling_level: str = "sequence",
-    token_weights: Tensor | None = None,
-    token_penalty: Tensor | None = None,
+    **options: Unpack[Clipping],
 ) -> Tensor:
     """The sum of `dapo`, by default with the sequence's ratio: GSPO's loss times the completion's length.
 
     Unit: completion. Source: arXiv 2602.05261. TRL: loss_type="luspo", whose importance_sampling_level stays "token"
     unless it is set.
     """
-    return dapo(
-        *(logprobs, old_logprobs, advantages, cu_seqlens),
-        epsilon=epsilon,
-        epsilon_high=epsilon_high,
-        delta=delta,
-        importance_sampling_level=importance_sampling_level,
-        token_weights=token_weights,
-        token_penalty=token_penalty,
-    )
+    level = importance_sampling_level
+    return dapo(logprobs, old_logprobs, advantages, cu_seqlens, importance_sampling_level=level, **options)
 
 
 def cispo(
@@ -120,8 +116,7 @@ def cispo(
     *,
     epsilon_high: float = 5.0,
     importance_sampling_level: str = "token",
-    token_weights: Tensor | None = None,
-    token_penalty: Tensor | None = None,
+    **added: Unpack[Added],
 ) -> Tensor:
     """Sum over tokens of −min(w, epsilon_high) A ℓ, the ratio without gradient: no token's gradient is cut off.
 
@@ -131,7 +126,7 @@ def cispo(
     check_positive("epsilon_high", epsilon_high)
     ratios = importance_ratios(logprobs, old_logprobs, cu_seqlens, importance_sampling_level).detach()
     terms = -ratios.clamp(max=epsilon_high) * _of_tokens(advantages, cu_seqlens, ratios) * logprobs
-    return _sum(_total(terms, token_weights, token_penalty), cu_seqlens)
+    return _sum(_total(terms, **added), cu_seqlens)
 
 
 def sapo(
@@ -143,8 +138,7 @@ def sapo(
     sapo_temperature_pos: float = 1.0,
     sapo_temperature_neg: float = 1.05,
     importance_sampling_level: str = "token",
-    token_weights: Tensor | None = None,
-    token_penalty: Tensor | None = None,
+    **added: Unpack[Added],
 ) -> Tensor:
     """Sum over completions of the mean of −A σ(τ (w − 1)) 4 / τ: a soft gate in place of the clip.
 
@@ -157,7 +151,7 @@ def sapo(
     advantage = _of_tokens(advantages, cu_seqlens, ratios)
     temperature = torch.where(advantage > 0, sapo_temperature_pos, sapo_temperature_neg).to(ratios.dtype)
     terms = -advantage * torch.sigmoid(temperature * (ratios - 1)) * 4 / temperature
-    return _sum_of_means(_total(terms, token_weights, token_penalty), cu_seqlens)
+    return _sum_of_means(_total(terms, **added), cu_seqlens)
 
 
 def vespo(
@@ -171,8 +165,7 @@ def vespo(
     vespo_k_neg: float = 3.0,
     vespo_lambda_neg: float = 2.0,
     sampler_log_weights: Tensor | None = None,
-    token_weights: Tensor | None = None,
-    token_penalty: Tensor | None = None,
+    **added: Unpack[Added],
 ) -> Tensor:
     """Sum over tokens of −φ(W) A ℓ, φ(W) = exp(λ + k log W − λ W) without gradient, so that φ(1) = 1.
 
@@ -190,7 +183,7 @@ def vespo(
     decay = torch.where(advantages >= 0, vespo_lambda_pos, vespo_lambda_neg)
     phi = (decay + k * log_weights - decay * log_weights.exp()).exp()
     terms = -_of_tokens(phi * advantages, cu_seqlens, logprobs) * logprobs
-    return _sum(_total(terms, token_weights, token_penalty), cu_seqlens)
+    return _sum(_total(terms, **added), cu_seqlens)
 
 
 def gmpo(
@@ -202,8 +195,7 @@ def gmpo(
     epsilon: float = 0.4,
     epsilon_high: float | None = None,
     token_mask: Tensor | None = None,
-    token_weights: Tensor | None = None,
-    token_penalty: Tensor | None = None,
+    **added: Unpack[Added],
 ) -> Tensor:
     """Sum over completions of −A times the geometric mean of their clipped ratios.
 
@@ -224,7 +216,7 @@ def gmpo(
         means = segment_sums(clipped * token_mask, cu_seqlens) / segment_sums(token_mask, cu_seqlens).clamp(min=1)
     ratios = means.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
     terms = _of_tokens(-ratios * advantages, cu_seqlens, logprobs)
-    return _sum_of_means(_total(terms, token_weights, token_penalty), cu_seqlens)
+    return _sum_of_means(_total(terms, **added), cu_seqlens)
 
 
 def rloo(
@@ -235,8 +227,7 @@ def rloo(
     *,
     epsilon: float = 0.2,
     epsilon_high: float | None = None,
-    token_weights: Tensor | None = None,
-    token_penalty: Tensor | None = None,
+    **added: Unpack[Added],
 ) -> Tensor:
     """Sum over completions of −min(W A, clip(W, 1 − epsilon, 1 + epsilon_high) A), W the ratio of the whole completion.
 
@@ -248,7 +239,7 @@ def rloo(
     logs = segment_sums(log_ratios(logprobs, old_logprobs), cu_seqlens)
     ratios = logs.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
     terms = _of_tokens(_clipped(ratios, advantages, epsilon, epsilon_high, None), cu_seqlens, logprobs)
-    return _sum_of_means(_total(terms, token_weights, token_penalty), cu_seqlens)
+    return _sum_of_means(_total(terms, **added), cu_seqlens)
 
 
 def _clipped(
@@ -280,7 +271,21 @@ def _check_advantages(advantages: Tensor, cu_seqlens: Tensor) -> None:
         )
 
 
-def _total(terms: Tensor, token_weights: Tensor | None, token_penalty: Tensor | None) -> Tensor:
+def _clipped_terms(
+    ratios: Tensor,
+    advantages: Tensor,
+    cu_seqlens: Tensor,
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+    delta: float | None = None,
+    **added: Unpack[Added],
+) -> Tensor:
+    """The terms of tokens of `grpo`, from their ratios."""
+    terms = _clipped(ratios, _of_tokens(advantages, cu_seqlens, ratios), epsilon, epsilon_high, delta)
+    return _total(terms, **added)
+
+
+def _total(terms: Tensor, token_weights: Tensor | None = None, token_penalty: Tensor | None = None) -> Tensor:
     if token_weights is not None:
         check_tokens("token_weights", token_weights, terms)
         terms = terms * token_weights.detach()

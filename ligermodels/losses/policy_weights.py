@@ -5,6 +5,7 @@ without gradient; their product is a loss's `token_weights`. Must not know the l
 """
 
 import math
+from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -16,6 +17,13 @@ from ligermodels.losses.ratios import LARGEST_LOG_RATIO, importance_ratios
 from ligermodels.losses.segments import segment_means, segment_sums
 
 SAMPLER_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+
+class RatioBounds(TypedDict, total=False):
+    """Of the sampler's correction. clip_max: 3 by default; clip_min: no bound."""
+
+    clip_max: float | None
+    clip_min: float | None
 
 
 def kl_penalty(
@@ -49,8 +57,7 @@ def sampler_weights(
     cu_seqlens: Tensor,
     *,
     mode: str = "sequence_mask",
-    clip_max: float | None = 3.0,
-    clip_min: float | None = None,
+    **bounds: Unpack[RatioBounds],
 ) -> Tensor:
     """Correction for a sampler whose log-probabilities differ from the policy's own: fp32 [N].
 
@@ -58,7 +65,7 @@ def sampler_weights(
     clip_max; "…_mask" puts 0 in the place of a ρ outside. A NaN in `sampling_logprobs` (the sampler has none for this
     token) counts as no difference. TRL: vllm_importance_sampling_mode, …_clip_max, …_clip_min.
     """
-    log_weights = _log_weights(old_logprobs, sampling_logprobs, cu_seqlens, mode, clip_max, clip_min)
+    log_weights = _log_weights(old_logprobs, sampling_logprobs, cu_seqlens, mode, **bounds)
     if mode.startswith("sequence"):
         log_weights = per_token(log_weights, cu_seqlens, len(old_logprobs))
     return log_weights.exp().float()
@@ -71,11 +78,10 @@ def sampler_log_weights(
     cu_seqlens: Tensor,
     *,
     mode: str = "sequence_mask",
-    clip_max: float | None = 3.0,
-    clip_min: float | None = None,
+    **bounds: Unpack[RatioBounds],
 ) -> Tensor:
     """The logarithm of `sampler_weights` of a whole completion, [S], which `vespo` takes: of tokens it is the sum."""
-    log_weights = _log_weights(old_logprobs, sampling_logprobs, cu_seqlens, mode, clip_max, clip_min)
+    log_weights = _log_weights(old_logprobs, sampling_logprobs, cu_seqlens, mode, **bounds)
     log_weights = log_weights.clamp(min=-LARGEST_LOG_RATIO)
     return log_weights if mode.startswith("sequence") else segment_sums(log_weights, cu_seqlens)
 
@@ -85,8 +91,8 @@ def _log_weights(
     sampling_logprobs: Tensor,
     cu_seqlens: Tensor,
     mode: str,
-    clip_max: float | None,
-    clip_min: float | None,
+    clip_max: float | None = 3.0,
+    clip_min: float | None = None,
 ) -> Tensor:
     """log ρ within its bounds, −∞ for a masked one: [S] or [N] by mode."""
     if mode not in SAMPLER_MODES:

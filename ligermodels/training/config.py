@@ -124,6 +124,8 @@ class TrainConfig:
     optimizer: Literal["adamw", "adamw8bit", "muon"] = setting("training", "adamw", "adamw8bit: moments in 8 bits")
     optimizer_state_dtype: Literal["float32", "bfloat16"] | None = setting("training", None, "dtype of the optimizer "
         "states", shown="that of the parameters")
+    optimizer_in_backward: bool = setting("training", False, "update each parameter as soon as its gradient is "
+        "complete, which frees the gradient; clips by the running norm of the steps before", objectives=("sft",))
     learning_rate: float | None = setting("training", None, "peak learning rate", ABOVE_ZERO,
         shown="1e-5; LoRA: 1e-4; new weights: 4.5e-3 at width 128, with images 1e-3, 1/width; of preferences below a "
         "tenth of these")
@@ -201,6 +203,8 @@ class TrainConfig:
 
     teacher: str | None = setting("distillation", None, "the model to learn from: a Hub id or a folder; or top-k: "
         "teacher_ids and teacher_logprobs of the data", metavar="NAME", objectives=DISTILL_ALONE)
+    teacher_states: Path | None = setting("distillation", None, "store the teacher's hidden states here once, and "
+        "train from them, without the teacher in memory", metavar="FOLDER", objectives=DISTILL_ALONE)
     divergence: str = setting("distillation", "forward_kl", "from the teacher: forward_kl, reverse_kl, jsd:B, tvd or "
         "cosine", metavar="KIND", objectives=DISTILL_ALONE)
     temperature: float | None = setting("distillation", None, "divides the logits: of both models, and of sampling; "
@@ -240,8 +244,11 @@ class TrainConfig:
         "token has; sequence is GSPO", shown="token; luspo: sequence", objectives=RL)
     kl_correction: bool = setting("reinforcement", True, "multiply the KL divergence by the importance ratio",
         objectives=RL)
-    sampler_correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = setting(
-        "reinforcement", None, "weight by the ratio of the policy and the sampler", shown="no weight", objectives=RL)
+    sampler: Literal["own", "vllm"] = setting("reinforcement", "own", "what samples completions: own, the engine of "
+        "this package; vllm, in the same process", objectives=RL)
+    sampler_correction: Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None = (
+        setting("reinforcement", None, "weight by the ratio of the policy and the sampler", shown="none; with "
+        "--sampler vllm: sequence_mask", objectives=RL))
     sampler_clip: float = setting("reinforcement", 3.0, "upper bound of that ratio", ABOVE_ZERO, objectives=RL)
     sampler_clip_min: float | None = setting("reinforcement", None, "lower bound of that ratio", ABOVE_ZERO,
         shown="no bound", objectives=RL)

@@ -27,7 +27,7 @@ from ligermodels.training.data import Data
 from ligermodels.training.data.preferences import PreferenceData
 from ligermodels.training.data.run_tokenizer import generation_config, write_tokenizer
 from ligermodels.training.objectives import StepTotals
-from ligermodels.training.optimizers import clip_and_step, set_learning_rate
+from ligermodels.training.optimizers import OptimizerInBackward, clip_and_step, set_learning_rate
 from ligermodels.training.optimizers.schedules import learning_rate
 from ligermodels.training.reporting.curves import draw_curves
 from ligermodels.training.reporting.flops import peak_flops
@@ -108,7 +108,7 @@ def train(config: TrainConfig) -> TrainResult:
         if config.float8:
             float8.convert(model, world.device)
         if config.compile:
-            compile_blocks(model)
+            compile_blocks(model, world.device)
         fsdp.shard(
             model, world, compute_dtype, dp_replicate=config.dp_replicate, expert_parallel=config.expert_parallel,
             reshard_after_forward=reshard_after_forward,
@@ -125,6 +125,7 @@ def train(config: TrainConfig) -> TrainResult:
         model.train()
 
         optimizer = build(model)
+        in_backward = OptimizerInBackward(optimizer, config.max_grad_norm) if config.optimizer_in_backward else None
         progress = (checkpoints.restore(model, optimizer, say) if config.resume else None) or Progress()
         before = progress.seconds
 
@@ -178,19 +179,23 @@ def train(config: TrainConfig) -> TrainResult:
             # The loss is a sum over the units of the step, on all ranks, divided by their number.
             profiler.begin(progress.step + 1)
             work, step = objective.work(model, progress), StepTotals(world.device)
+            rate = learning_rate(config.schedule, progress.step, config.steps, config.warmup, config.learning_rate)
+            set_learning_rate(optimizer, rate)
             for number, batch in enumerate(work.batches, 1):
                 fsdp.set_gradient_all_reduce(model, enabled=number == len(work.batches))
                 share = objective.loss(model, batch, work)
+                if in_backward is not None:
+                    in_backward.begin(share.loss)
                 share.loss.backward()
                 step.add(share)
 
-            # A step that is not finite updates nothing. The host reads the numbers while the update runs.
+            # A step that is not finite updates nothing, except during backward. The host reads while the update runs.
             signs = stop.requested, checkpoints.failed, checkpoints.minutes_since_save >= config.checkpoint_minutes
-            totals, norm = step.over_ranks(signs), fsdp.gradient_norm(model)
+            totals = step.over_ranks(signs)
+            norm = fsdp.gradient_norm(model) if in_backward is None else in_backward.finish()
             read = read_async(torch.cat([norm[None], totals]))
-            rate = learning_rate(config.schedule, progress.step, config.steps, config.warmup, config.learning_rate)
-            set_learning_rate(optimizer, rate)
-            clip_and_step(optimizer, totals[0], norm, config.max_grad_norm)
+            if in_backward is None:
+                clip_and_step(optimizer, totals[0], norm, config.max_grad_norm)
             optimizer.zero_grad()
             norm_value, *values = read()
             (loss_value, told_to_stop, failed, overdue), sums, maxima = step.named(values, len(signs))
@@ -206,6 +211,12 @@ def train(config: TrainConfig) -> TrainResult:
             if not finite:
                 places = data.training.places(progress.rows, work.units)
                 metrics.write({"step": progress.step + 1, "not_finite": places})
+                if in_backward is not None:
+                    raise InputError(
+                        f"step {progress.step + 1}: loss {loss_value}, gradient norm {norm_value}: stopped during the "
+                        f"update; {output / METRICS_FILE} names the step's documents; lower --learning-rate, and "
+                        f"continue from the checkpoint before: {resume}"
+                    )
                 if config.on_nan == "stop":
                     if progress.step:
                         checkpoints.save(model, optimizer, progress)  # as they were before this step

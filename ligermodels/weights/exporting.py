@@ -159,6 +159,21 @@ def export_weights(
     write_folder(Path(folder).absolute(), write, tensors, sharded, also, replaced)
 
 
+def hub_weights(model: HubModule, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of what an export in this dtype has, one whole tensor after another, on the model's device.
+
+    Names are the Hub's. Low-rank updates are merged, weights in few bits dequantised. If parameters are DTensors, every
+    rank must take all tensors: each parameter is gathered when its turn comes.
+    """
+    reshard(model)
+    values = model.stored_tensors()
+    buffers = model.stored_buffers()
+    dtypes = {name: value.dtype if name in buffers else dtype for name, value in values.items()}
+    pieces = plan_pieces({name: value.shape for name, value in values.items()}, model.weight_rules())
+    for piece, blocks in zip(pieces, hub_tensors(model, values, pieces, dtypes), strict=True):
+        yield piece.tensor, torch.cat(list(blocks))
+
+
 def stored_in_4_bits(parameters: Mapping[str, Any], pieces: Sequence[Piece]) -> dict[str, dict[str, Tensor]]:
     """The tensors of bitsandbytes for each piece of a quantised weight, by its name."""
     found: dict[str, dict[str, Tensor]] = {}

@@ -337,3 +337,18 @@ def stacked_experts(experts: str, gate: str, up: str, down: str) -> tuple[Rule, 
         Stack(ours + "gate_up_proj", (f"{layer}{gate}.weight", f"{layer}{up}.weight")),
         Stack(ours + "down_proj", (f"{layer}{down}.weight",)),
     )
+
+
+def stacked_granite_experts(in_memory: bool = False) -> tuple[Rule, ...]:
+    """The routed experts and the router of Granite, whose files stack experts as they are here.
+
+    in_memory: the names that transformers 5 has in memory.
+    """
+    hub, ours = "model.layers.{}.block_sparse_moe", "model.layers.{}.mlp"
+    if in_memory:
+        return Rename(f"{hub}.router", f"{ours}.gate"), Rename(f"{hub}.experts", f"{ours}.experts")
+    return (
+        Rename(f"{hub}.input_linear.weight", f"{ours}.experts.gate_up_proj"),
+        Rename(f"{hub}.output_linear.weight", f"{ours}.experts.down_proj"),
+        Rename(f"{hub}.router.layer", f"{ours}.gate"),
+    )

@@ -3,6 +3,7 @@
 from tests.cases.base import FULL, TINY, YARN, Raw, family
 
 LINEAR, CONV = "linear_attention", "conv"
+MAMBA, ATTENTION = "mamba", "attention"
 ROPE: Raw = {
     "rope_type": "default",
     "rope_theta": 500.0,
@@ -94,6 +95,22 @@ LFM2_MOE = {key: value for key, value in TINY.items() if key != "rms_norm_eps"} 
     "routed_scaling_factor": 1.7,
     "pad_token_id": 4,
 }
+GRANITE = TINY | {
+    "model_type": "granitemoehybrid",
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "rms_norm_eps": 1e-2,
+    "layer_types": [MAMBA, ATTENTION, MAMBA],
+    "mamba_n_heads": 6,
+    "mamba_d_state": 10,
+    "intermediate_size": 24,
+    "shared_intermediate_size": 40,
+    "num_local_experts": 7,
+    "num_experts_per_tok": 3,
+    "embedding_multiplier": 1.5,
+    "attention_multiplier": 0.4,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 1.3,
+}
 AUX_LOSS: Raw = {"output_router_logits": True, "router_aux_loss_coef": 1.5}
 LAYER_TYPES: Raw = {"layer_types": [FULL, LINEAR, LINEAR]}
 
@@ -144,6 +161,24 @@ CASES = {
             "every-expert": {"num_experts_per_tok": 7},
             "norm-topk-off": {"norm_topk_prob": False},
             "conv-bias": {"conv_bias": True},
+            "tied": {"tie_word_embeddings": True},
+        },
+    ),
+    **family(
+        GRANITE,
+        {
+            "dense": {"num_local_experts": 0, "num_experts_per_tok": 0},
+            "every-expert": {"num_experts_per_tok": 7},
+            "layer-types": {"layer_types": [LINEAR, LINEAR, FULL]},
+            "all-attention": {"layer_types": [ATTENTION] * 3},
+            "rope": {"position_embedding_type": "rope", "attention_bias": True},
+            "nope": {"position_embedding_type": "nope"},
+            "groups": {"mamba_n_groups": 3},
+            "three-taps": {"mamba_d_conv": 3, "mamba_conv_bias": False},
+            "projection-bias": {"mamba_proj_bias": True},
+            "time-step-limit": {"time_step_limit": [0.9, 1.6]},
+            "expand": {"mamba_expand": 3, "mamba_d_head": 24},
+            "aux-loss": AUX_LOSS,
             "tied": {"tie_word_embeddings": True},
         },
     ),

@@ -31,6 +31,7 @@ FLAGS = {
     "learning_rate": None, "train_parts": None, "vision_learning_rate": None, "projector_learning_rate": None,
     "schedule": "cosine", "warmup": None, "weight_decay": 0.1, "max_grad_norm": 1.0,
     "dtype": None, "param_dtype": None, "param_rounding": "nearest", "float8": False,
+    "optimizer_in_backward": False,
     "activation_checkpointing": None, "compile": False, "seed": 0,
     "deterministic": False, "lora_rank": None, "lora_alpha": None, "lora_dropout": 0.0,
     "lora_targets": ("all-linear",), "modules_to_save": (), "adapter": None, "quantize": None, "lora_export": None,
@@ -48,7 +49,7 @@ FLAGS = {
     "ce_weight": 0.0, "generations": 8, "max_completion_length": 512, "stop": (), "reward_timeout": 300.0,
     "reward_aggregation": "sum_then_normalize", "steps_per_generation": 1, "iterations": 1, "kl_correction": True,
     "sampler_clip": 3.0, "top_entropy": 1.0, "entropy_coef": 0.0, "mask_truncated": False, "keep_zero_spread": False,
-    "completions_every": 1, "mean_logits": False, "on_policy": 0.0,
+    "completions_every": 1, "mean_logits": False, "on_policy": 0.0, "sampler": "own", "teacher_states": None,
 }  # fmt: skip
 OF_THE_COMMAND = ("config", "dry_run")
 
@@ -190,6 +191,10 @@ def test_lora_targets_and_modules_to_save_are_separated_by_commas_or_spaces(give
         (
             ["--model", "qwen2", "--param-rounding", "kahan", "--optimizer", "muon", "--param-dtype", "bfloat16"],
             ["--param-rounding kahan: --optimizer muon rounds to nearest"],
+        ),
+        (
+            ["--model", "qwen2", "--optimizer-in-backward", "--on-nan", "skip"],
+            ["--on-nan skip: --optimizer-in-backward has updated some parameters"],
         ),
         (
             ["--model", "qwen2", "--optimizer", "adamw8bit", "--optimizer-state-dtype", "bfloat16"],

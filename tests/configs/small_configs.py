@@ -15,7 +15,7 @@ SIZES = {
 }
 # What other families call what SIZES has, or what they need it to be.
 LATENTS = {"num_key_value_heads": 3, "q_lora_rank": 12, "kv_lora_rank": 6, "qk_rope_head_dim": 8}
-SIZES_OF = {"deepseek_v3": LATENTS, "glm4_moe_lite": LATENTS}
+SIZES_OF = {"deepseek_v3": LATENTS, "glm4_moe_lite": LATENTS, "granitemoehybrid": {"mamba_n_heads": 6}}
 VISION = {"vision_config": {"vision_use_head": False}}
 MROPE = {"rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1]}}
 LINEAR = {"rope_type": "linear", "factor": 4.0}
@@ -29,7 +29,7 @@ def raw(model_type, /, **fields):
     """The content of a config.json with these fields."""
     if model_type == "mllama":
         return {"model_type": model_type, "text_config": SIZES | {"cross_attention_layers": [0]} | fields}
-    if model_type == "gemma3":
+    if model_type in ("gemma3", "llava"):
         return {"model_type": model_type, "text_config": SIZES | fields} | VISION
     if model_type == "gemma4":
         tied = {name: fields[name] for name in ("tie_word_embeddings",) if name in fields}

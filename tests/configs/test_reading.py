@@ -12,7 +12,7 @@ import ligermodels
 from ligermodels.architectures import ARCHITECTURES
 from ligermodels.configs.rope import FULL_ATTENTION
 from tests.cases import CASES
-from tests.configs.small_configs import SIZES, VISION, raw, read, reference_windows, windows
+from tests.configs.small_configs import SIZES, SIZES_OF, VISION, raw, read, reference_windows, windows
 
 SAVED_BY_4 = Path(__file__).parent.parent / "data" / "saved_by_transformers_4"
 # Fields that the reference names or stores in another way, and fields with tests of their own.
@@ -20,11 +20,12 @@ READ_OTHERWISE = {"raw", "model_type", "sliding_window_pattern", "full_attn_idxs
 TESTED_ELSEWHERE = {"ropes", "head_dim", "hidden_act", "layer_types", "sliding_window", "no_rope_layers"} | {
     "mlp_layer_types",
     "global_head_dim",
+    "mamba_d_head",
 }
 
 
 # Families whose text model has a configuration of its own inside that of the file.
-NESTED = {"gemma3", "gemma4", "mistral3", "mllama", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"}
+NESTED = {"gemma3", "gemma4", "llava", "mistral3", "mllama", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"}
 # What has no default in every file: a head_dim that hidden_size does not give, and the text model of Mistral 3.
 GIVEN = {"glm4_moe": {"head_dim": 128}, "mistral3": {"text_config": {"model_type": "ministral3"}}}
 
@@ -63,7 +64,7 @@ def reference_ropes(reference):
 
 @pytest.mark.parametrize("model_type", sorted(set(ARCHITECTURES) - NESTED))
 def test_no_rope_layers_and_sparse_layers_are_as_in_the_reference(model_type):
-    config, reference = read(model_type), AutoConfig.for_model(model_type, **SIZES)
+    config, reference = read(model_type), AutoConfig.for_model(model_type, **SIZES | SIZES_OF.get(model_type, {}))
     if hasattr(reference, "no_rope_layers"):
         assert [int(config.has_rope(i)) for i in range(8)] == reference.no_rope_layers == [1, 1, 1, 0] * 2
     if hasattr(reference, "decoder_sparse_step"):

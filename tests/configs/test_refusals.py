@@ -11,7 +11,7 @@ from ligermodels.errors import ConfigError, HubError
 from tests.configs.small_configs import LINEAR, NESTED, SIZES, raw
 
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-MOE = ("mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "qwen3_next", "qwen3_5_moe_text")
+MOE = ("mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "granitemoehybrid", "qwen3_next", "qwen3_5_moe_text")
 GEMMAS = ("gemma", "gemma2", "gemma3_text")
 GEMMA4 = ("gemma4", "gemma4_text")
 TWO_ROPES = ("gemma3", "gemma3_text", "olmo3", *GEMMA4)  # by layer type
@@ -120,9 +120,26 @@ def refusals():
         yield name, {"conv_L_cache": 5}, ["conv_L_cache", "5", "must be one of 2, 3, 4"]
     yield "lfm2_moe", {"use_expert_bias": False}, ["use_expert_bias", "False", "must be one of True"]
     yield "lfm2_moe", {"num_experts": 3}, ["num_experts_per_tok", "4", "must be one of 1, 2, 3"]
+    yield from (("granitemoehybrid", *refusal) for refusal in granite_refusals())
     for name in MOE:
         experts = "num_experts" if name.startswith("qwen") else "num_local_experts"
         yield name, {experts: 4, "num_experts_per_tok": 5}, ["num_experts_per_tok", "5", experts, "4"]
+
+
+def granite_refusals():
+    """As refusals(), of Granite 4, whose hidden_size here is 24."""
+    yield {"layer_types": ["mamba"] * 7}, ["layer_types", "7", "must have one per layer", "8"]
+    yield {"layer_types": [SLIDING_ATTENTION] * 8}, ["layer_types", repr(SLIDING_ATTENTION), "'mamba', 'attention'"]
+    yield {"position_embedding_type": "alibi"}, ["position_embedding_type", "'alibi'", "'rope', 'nope'"]
+    yield {"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "'silu'"]
+    yield {"mamba_d_conv": 5}, ["mamba_d_conv", "5", "must be one of 2, 3, 4"]
+    yield {"mamba_d_state": 512}, ["mamba_d_state", "512", "at most 256"]
+    yield {"mamba_n_heads": 7}, ["mamba_n_heads 7", "must divide", "48"]
+    yield {"mamba_n_groups": 5}, ["mamba_n_groups 5", "must divide mamba_n_heads, 6"]
+    yield {"mamba_d_head": 4}, ["mamba_d_head", "4", "must be one of", "8"]
+    yield {"num_experts_per_tok": 0}, ["num_experts_per_tok", "0", "must be positive"]
+    for limit in ([0.1], [0.2, 0.1], [-1.0, 1.0]):
+        yield {"time_step_limit": limit}, ["time_step_limit", str(limit), "must be two numbers"]
 
 
 @pytest.mark.parametrize(("model_type", "fields", "named"), list(refusals()))
@@ -148,6 +165,25 @@ def test_an_unsupported_config_is_refused_in_one_line_before_weights_are_read(mo
 def test_an_unsupported_vision_config_is_refused(vision, named):
     with pytest.raises(ConfigError) as refused:
         ligermodels.create({"model_type": "gemma3", "text_config": SIZES, "vision_config": vision}, device="meta")
+    assert all(part in str(refused.value) for part in ["config.json", *named])
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"vision_feature_layer": -26}, ["vision_feature_layer -26", "24 blocks"]),
+        ({"vision_feature_layer": [-2, -5]}, ["vision_feature_layer", "[-2, -5]", "must be int"]),
+        ({"vision_feature_select_strategy": "full"}, ["vision_feature_select_strategy 'full'", "'default'"]),
+        ({"projector_hidden_act": "relu"}, ["projector_hidden_act 'relu'", "'gelu'"]),
+        ({"text_config": SIZES | {"model_type": "mistral"}}, ["text_config: model_type 'mistral'", "'llama'"]),
+        ({"vision_config": {"model_type": "pixtral"}}, ["vision_config: model_type 'pixtral'", "'clip_vision_model'"]),
+    ],
+)
+def test_an_unsupported_llava_is_refused(fields, named):
+    vision = {"num_hidden_layers": 24, "image_size": 32}
+    raw = {"model_type": "llava", "text_config": SIZES, "vision_config": vision} | fields
+    with pytest.raises(ConfigError) as refused:
+        ligermodels.create(raw, device="meta")
     assert all(part in str(refused.value) for part in ["config.json", *named])
 
 

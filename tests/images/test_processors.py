@@ -100,3 +100,11 @@ def test_sizes_that_no_model_takes():
         qwen.plan(900, 4)
     with pytest.raises(InputError, match="nothing is left of it within 128 x 128 pixels"):
         pixtral.plan(900, 1)
+
+
+@pytest.mark.parametrize("name", ["llava", "pixtral"])
+def test_the_size_of_a_picture_is_that_of_its_pixels(name):
+    """Of LLaVA the crop, from which a plan counts patches."""
+    processor, image = our_processor(*SMALL[name]), random_pixels(80, 200)
+    plan = processor.plan(80, 200)
+    assert processor.picture_size(plan) == processor.pixels(image, plan).shape[1:]

@@ -30,6 +30,7 @@ NOT_CAUSAL = (  # to transformers, which has these as models of images and text 
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
+    "LlavaForConditionalGeneration",
 )
 NOT_IN_VLLM = {"mllama"}
 VLLM = json.loads((Path(__file__).parents[1] / "data/vllm_architectures.json").read_text())

@@ -9,7 +9,7 @@ from ligermodels.kernels.adamw8bit import (
     map_and_thresholds,
 )
 from tests.conftest import DEVICE
-from tests.kernels.error_budget import DTYPES, FACTOR, relative_error
+from tests.kernels.error_budget import APPROXIMATE, DTYPES, FACTOR, relative_error
 
 HYPERPARAMETERS = 1e-2, 0.9, 0.999, 1e-8, 0.1  # lr, beta1, beta2, eps, weight_decay
 pytestmark = [
@@ -51,8 +51,9 @@ def test_the_update_is_within_the_error_budget(shape, block, dtype):
     exact = adamw8bit_reference(*(x.double() for x in tensors[:2]), *tensors[2:], *arguments)
     plain = adamw8bit_reference(*tensors, *arguments)
     got = updated(tensors, *arguments)
+    factor = FACTOR * (APPROXIMATE if DEVICE == "cuda" and dtype == torch.float32 else 1.0)
     for i in (0, 2, 4):  # the parameter and the scales
-        allowed = max(FACTOR * relative_error(plain[i], exact[i]), torch.finfo(got[i].dtype).eps / 2)
+        allowed = max(factor * relative_error(plain[i], exact[i]), torch.finfo(got[i].dtype).eps / 2)
         assert relative_error(got[i], exact[i]) <= allowed
     # A moment at a threshold may get the neighbouring code, which is as near.
     for ours, theirs in ((1, 1), (3, 3)):

@@ -28,8 +28,8 @@ MAX_STACK_OF = {
     (86, "ligermodels.kernels.delta_chunks._prepare_kernel"): 160,
     (86, "ligermodels.kernels.delta_outputs._gate_gradient_kernel"): 64,
     (86, "ligermodels.kernels.delta_outputs._qkv_gradient_kernel"): 304,
-    (86, "ligermodels.kernels.mamba2_states._forward_scan_kernel"): 136,
-    (86, "ligermodels.kernels.mamba2_outputs._output_kernel"): 56,
+    (86, "ligermodels.kernels.mamba2_states._forward_scan_kernel"): 152,
+    (86, "ligermodels.kernels.mamba2_outputs._output_kernel"): 72,
     (86, "ligermodels.kernels.mamba2_outputs._head_gradient_kernel"): 80,
 }
 

@@ -9,11 +9,13 @@ from ligermodels.generation.engine import Engine
 from ligermodels.generation.kv_cache import KVCache
 from ligermodels.integrations.generation_cache import GenerationCache
 from ligermodels.layers.gated_delta import GatedDeltaNet
+from ligermodels.layers.mamba2 import Mamba2
+from ligermodels.layers.moe import MoE
 from tests.cases import CASES
 from tests.conftest import DEVICE
 from tests.reference_model import tokens
 
-NAMES = ["qwen3_5_text", "qwen3_next", "lfm2-conv-bias"]
+NAMES = ["qwen3_5_text", "qwen3_next", "lfm2-conv-bias", "granitemoehybrid-time-step-limit"]
 LENGTHS = (1, 2, 3, 5, 64, 65)  # shorter than the convolution, at the border of a chunk and beyond it
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
 
@@ -62,7 +64,8 @@ def test_changing_a_document_does_not_move_another_by_a_bit(name):
     row[0, 4] = (row[0, 4] + 1) % 99
     after = model(row, cu_seqlens=cu_seqlens).logits
     assert not torch.equal(before[:, 4:9], after[:, 4:9])
-    if getattr(model.config, "num_experts", 0):  # another token for an expert is another size of its matrix products
+    if any(isinstance(module, MoE) for module in model.modules()):
+        # Another token for an expert is another size of its matrix products.
         torch.testing.assert_close(after[:, 9:], before[:, 9:], **EXACT)
     else:
         assert torch.equal(before[:, 9:], after[:, 9:])
@@ -129,3 +132,11 @@ def test_initial_values_are_those_of_the_reference():
     assert (layer.dt_bias == 1).all() and (layer.norm.weight == 1).all()
     assert not model.model.norm.weight.any()
     assert abs(layer.conv1d.weight.std() - 0.02) < 2e-3
+
+
+def test_initial_values_of_mamba2_are_those_of_the_reference():
+    model = ligermodels.create(CASES["granitemoehybrid-groups"], device=DEVICE)
+    [layer, *_] = (module for module in model.modules() if isinstance(module, Mamba2))
+    torch.testing.assert_close(layer.A_log.cpu(), torch.arange(1.0, 7.0).log())
+    assert (layer.dt_bias == 1).all() and (layer.D == 1).all() and (layer.norm.weight == 1).all()
+    assert not layer.conv1d.bias.any() and abs(layer.conv1d.weight.std() - 0.02) < 4e-3

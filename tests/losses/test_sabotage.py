@@ -4,11 +4,14 @@ The same checks pass for the unbroken code, where their own files run them.
 """
 
 import pytest
+import torch
 
 from tests.losses import test_advantages, test_divergences, test_judged, test_policy, test_preference
 from tests.losses import test_reference_free as reference_free
 from tests.sabotage import Sabotage
 from tests.training.data.preferences import test_layout
+from tests.training.objectives.test_grpo_steps import check_old_log_probabilities, check_step, made  # noqa: F401
+from tests.training.objectives.test_references import check_reference_without_dropout, dropping  # noqa: F401
 
 LOSSES = "ligermodels.losses"
 LAY_OUT = "ligermodels.training.data.preferences.layout:lay_out"
@@ -67,3 +70,46 @@ def test_a_break_is_detected(name, monkeypatch):
     BREAKS[name].apply(monkeypatch)
     with pytest.raises(AssertionError):
         CHECKS[BREAKS[name].case]()
+
+
+GRPO = "ligermodels.training.objectives.grpo:GRPO"
+STEPS = {"step": check_step, "old log-probabilities": check_old_log_probabilities}
+BREAKS_OF_STEPS = {
+    "missing temperature of the loss": Sabotage(
+        f"{GRPO}.loss", '"temperature": self.temperature', '"temperature": 1.0', "step"
+    ),
+    "missing temperature before the update": Sabotage(
+        f"{GRPO}.logprobs", "temperature=self.temperature", "temperature=1.0", "old log-probabilities"
+    ),
+    "old of the generation before": Sabotage(
+        f"{GRPO}.score", "old_logprobs=logprobs if", "old_logprobs=self.stale if", "old log-probabilities"
+    ),
+    "old of every update": Sabotage(
+        f"{GRPO}.work", "number = self", "self.rollouts = self.score(model, self.rollouts); number = self",
+        "old log-probabilities",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def step(made):  # noqa: F811
+    """An objective behind a generation, and its model."""
+    objective, model = made()
+    return objective, model, objective.rollouts, {n: p.detach().clone() for n, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", BREAKS_OF_STEPS)
+def test_a_break_of_a_step_is_detected(name, step, monkeypatch):
+    objective, model, objective.rollouts, weights = step
+    model.load_state_dict(weights, strict=False)
+    objective.stale = torch.full_like(objective.rollouts.old_logprobs, -6.0)
+    BREAKS_OF_STEPS[name].apply(monkeypatch)
+    with pytest.raises(AssertionError):
+        STEPS[BREAKS_OF_STEPS[name].case](objective, model)
+
+
+def test_a_reference_with_dropout_is_detected(dropping, monkeypatch):  # noqa: F811
+    breaks = Sabotage("ligermodels.training.objectives.references:row_logprobs", "model.eval()", "pass", "reference")
+    breaks.apply(monkeypatch)
+    with pytest.raises(AssertionError):
+        check_reference_without_dropout(*dropping)

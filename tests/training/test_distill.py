@@ -16,6 +16,7 @@ from ligermodels.errors import InputError
 from ligermodels.kernels import launch
 from ligermodels.training import TrainConfig, plan, train
 from ligermodels.training.checkpoints import Progress
+from ligermodels.training.objectives import stored_teacher, teachers
 from ligermodels.training.objectives.taught import parse_divergence
 from ligermodels.training.runs.preparing import prepare
 from tests.training.small_models import RAW, save_model, validations
@@ -103,6 +104,68 @@ def test_stored_log_probabilities_of_the_teacher_itself_have_no_divergence(folde
         InputError, match="--divergence tvd needs a whole distribution, and --teacher top-k has k tokens"
     ):
         plan(distillation(folder, teacher="top-k", divergence="tvd"))
+
+
+@pytest.fixture(scope="module")
+def conversations(folder):
+    """Prompts with completions: some places of a row are supervised, and the head takes these alone."""
+    folder, _ = folder
+    records = [{"prompt": f"{who} went to the {where}", "completion": f" and bought {what}. Then {who} left the house."}
+               for who in NAMES for where in PLACES for what in THINGS] * 4  # fmt: skip
+    (folder / "conversations.jsonl").write_text("\n".join(map(json.dumps, records)))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "data, more", [("texts", {}), ("texts", {"packing": False}), ("conversations", {"sequence_length": 64})]
+)
+def test_stored_states_train_as_the_teacher_beside_the_student(conversations, capsys, data, more, request):
+    """To the bit: the states are those of the same passes. Of the second run no weight of the teacher is read."""
+    folder, name = conversations, request.node.callspec.id
+    recipe = {"steps": 3, "eval_every": 3, "divergence": "jsd:0.3", "temperature": 2.0, "micro_batch_size": 4,
+              "data": (str(folder / f"{data}.jsonl"),), **more}  # fmt: skip
+    states = folder / f"states-{name}"
+    online = train(distillation(folder, **recipe, output=folder / f"{name}-online"))
+    dry = plan(distillation(folder, **recipe, teacher_states=states))
+    assert set(dry.phases) == {"teacher", "train"} and "written once to" in dry.facts["teacher"]
+    capsys.readouterr()
+    for run in ("written", "read"):
+        stored = distillation(folder, **recipe, teacher_states=states, output=folder / f"{name}-{run}")
+        with pytest.MonkeyPatch.context() as patch:
+            if run == "read":
+                patch.setattr(teachers, "load_weights", lambda *_: pytest.fail("reads the teacher"))
+            found = train(stored)
+        assert f"{run.replace('read', 'in').replace('written', 'written once to')} {states}" in capsys.readouterr().out
+        assert validations(found)[3]["validation_loss"] == validations(online)[3]["validation_loss"]
+        for one, other in zip(found.model.parameters(), online.model.parameters(), strict=True):
+            assert torch.equal(one, other)
+    after = plan(stored)
+    places, width = json.loads((states / "teacher.json").read_text())["shape"]
+    assert (states / "states").stat().st_size == places * width * 4 and set(after.phases) == {"train"}
+    assert after.memory.beside < dry.phases["teacher"] - dry.memory.weights
+
+
+def test_states_of_other_data_or_another_teacher_are_refused(conversations):
+    folder = conversations
+    recipe = {"steps": 1, "no_export": True, "sequence_length": 48, "data": (str(folder / "texts.jsonl"),)}
+    states = folder / "states"
+    train(distillation(folder, **recipe, teacher_states=states, output=folder / "first"))
+    for changes, words in (
+        ({"sequence_length": 40}, "was written for another data; name a new folder"),
+        ({"teacher": str(folder / "student")}, "was written for another teacher"),
+        ({"dtype": "bfloat16"}, "was written for another dtype"),
+        ({"teacher_states": folder / "untrained"}, "untrained: has no states of a teacher; name a new folder"),
+        ({"teacher": "top-k"}, "--teacher-states: --teacher top-k reads the data"),
+        ({"on_policy": 0.5}, "--teacher-states has no effect with --on-policy"),
+    ):
+        with pytest.raises(InputError, match=words):
+            plan(distillation(folder, **recipe | {"teacher_states": states} | changes))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stored_teacher, "free_space", lambda _: (folder, 10))
+        with pytest.raises(
+            InputError, match=r"--teacher-states .*nowhere: needs .*, and .* has 10 B; name a folder on"
+        ):
+            plan(distillation(folder, **recipe, teacher_states=folder / "nowhere"))
 
 
 PROMPTS = [{"prompt": f"{who} went to the {where}"} for who in NAMES for where in PLACES]

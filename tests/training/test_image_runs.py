@@ -17,7 +17,7 @@ from ligermodels.training.reporting.flops import flops_per_patch, flops_per_toke
 from ligermodels.training.runs.preparing import plan
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "gemma3", "llava"])
 def test_shapes_train_and_export(family, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(embedded, "TRAINING_SHAPES", 24)

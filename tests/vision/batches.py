@@ -10,17 +10,20 @@ GRIDS = [(1, 6, 10), (1, 2, 4), (1, 8, 6)]
 VIDEO = [(2, 4, 8)]
 SECONDS = 1.5  # between frames
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3", "llava")
 VISION_CASES = [name for name in CASES if name.partition("-")[0] in FAMILIES]
 
 
 def takes_pictures(name: str) -> bool:
     """Whether images have one size, and the model no grids."""
-    return "mm_tokens_per_image" in CASES[name]
+    return "image_size" in CASES[name]["vision_config"]
 
 
 def tokens_of(raw, grid: tuple[int, int, int], side: int = 2) -> int:
-    return raw.get("mm_tokens_per_image", grid[0] * grid[1] * grid[2] // side**2)
+    vision = raw["vision_config"]
+    if "image_size" in vision:
+        return raw.get("mm_tokens_per_image", (vision["image_size"] // vision["patch_size"]) ** 2)
+    return grid[0] * grid[1] * grid[2] // side**2
 
 
 def image_token(raw) -> int:
@@ -84,6 +87,8 @@ def images_between(name: str, batch: dict[str, Tensor], grids: list, first: int,
 def for_reference(name: str, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same for transformers, whose positions need the kind of every token."""
     raw, ids = CASES[name], batch["input_ids"]
+    if raw["model_type"] == "llava":
+        return batch
     kinds = (ids == image_token(raw)) + 2 * (ids == raw.get("video_token_id"))
     return batch | {"token_type_ids" if takes_pictures(name) else "mm_token_type_ids": kinds}
 

@@ -9,6 +9,8 @@ from tests.vision.test_parity import PATTERNS, check_image_parity
 POSITIONS = "ligermodels.layers.vision_positions"
 PLACES = "ligermodels.layers.image_places"
 SIGLIP = "ligermodels.layers.siglip"
+PICTURES = "ligermodels.layers.pictures"
+LINEARS = "ligermodels.layers.wrapped:LinearProjector"
 TOWER = "ligermodels.layers.vision:VisionTower.forward"
 
 BREAKS = {
@@ -84,13 +86,38 @@ BREAKS = {
         "ligermodels.kernels.attention_mask:dense_mask", "mask.left is not", "mask.ahead is mask.left is not", "gemma3"
     ),
     "patches of a picture in raster order": Sabotage(
-        f"{SIGLIP}:picture_patches", "permute(0, 2, 5, 3, 6,", "permute(0, 2, 3, 5, 6,", "gemma3"
+        f"{PICTURES}:picture_patches", "permute(0, 2, 5, 3, 6,", "permute(0, 2, 3, 5, 6,", "gemma3"
     ),
     "largest of the pooled features": Sabotage(f"{SIGLIP}:PooledProjector.forward", ".mean(1)", ".amax(1)", "gemma3"),
     "norm of the projector left out": Sabotage(
         f"{SIGLIP}:PooledProjector.forward", "self.mm_soft_emb_norm(pooled)", "pooled", "gemma3"
     ),
     "last norm of the tower left out": Sabotage(TOWER, "if self.norm is not None", "if False", "gemma3"),
+    "class token left among the features": Sabotage(f"{LINEARS}.forward", "[:, 1:]", "[:, :-1]", "llava"),
+    "tanh GELU between the linears": Sabotage(f"{LINEARS}.forward", "self.activation, ", '"gelu_tanh", ', "llava"),
+    "the branch without the residual stream": Sabotage(f"{LINEARS}.forward", "else x + residual", "else x", "llava"),
+    "class token behind the patches": Sabotage(
+        TOWER,
+        "[self.class_embedding.expand(len(images), 1, -1), images]",
+        "[images, self.class_embedding.expand(len(images), 1, -1)]",
+        "llava",
+    ),
+    "first norm of the tower left out": Sabotage(TOWER, "if self.first_norm is not None", "if False", "llava"),
+    "positions of the patches without the class token's": Sabotage(
+        f"{POSITIONS}:class_token_layout", "entries = row", "entries = patch", "llava"
+    ),
+    "pictures see each other": Sabotage(
+        f"{POSITIONS}:class_token_layout",
+        "make_spans([len(row)] * images)",
+        "make_spans([len(row) * images, *[0] * (images - 1)])",
+        "llava",
+    ),
+    "features of the last block": Sabotage(
+        "ligermodels.configs.vision:ClipConfig.computed_blocks",
+        "num_hidden_layers + 1 + layer",
+        "num_hidden_layers + 2 + layer",
+        "llava",
+    ),
     "images in reverse": Sabotage(
         f"{PLACES}:next_grid", "waiting[token].popleft()", "waiting[token].pop()", "qwen2_vl"
     ),

@@ -124,19 +124,23 @@ def test_lora_on_a_tower_that_is_not_there_is_refused():
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "gemma3"])
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "gemma3", "llava"])
 def test_activations_of_images_match_the_tensors_that_autograd_saves(name):
-    patches, raw = 64, CASES[name]
+    patches, tokens, raw = 64, 16, CASES[name]
     if name == "gemma3":
         vision = {"hidden_size": 256, "intermediate_size": 320, "num_attention_heads": 4, "image_size": 32}
         raw = raw | {"vision_config": raw["vision_config"] | vision, "mm_tokens_per_image": 16}
         images = {"pixel_values": torch.randn(1, 3, 32, 32)}
+    elif name == "llava":
+        vision = {"hidden_size": 256, "intermediate_size": 320, "num_attention_heads": 4, "image_size": 16}
+        raw, tokens = raw | {"vision_config": raw["vision_config"] | vision}, 64
+        images = {"pixel_values": torch.randn(1, 3, 16, 16)}
     else:
         vision = raw["vision_config"] | {"depth": 2, "num_heads": 4, "patch_size": 4, "window_size": 64}
         wide = {"embed_dim": 256} if name == "qwen2_vl" else {"hidden_size": 256, "intermediate_size": 320}
         raw = raw | {"vision_config": vision | wide}
         images = {"pixel_values": torch.randn(patches, 3 * 2 * 4 * 4), "image_grid_thw": torch.tensor([[1, 8, 8]])}
-    ids = torch.tensor([[5, 6, *[image_token(raw)] * 16, 7, 8]], device=DEVICE)
+    ids = torch.tensor([[5, 6, *[image_token(raw)] * tokens, 7, 8]], device=DEVICE)
     images = {key: x.to(DEVICE) for key, x in images.items()}
 
     def saved(**inputs):
@@ -155,14 +159,16 @@ def test_activations_of_images_match_the_tensors_that_autograd_saves(name):
         return sum(size for size, _ in kept.values())
 
     model = ligermodels.create(raw, device="meta")
-    with_images, without = (training_memory(model, 1, 20, torch.float32, patches=n).activations for n in (patches, 0))
+    with_images, without = (
+        training_memory(model, 1, tokens + 4, torch.float32, patches=n).activations for n in (patches, 0)
+    )
     assert with_images - without == pytest.approx(saved(**images) - saved(), rel=0.03)
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "gemma3"])
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "gemma3", "llava"])
 def test_the_flops_of_a_patch_equal_torchs_count(name):
     """Of linears, forward and backward, with everything trained but the pixels."""
-    model, side = ligermodels.create(CASES[name]), 4 if name == "gemma3" else 8
+    model, side = ligermodels.create(CASES[name]), {"gemma3": 4, "llava": 3}.get(name, 8)
     grid = Grid(1, side, side)
     layout_inputs = batch_of(name, [[tuple(grid)]])
     images = model.prepare_images(**layout_inputs)
@@ -171,7 +177,7 @@ def test_the_flops_of_a_patch_equal_torchs_count(name):
     counts = counter.get_flop_counts()["Global"]
     linear = sum(counts[op] for op in counts if op in (torch.ops.aten.mm, torch.ops.aten.addmm))
     # The sum over layers of the keys that a patch attends to.
-    keys = {"qwen2_vl": 3 * 64, "qwen2_5_vl": 64 + 2 * 16, "gemma3": 2 * 16}[name]
+    keys = {"qwen2_vl": 3 * 64, "qwen2_5_vl": 64 + 2 * 16, "gemma3": 2 * 16, "llava": 2 * 10 * 10 / 9}[name]
     attention = 12 * model.config.vision.hidden_size * keys
     assert flops_per_patch(model, [grid]) == pytest.approx(linear / grid.patches + attention)
 
@@ -192,6 +198,7 @@ RUNS = [
     {"name": "mllama", "parts": ["vision", "projector", "text"], "checkpointed_blocks": 6},
     {"name": "mllama", "parts": ["text"]},
     {"name": "gemma3", "parts": ["vision", "projector", "text"], "checkpointed_blocks": 3},
+    {"name": "llava", "parts": ["vision", "projector", "text"]},
 ]
 
 

@@ -13,9 +13,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+import ligermodels
 from ligermodels.errors import InputError
+from ligermodels.layers.lora_targets import add_lora
 from ligermodels.weights import exporting, writing
-from ligermodels.weights.exporting import export_weights, size_in_bytes, split_into_shards
+from ligermodels.weights.exporting import export_weights, hub_weights, size_in_bytes, split_into_shards
 from ligermodels.weights.files import INDEX_FILE, SINGLE_FILE, CheckpointError, open_checkpoint
 from ligermodels.weights.loading import load_weights
 from ligermodels.weights.writing import Entry
@@ -126,6 +128,19 @@ def test_weights_are_converted_while_they_are_written(source, tmp_path, dtype):
     assert json.loads(written) == RAW | {"torch_dtype": str(dtype).removeprefix("torch.")}
     assert (written == original) == (dtype == torch.float32)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["plain", "lora"])
+def test_tensors_in_memory_are_those_of_an_export(tmp_path, adapted):
+    """Under the same names, with LoRA merged, to the bit."""
+    model = ligermodels.create("qwen2", size="tiny")
+    if adapted:
+        add_lora(model, rank=2)
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora_B"):
+                torch.nn.init.normal_(parameter, std=0.02)
+    export_weights(model, tmp_path / "out", dtype="bfloat16")
+    same_bits(dict(hub_weights(model, torch.bfloat16)), read_all(tmp_path / "out"))
 
 
 def test_a_finite_value_that_overflows_is_refused_and_an_infinite_value_is_kept(tmp_path):

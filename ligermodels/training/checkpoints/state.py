@@ -2,6 +2,7 @@
 
 weights.<parameter>               a trained parameter; tied parameters once, under their first name
 optimizer.<parameter>.<state>     a tensor of the optimizer state
+optimizer.running_norm            with an optimizer step in the backward pass, what clips its gradients
 objective.<name>                  a tensor of the objective, such as of a moving average of the weights
 rank-<n>.random.<device>          the state of the random number generator of rank n
 rank-<n>.objective.<name>         what the objective keeps on rank n, of any shape
@@ -61,7 +62,8 @@ def optimizer_state(model: nn.Module, optimizer: AdamW) -> dict[str, Tensor]:
     optimizer.create_states()
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     states = {names[parameter]: state.items() for parameter, state in optimizer.state.items()}
-    return {f"optimizer.{name}.{key}": value for name, state in states.items() for key, value in state}
+    running = {} if optimizer.running_norm is None else {"optimizer.running_norm": optimizer.running_norm}
+    return running | {f"optimizer.{name}.{key}": value for name, state in states.items() for key, value in state}
 
 
 class HostCopies:

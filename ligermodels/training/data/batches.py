@@ -20,6 +20,7 @@ from ligermodels.layers.decoder import IGNORE_INDEX, next_tokens
 from ligermodels.training.data.decoding import ImageDecoder
 from ligermodels.training.data.mixture import Mixture
 from ligermodels.training.data.packing import ConcatenatedRows, Segment
+from ligermodels.training.data.stored_states import StoredStates, is_supervised
 from ligermodels.units import counted
 
 ROWS_MULTIPLE = 128  # a GEMM tile: the head's products are slower with other numbers of rows
@@ -36,6 +37,7 @@ class Batch(NamedTuple):
     `supervised_rows`. None where documents have no mask. Where ranks share rows, each has those of its part alone.
     images: those of the rows, in order, under the names of arguments of `forward`; empty if there are none. Each has a
     method `to`, as tensors have.
+    teacher_states: what a teacher has stored for the rows (`StoredStates.of_rows`); they stay in host memory.
     """
 
     input_ids: Tensor
@@ -44,17 +46,19 @@ class Batch(NamedTuple):
     max_seqlen: int | None
     rows: Tensor | None = None
     images: Mapping[str, Any] = {}  # never changed
+    teacher_states: Tensor | None = None
 
     def to(self, device: torch.device) -> "Batch":
         """Copies the batch to a device; copies from pinned memory do not block the host."""
         input_ids, labels = (x.to(device, non_blocking=True) for x in (self.input_ids, self.labels))
         offsets, rows = (None if x is None else x.to(device, non_blocking=True) for x in (self.cu_seqlens, self.rows))
         images = {name: values.to(device, non_blocking=True) for name, values in self.images.items()}
-        return Batch(input_ids, labels, offsets, self.max_seqlen, rows, images)
+        return Batch(input_ids, labels, offsets, self.max_seqlen, rows, images, self.teacher_states)
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of `forward`."""
         fields = self._asdict()
+        del fields["teacher_states"]
         return fields | fields.pop("images")
 
 
@@ -105,8 +109,7 @@ def supervised_rows(labels: Tensor, pinned: bool, part: int = 0, parts: int = 1)
     does not have to ask the device where they are. A document's first label is IGNORE_INDEX, so that no place is
     supervised by the next row or document.
     """
-    targets = np.append(labels.numpy().reshape(-1)[1:], IGNORE_INDEX)
-    supervised = np.split(targets != IGNORE_INDEX, parts)[part]
+    supervised = np.split(is_supervised(labels), parts)[part]
     places = np.flatnonzero(supervised)
     count = max(1, -(-len(places) // ROWS_MULTIPLE)) * ROWS_MULTIPLE
     if count >= len(supervised):
@@ -114,6 +117,12 @@ def supervised_rows(labels: Tensor, pinned: bool, part: int = 0, parts: int = 1)
     rows = torch.full((count,), np.flatnonzero(~supervised)[-1], dtype=torch.int64, pin_memory=pinned)
     rows.numpy()[: len(places)] = places
     return rows
+
+
+def with_states(batch: Batch, stored: StoredStates, numbers: Sequence[int | None], world: World) -> Batch:
+    """The batch with what a teacher has stored for its rows, of these numbers."""
+    states = stored.of_rows(numbers, batch.labels, batch.rows, world.device.type == "cuda")
+    return batch._replace(teacher_states=states)
 
 
 def split_global_batch(batch_size: int, micro_batch_size: int | None, world: World) -> tuple[int, int]:
@@ -141,7 +150,12 @@ class BatchRequest(NamedTuple):
 
 
 class TrainingRows:
-    """The rows that a run trains on, in the endless order of a mixture of sources."""
+    """The rows that a run trains on, in the endless order of a mixture of sources.
+
+    stored: what a teacher has stored for them, None without.
+    """
+
+    stored: StoredStates | None = None
 
     def __init__(
         self, sources: Sequence[ConcatenatedRows], weights: Sequence[float], seed: int, packing: bool,
@@ -201,7 +215,15 @@ class TrainingRows:
         entries = self.mixture.entries(cursor, batch_size)
         starts = [(number * world.data_size + world.data_rank) * size for number in range(accumulation_steps)]
         batches = [self.rows(entries[start : start + size]) for start in starts]
-        return [collate(rows, self.length, self.packing, world, self.decoder) for rows in batches]
+        collated = [collate(rows, self.length, self.packing, world, self.decoder) for rows in batches]
+        if self.stored is None:
+            return collated
+        firsts = list(itertools.accumulate(map(len, self.sources), initial=0))
+        numbers = [firsts[source] + row for source, row in entries]
+        return [
+            with_states(batch, self.stored, numbers[start : start + size], world)
+            for start, batch in zip(starts, collated, strict=True)
+        ]
 
     def rows(self, entries: Sequence[tuple[int, int]]) -> list[list[Segment]]:
         return [self.sources[source].segments(row) for source, row in entries]
@@ -223,7 +245,13 @@ def prompt(segment: Segment) -> list[int]:
 
 
 class ValidationRows:
-    """The rows of the validation split."""
+    """The rows of the validation split.
+
+    stored: what a teacher has stored, None without; first: the number that the first row has there.
+    """
+
+    stored: StoredStates | None = None
+    first = 0
 
     def __init__(self, rows: ConcatenatedRows, packing: bool, decoder: ImageDecoder | None = None) -> None:
         self.rows, self.packing, self.decoder = rows, packing, decoder
@@ -257,4 +285,8 @@ class ValidationRows:
             first = start + world.data_rank * micro_batch_size
             numbers = range(first, first + micro_batch_size)
             rows = [self.rows.segments(row) if row < len(self) else [] for row in numbers]
-            yield collate(rows, self.rows.length, self.packing, world, self.decoder).to(world.device)
+            batch = collate(rows, self.rows.length, self.packing, world, self.decoder)
+            if self.stored is not None:
+                known = [self.first + row if row < len(self) else None for row in numbers]
+                batch = with_states(batch, self.stored, known, world)
+            yield batch.to(world.device)

@@ -33,6 +33,7 @@ TOKENS_OF_PROCESSOR = {
     "Gemma3ImageProcessor": ImageTokens(
         ("<start_of_image>", "<end_of_image>", "<image_soft_token>"), "<image_soft_token>", "<start_of_image>"
     ),
+    "CLIPImageProcessor": ImageTokens(("<image>",), "<image>", "<image>"),
 }
 CONTENT = r"""
 {%- macro content(message) %}

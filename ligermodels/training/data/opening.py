@@ -170,7 +170,7 @@ def sample_pictures(parts: Sequence[Selection], processor: Processor) -> list[tu
         if images is not None:
             for number in np.linspace(0, len(images.starts) - 1, SAMPLED_IMAGES).astype(int):
                 plan = processor.plan_size(int(images.heights[number]), int(images.widths[number]))
-                sizes += [plan.resized] * (1 + len(plan.crops))
+                sizes += [processor.images.picture_size(plan)] * (1 + len(plan.crops))
     return sizes
 
 

@@ -1,5 +1,8 @@
 """Distillation: the divergence of the student from a teacher, over the supervised tokens of a step."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -7,11 +10,14 @@ from ligermodels import distributed
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
 from ligermodels.layers.decoder import CausalLM
-from ligermodels.training.config import FIELDS, TrainConfig
+from ligermodels.memory import TrainingMemory
+from ligermodels.training.config import FIELDS, RunConfig, TrainConfig
 from ligermodels.training.data.batches import Batch, count_supervised
 from ligermodels.training.objectives.objective import Share, Work
 from ligermodels.training.objectives.sft import SFT
+from ligermodels.training.objectives.stored_teacher import StoredTeacher
 from ligermodels.training.objectives.taught import Taught, divergence_sums, values_per_token
+from ligermodels.training.objectives.teachers import TeacherModel
 from ligermodels.training.reporting.evaluation import answers_and_sample, start_stop_check
 from ligermodels.training.reporting.metrics import Validation
 from ligermodels.training.runs.stopping import Stop
@@ -24,6 +30,29 @@ class Distill(Taught, SFT):
         super().__init__(config, world)
         if config.max_completion_length != FIELDS["max_completion_length"].default:
             raise InputError("--max-completion-length goes with --on-policy, which is missing")
+
+    def make_teacher(self) -> TeacherModel:
+        if self.config.teacher_states is None:
+            return super().make_teacher()
+        return StoredTeacher(str(self.config.teacher), self.config.teacher_states)
+
+    def complete(self, config: RunConfig) -> None:
+        super().complete(config)
+        if isinstance(self.teacher, StoredTeacher):
+            self.teacher.complete(config, self.data)
+
+    def phases(self, train: TrainingMemory) -> dict[str, int]:
+        """teacher: beside the student's weights, while its states are written."""
+        writing = self.teacher.writing_memory(*self.load) if isinstance(self.teacher, StoredTeacher) else 0
+        return ({"teacher": train.weights + writing} if writing else {}) | {"train": train.peak}
+
+    def prepare(self, model: CausalLM, say: Callable[[str], Any]) -> None:
+        if isinstance(self.teacher, StoredTeacher):
+            self.teacher.micro_batch_size = self.micro_batch_size  # the same passes as those of a teacher in memory
+        super().prepare(model, say)
+
+    def facts(self) -> dict[str, str]:
+        return {"teacher": self.teacher.line} if isinstance(self.teacher, StoredTeacher) else {}
 
     def loss(self, model: CausalLM, batch: Batch, work: Work) -> Share:
         with self.teacher.read(batch) as teacher:

@@ -26,7 +26,7 @@ from ligermodels.training.data.preferences.steps import Groups
 from ligermodels.training.objectives.distill_groups import GroupDistill
 from ligermodels.training.objectives.objective import Share, Work
 from ligermodels.training.objectives.taught import Taught, divergence_sums
-from ligermodels.training.reinforcement.sampling import EngineSize, Sampler, SamplingPlan, engine_size
+from ligermodels.training.reinforcement.sampling import Sampler, SamplingPlan, engine_size
 from ligermodels.training.runs.defaults import TORCH_DTYPES
 
 
@@ -38,12 +38,15 @@ class OnPolicyDistill(Taught, GroupDistill):
     """
 
     sampler: Sampler
-    engine: EngineSize
 
     def __init__(self, config: TrainConfig, world: World) -> None:
         super().__init__(config, world)
         if config.ce_weight:
             raise InputError("--ce-weight has no effect with --on-policy: the student's own samples are no labels")
+        if config.teacher_states is not None:
+            raise InputError(
+                "--teacher-states has no effect with --on-policy: samples are not known before; leave it out"
+            )
         self.kind = "prompts" if config.on_policy == 1 else "distillation"
 
     def group_options(self, length: int, positions: int) -> GroupOptions:
@@ -74,8 +77,8 @@ class OnPolicyDistill(Taught, GroupDistill):
         super().complete(config)
         assert self.data.tokenizer is not None  # records are texts
         own = -(-config.units // self.world.size)
-        self.engine = engine_size(self.longest_prompt, own, self.plan(self.temperature))
-        self.sampler = Sampler(self.data.tokenizer, self.engine, self.vocab)  # the teacher must know every token
+        size = engine_size(self.longest_prompt, own, self.plan(self.temperature))
+        self.sampler = Sampler(self.data.tokenizer, size, self.vocab)  # the teacher must know every token
 
     @property
     def tokens_per_step(self) -> int:
@@ -84,8 +87,9 @@ class OnPolicyDistill(Taught, GroupDistill):
         return super().tokens_per_step + self.config.units * sampled
 
     def bytes_beside(self, model: CausalLM) -> int:
-        self.generation_bytes = self.engine.step_bytes(model, gathered=self.world.size > 1)
-        return super().bytes_beside(model) + self.engine.cache_bytes(model, TORCH_DTYPES[str(self.config.dtype)])
+        dtype = TORCH_DTYPES[str(self.config.dtype)]
+        kept, self.generation_bytes = self.sampler.memory(model, dtype, gathered=self.world.size > 1)
+        return super().bytes_beside(model) + kept
 
     def phases(self, train: TrainingMemory) -> dict[str, int]:
         resident = train.weights + train.optimizer_states + train.beside

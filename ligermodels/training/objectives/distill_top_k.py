@@ -31,6 +31,8 @@ class TopKDistill(GroupDistill):
                 f"--divergence {config.divergence} needs a whole distribution, and --teacher top-k has k tokens of it: "
                 f"take {' or '.join(TOP_K_KINDS)}"
             )
+        if config.teacher_states is not None:
+            raise InputError("--teacher-states: --teacher top-k reads the data, and has no hidden states; leave it out")
         if config.on_policy:
             raise InputError(
                 "--on-policy: --teacher top-k has nothing to say of completions that are not in the data; name a model"

@@ -43,6 +43,7 @@ class GroupObjective(Objective):
     kind: of the groups. learning_rate: for pretrained weights, all of them trained; ten times that for LoRA.
     """
 
+    reads_logprobs = True
     kind: GroupKind
     learning_rate: ClassVar[float]
     data: PreferenceData

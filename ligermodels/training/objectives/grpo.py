@@ -8,11 +8,13 @@ ends between two of its updates resumes to the bit.
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ligermodels import distributed
 from ligermodels.distributed import World
@@ -60,7 +62,8 @@ from ligermodels.training.reinforcement.rollouts import (
     pack_rollouts,
     with_values,
 )
-from ligermodels.training.reinforcement.sampling import EngineSize, Sampler, SamplingPlan, engine_size
+from ligermodels.training.reinforcement.sampling import Sampler, SamplingPlan, engine_size
+from ligermodels.training.reinforcement.vllm_sampler import VLLMSampler, import_vllm
 from ligermodels.training.reporting.metrics import Validation
 from ligermodels.training.runs.defaults import TORCH_DTYPES, Choice
 from ligermodels.training.runs.stopping import Stop
@@ -73,10 +76,10 @@ MOST_VALIDATION_PROMPTS = 512
 class GRPO(Objective):
     """The loss is that of `--loss` over the completions of the step, on all ranks, divided by their number."""
 
+    reads_logprobs = True
     data: PreferenceData
     config: RunConfig
-    sampler: Sampler
-    engine: EngineSize
+    sampler: Sampler | VLLMSampler
     generation_bytes: int  # beside the weights, the optimizer's states and what stays
     began: float  # when the step did, by the clock
 
@@ -94,6 +97,8 @@ class GRPO(Objective):
             )
         if config.generations < 2:
             raise InputError(f"--generations {config.generations}: a group needs 2 completions or more to compare")
+        if config.sampler == "vllm":
+            import_vllm()
         self.rollouts: Rollouts | None = None
         self.file: CompletionsFile | None = None
         self.watch = GenerationWatch(config.keep_zero_spread)
@@ -146,8 +151,9 @@ class GRPO(Objective):
             )
         own = -(-self.prompts_per_generation // self.world.size)
         longest = max(self.longest_prompt, self.data.validation.groups.longest_prompt)
-        self.engine = engine_size(longest, own, self.sampling_plan(self.temperature))
-        self.sampler = Sampler(self.tokenizer, self.engine)
+        size = engine_size(longest, own, self.sampling_plan(self.temperature))
+        own_sampler = config.sampler == "own"
+        self.sampler = Sampler(self.tokenizer, size) if own_sampler else VLLMSampler(self.tokenizer, size, self.dtype)
 
     @property
     def prompts_per_generation(self) -> int:
@@ -166,10 +172,10 @@ class GRPO(Objective):
         return config.units * group
 
     def bytes_beside(self, model: CausalLM) -> int:
-        """The cache of the engine, which stays during updates, reward models, and the reference."""
-        self.generation_bytes = self.engine.step_bytes(model, gathered=self.world.size > 1)
+        """What the sampler keeps during updates, reward models, and the reference."""
+        kept, self.generation_bytes = self.sampler.memory(model, self.dtype, gathered=self.world.size > 1)
         scoring = sum(reward.bytes(self.dtype)[0] for reward in self.reward_models)
-        beside = self.engine.cache_bytes(model, self.dtype) + scoring
+        beside = kept + scoring
         if self.reference is None:
             return beside
         return beside + self.reference.bytes_beside(model, dp_shard_size(self.world, self.config.dp_replicate))
@@ -298,13 +304,36 @@ class GRPO(Objective):
         return progress.step - int(self.rollouts.first_step)
 
     def loss(self, model: CausalLM, batch: RolloutBatch, work: Work) -> Share:
+        if self.policy.reads_tokens_alone(batch):  # its gradients are formed in the forward, a chunk at a time
+            options = {"row_loss": partial(self.loss_of_rows, batch, work.counts), "entropy": True}
+            out = model(**batch.batch.model_inputs, logprobs=options | {"temperature": self.temperature})
+            assert out.loss is not None and out.logprobs is not None
+            return Share(out.loss, *metric_sums(self.policy, batch, out.logprobs))
         found = self.logprobs(model, batch)
-        loss = policy_loss(self.policy, batch, found) / work.counts[0]
-        if self.entropy.applied:
-            assert found.entropy is not None
-            bonus = entropy_sum(found.entropy, batch.batch.completions, batch.token_mask)
-            loss = loss - self.entropy.applied * bonus / work.counts[1]
+        loss = self.loss_of_tokens(batch, work.counts, found.logprobs, found.entropy)
         return Share(loss, *metric_sums(self.policy, batch, found))
+
+    def loss_of_tokens(
+        self, batch: RolloutBatch, counts: Tensor, logprobs: Tensor, entropy: Tensor | None, only: Tensor | None = None
+    ) -> Tensor:
+        """Of a micro-batch, or of the tokens of `only`; divided by the counts of the step."""
+        loss = policy_loss(self.policy, batch, logprobs, only) / counts[0]
+        if self.entropy.applied:
+            assert entropy is not None
+            bonus = entropy_sum(entropy, batch.batch.completions, batch.token_mask)
+            loss = loss - self.entropy.applied * bonus / counts[1]
+        return loss
+
+    def loss_of_rows(
+        self, batch: RolloutBatch, counts: Tensor, logprobs: Tensor, entropy: Tensor | None, rows: slice
+    ) -> Tensor:
+        """The same of the tokens `rows`, whose log-probabilities and entropies are given alone."""
+        size = len(batch.sampling_logprobs)
+        if rows.stop - rows.start == size:
+            return self.loss_of_tokens(batch, counts, logprobs, entropy)
+        around = rows.start, size - rows.stop
+        logprobs, only = pad(logprobs, around), pad(torch.ones_like(logprobs), around)
+        return self.loss_of_tokens(batch, counts, logprobs, None if entropy is None else pad(entropy, around), only)
 
     def metrics(self, sums: Mapping[str, float], maxima: Mapping[str, float], step: int) -> dict[str, float]:
         found = step_metrics(sums, maxima) | {"step_time": time.perf_counter() - self.began}

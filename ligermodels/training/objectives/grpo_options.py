@@ -49,16 +49,23 @@ def policy_options(config: TrainConfig) -> PolicyOptions:
     return PolicyOptions(
         name=names[0], longest=config.max_completion_length, epsilon=config.epsilon, epsilon_high=config.epsilon_high,
         delta=config.delta, importance_sampling_level=config.importance_sampling_level, beta=config.beta or 0.0,
-        use_bias_correction_kl=config.kl_correction, sampler_correction=config.sampler_correction,
+        use_bias_correction_kl=config.kl_correction, sampler_correction=sampler_correction(config),
         sampler_clip=config.sampler_clip, sampler_clip_min=config.sampler_clip_min,
         off_policy_threshold=config.off_policy_threshold,
     )  # fmt: skip
 
 
+def sampler_correction(config: TrainConfig) -> str | None:
+    """The mode of `losses.sampler_weights`, None for none. vLLM's log-probabilities differ from the policy's: it has
+    one by default, TRL's."""
+    mode = config.sampler_correction or ("sequence_mask" if config.sampler == "vllm" else "none")
+    return None if mode == "none" else mode
+
+
 def refuse_unused_clips(config: TrainConfig) -> None:
     """Raises InputError for bounds of the sampler's correction without one, or of which none is left."""
     low, high = config.sampler_clip_min, config.sampler_clip
-    if config.sampler_correction is None:
+    if sampler_correction(config) is None:
         for name in ("sampler_clip", "sampler_clip_min"):
             if getattr(config, name) != FIELDS[name].default:
                 raise InputError(f"{flag_of(name)} goes with --sampler-correction, which is missing")

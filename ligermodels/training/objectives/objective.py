@@ -88,12 +88,14 @@ class Objective(ABC):
 
     data: what `open` opened. folder: of the run, known from `prepare` on. micro_batch_size: rows of a micro-batch,
     where rows are all of one length. context: the ranks that share this rank's rows, where there are others.
+    reads_logprobs: whether the loss reads log-probabilities, not the cross-entropy.
     """
 
     data: Data | PreferenceData
     folder: Path
     micro_batch_size = 1
     context: ContextGroup | None = None
+    reads_logprobs = False
 
     def __init__(self, config: TrainConfig, world: World) -> None:
         """Raises InputError for options that contradict each other. Reads no file."""
@@ -134,6 +136,10 @@ class Objective(ABC):
         train: the memory of a training step, with what is beside.
         """
         return {"train": train.peak}
+
+    def facts(self) -> dict[str, str]:
+        """Further lines of the plan, by their label, such as what is kept on the disk."""
+        return {}
 
     def advice(self) -> list[str]:
         """Warnings that the plan of a run shows, about its settings and data."""

@@ -40,17 +40,24 @@ class Taught(Objective):
 
     def open(self, folder: Path | None, model: CausalLM, adapter: Path | None) -> None:
         super().open(folder, model, adapter)  # type: ignore[safe-super]  # that of the data's objective
-        self.teacher = TeacherModel(str(self.config.teacher))
+        self.teacher = self.make_teacher()
         names = self.config.title, str(self.config.teacher)
         self.vocab = common_vocabulary(model, self.teacher.model, names, (self.data.tokenizer, self.teacher.tokenizer))
+
+    def make_teacher(self) -> TeacherModel:
+        return TeacherModel(str(self.config.teacher))
 
     def complete(self, config: RunConfig) -> None:
         super().complete(config)
         self.teacher.model.to(torch.bfloat16 if config.dtype == "bfloat16" else torch.float32)
 
+    @property
+    def load(self) -> tuple[int, int]:
+        """(tokens of a pass of the teacher, ranks that share its weights)."""
+        return self.config.sequence_length or 0, dp_shard_size(self.world, self.config.dp_replicate)
+
     def bytes_beside(self, model: CausalLM) -> int:
-        tokens = getattr(self.config, "sequence_length", 0) or 0
-        return self.teacher.memory(tokens, dp_shard_size(self.world, self.config.dp_replicate))
+        return self.teacher.memory(*self.load)
 
     def prepare(self, model: CausalLM, say: Callable[[str], Any]) -> None:
         self.teacher.prepare(self.world, self.config.dp_replicate)

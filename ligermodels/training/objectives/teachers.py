@@ -54,12 +54,15 @@ class TeacherModel:
     @contextmanager
     def read(self, batch: Batch | PreferenceBatch) -> Iterator[tuple[Tensor, Tensor]]:
         """(states, weight) of the batch, as `linear_divergence` takes them: [N, H] at `batch.rows`, or [B, T, H]."""
-        with torch.no_grad():
-            states = self.model.final_hidden(
-                batch.input_ids, cu_seqlens=batch.cu_seqlens, max_seqlen=batch.max_seqlen, rows=batch.rows
-            )
+        states = self.hidden(batch)
         with fsdp.gathered_head(self.model) as weight:
             yield states, weight
+
+    @torch.no_grad()
+    def hidden(self, batch: Batch | PreferenceBatch) -> Tensor:
+        return self.model.final_hidden(
+            batch.input_ids, cu_seqlens=batch.cu_seqlens, max_seqlen=batch.max_seqlen, rows=batch.rows
+        )
 
     def memory(self, tokens: int, shards: int) -> int:
         """Bytes of a rank: its shard of the weights, and one block with the head while they compute."""

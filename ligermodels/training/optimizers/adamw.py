@@ -28,10 +28,12 @@ class AdamW(torch.optim.AdamW):
     random bits of the seed; or "kahan", with one more bf16 state, compensation.
     grad_scale, found_inf: fp32 device scalars, as torch's GradScaler sets them; `clip_and_step` sets both. The step
     divides gradients by grad_scale, and writes nothing if found_inf is 1.0.
+    running_norm: of the gradients, a fp32 device scalar; None unless `OptimizerInBackward` sets it.
     """
 
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
+    running_norm: Tensor | None = None
 
     def __init__(
         self,

@@ -34,6 +34,7 @@ from ligermodels.layers.cross_attention import CrossAttention
 from ligermodels.layers.gated_delta import GatedDeltaNet
 from ligermodels.layers.latent_attention import LatentAttention
 from ligermodels.layers.lora import GroupedUpdate, LoRALinear
+from ligermodels.layers.mamba2 import Mamba2
 from ligermodels.layers.mlp import MLP, GatedMLP
 from ligermodels.layers.moe import Experts
 from ligermodels.layers.normed_heads import NormedHeadsAttention, ReadingAttention
@@ -159,7 +160,7 @@ def matrices_in(module: nn.Module) -> Iterator[tuple[nn.Parameter, SplitIntoView
         for projection in (module.q_b_proj, module.kv_b_proj, module.o_proj):
             if projection is not None:
                 yield split_by_ratio(weight_of(projection), 1)
-    elif isinstance(module, GatedDeltaNet):
+    elif isinstance(module, GatedDeltaNet | Mamba2):
         yield weight_of(module.in_proj), split_by_rows(module.projection_rows)
         yield split_by_ratio(weight_of(module.out_proj), 1)
     elif isinstance(module, ShortConv):

@@ -22,21 +22,22 @@ RATIO = ("importance_sampling_level",)
 
 class PolicyLoss(NamedTuple):
     """unit: what the sum is divided by: "completions" or "tokens" of the step, or "longest": completions times the
-    longest possible. options: that the function takes."""
+    longest possible. options: that the function takes. of_tokens: whether its ratios are those of tokens by default."""
 
     function: Callable[..., Tensor]
     unit: str
     options: tuple[str, ...]
+    of_tokens: bool = False
 
 
 POLICY_LOSSES = {
-    "grpo": PolicyLoss(losses.grpo, "completions", (*CLIP, "delta", *RATIO)),
-    "dapo": PolicyLoss(losses.dapo, "tokens", (*CLIP, "delta", *RATIO)),
-    "bnpo": PolicyLoss(losses.bnpo, "tokens", (*CLIP, "delta", *RATIO)),
-    "dr_grpo": PolicyLoss(losses.dr_grpo, "longest", (*CLIP, "delta", *RATIO)),
+    "grpo": PolicyLoss(losses.grpo, "completions", (*CLIP, "delta", *RATIO), of_tokens=True),
+    "dapo": PolicyLoss(losses.dapo, "tokens", (*CLIP, "delta", *RATIO), of_tokens=True),
+    "bnpo": PolicyLoss(losses.bnpo, "tokens", (*CLIP, "delta", *RATIO), of_tokens=True),
+    "dr_grpo": PolicyLoss(losses.dr_grpo, "longest", (*CLIP, "delta", *RATIO), of_tokens=True),
     "luspo": PolicyLoss(losses.luspo, "completions", (*CLIP, "delta", *RATIO)),
-    "cispo": PolicyLoss(losses.cispo, "tokens", ("epsilon_high", *RATIO)),
-    "sapo": PolicyLoss(losses.sapo, "completions", RATIO),
+    "cispo": PolicyLoss(losses.cispo, "tokens", ("epsilon_high", *RATIO), of_tokens=True),
+    "sapo": PolicyLoss(losses.sapo, "completions", RATIO, of_tokens=True),
     "vespo": PolicyLoss(losses.vespo, "tokens", ()),
     "gmpo": PolicyLoss(losses.gmpo, "completions", CLIP),
     "rloo": PolicyLoss(losses.rloo, "completions", CLIP),
@@ -92,15 +93,28 @@ class PolicyOptions:
         """Whether the KL divergence is a term of the loss; RLOO has it in the reward."""
         return self.beta > 0 and self.name != "rloo"
 
+    def reads_tokens_alone(self, row: RolloutBatch) -> bool:
+        """Whether a token's term of the loss depends on no other token's log-probability under the policy.
+
+        Ratios of completions read all of its tokens. So does the sampler's correction of completions, as long as the
+        policy before the update is the one that is trained.
+        """
+        ratios = self.loss.of_tokens and self.importance_sampling_level in (None, "token")
+        corrected = (self.sampler_correction or "").startswith("sequence") and row.old_logprobs is None
+        return ratios and not corrected and self.off_policy_threshold is None
+
     def divisor(self, completions: int, tokens: int) -> int:
         """What the sum over the step is divided by; at least 1."""
         units = {"completions": completions, "tokens": tokens, "longest": completions * self.longest}
         return max(1, units[self.loss.unit])
 
 
-def policy_loss(options: PolicyOptions, row: RolloutBatch, found: LogProbs) -> Tensor:
-    """The sum of the loss over a micro-batch, a scalar with a graph, without the entropy's term. found: fields [N]."""
-    logprobs, cu_seqlens = found.logprobs, row.batch.completions
+def policy_loss(options: PolicyOptions, row: RolloutBatch, logprobs: Tensor, only: Tensor | None = None) -> Tensor:
+    """The sum of the loss over a micro-batch, a scalar with a graph, without the entropy's term. logprobs: fp32 [N].
+
+    only: fp32 [N] of 0 and 1, the tokens whose terms are added, of a loss that reads tokens alone.
+    """
+    cu_seqlens = row.batch.completions
     old = logprobs.detach() if row.old_logprobs is None else row.old_logprobs
     arguments = dict(options.arguments)
     weights: list[Tensor] = []
@@ -125,10 +139,13 @@ def policy_loss(options: PolicyOptions, row: RolloutBatch, found: LogProbs) -> T
             arguments["token_mask"] = row.token_mask
         else:
             weights.append(row.token_mask)
+    if only is not None:
+        weights.append(only)
     if weights:
         arguments["token_weights"] = torch.stack(weights).prod(0)
     if options.penalises_kl:
-        arguments["token_penalty"] = options.beta * kl_of_tokens(options, row, logprobs)
+        penalty = options.beta * kl_of_tokens(options, row, logprobs)
+        arguments["token_penalty"] = penalty if only is None else penalty * only
     return options.loss.function(logprobs, row.old_logprobs, row.advantages, cu_seqlens, **arguments)
 
 

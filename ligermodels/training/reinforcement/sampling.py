@@ -78,6 +78,10 @@ class Sampler:
         self.tokenizer, self.size, self.vocab_size = tokenizer, size, vocab_size
         self.engine: Engine | None = None
 
+    def memory(self, model: CausalLM, dtype: torch.dtype, *, gathered: bool) -> tuple[int, int]:
+        """(bytes that stay, more bytes of a generation) of a rank. dtype: of the cache; gathered: as `step_bytes`."""
+        return self.size.cache_bytes(model, dtype), self.size.step_bytes(model, gathered=gathered)
+
     def sample(
         self, model: CausalLM, prompts: Sequence[GroupPrompt], plan: SamplingPlan, first: int = 0
     ) -> list[list[GeneratedSample]]:

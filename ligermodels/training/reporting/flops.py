@@ -3,9 +3,9 @@
 Per token, each element of a weight matrix costs 2 FLOPs in forward, 2 in backward for the gradient of the input, and
 2 for the gradient of the matrix if it is trained. Attention costs, per head and key, 2 FLOPs for each column of a query
 and of a value in forward, and twice that in backward; a query attends to itself and the keys before it, within the
-window. A state of a value head costs 6 FLOPs per element in forward, and twice that in backward. A row counts as one
-document. Embedding, norms and activation functions do not count, nor does recomputation by activation checkpointing:
-these are FLOPs of the model, not of the hardware.
+window. A state costs 6 FLOPs per element in forward with the gated delta rule, 4 with Mamba-2, and twice that in
+backward. A row counts as one document. Embedding, norms and activation functions do not count, nor does recomputation
+by activation checkpointing: these are FLOPs of the model, not of the hardware.
 Source: Chowdhery et al. 2022, appendix B, https://arxiv.org/abs/2204.02311. There every query attends to all keys of
 its row, which doubles the attention FLOPs.
 Must not know how a run is trained.
@@ -108,14 +108,15 @@ def flops_per_patch(model: VisionLanguageModel, grids: Sequence[Grid]) -> float:
     """
     tower, backward = model.visual, is_trained(model.visual)
     flops = 0.0
+    vision, patches = model.config.vision, sum(grid.patches for grid in grids)
+    rows = vision.rows_of(patches)
     mergers = nn.ModuleList([model.projector, *model.deepstack])
     for part, to_input in ((tower.patch_embed, False), (tower.blocks, backward), (mergers, backward)):
         weights = (weight for weight in part.parameters() if weight.ndim >= 2)
         of_part = sum(weight.numel() * (2 + 2 * to_input + 2 * weight.requires_grad) for weight in weights)
+        of_part *= rows / patches if part is tower.blocks else 1
         flops += of_part / (tower.patches_per_feature if part is mergers else 1)
-    vision = model.config.vision
     layout, _ = model.patch_layout(grids)
-    patches = layout.positions.shape[1]
     for index in range(len(tower.blocks)):
         spans = layout.windows if index in tower.windowed and layout.windows is not None else layout.frames
         keys = float(spans.cu_seqlens.diff().double().square().sum()) / patches

@@ -2,7 +2,7 @@
 
 from ligermodels.aliases import TRAIN_ALIASES, flag_of
 from ligermodels.errors import InputError
-from ligermodels.training.config import DEFAULT_SIZE, FIELDS, SUPERVISED, UNIT_SETTINGS, TrainConfig
+from ligermodels.training.config import DEFAULT_SIZE, FIELDS, SUPERVISED, UNIT_SETTINGS, RunConfig, TrainConfig
 from ligermodels.training.data.embedded import RANDOM
 from ligermodels.training.data.opening import missing_data
 from ligermodels.training.data.sources import BUILT_IN_SOURCES, parse_spec
@@ -44,6 +44,11 @@ def refuse_contradictions(config: TrainConfig) -> None:
             "leave one of the two out"
         )
     refuse_unused_rounding(config)
+    if config.optimizer_in_backward and config.on_nan == "skip":
+        raise InputError(
+            "--on-nan skip: --optimizer-in-backward has updated some parameters before it sees a gradient that is not "
+            "finite; leave one of the two out"
+        )
     if config.float8 and not config.compile:
         raise InputError("--float8 takes twice the time of bfloat16 unless blocks are compiled: add --compile")
     if config.quantize:
@@ -103,6 +108,28 @@ def refuse_unused_rounding(config: TrainConfig) -> None:
         )
     if config.optimizer == "muon":
         raise InputError(f"{given}: --optimizer muon rounds to nearest; give --optimizer adamw or adamw8bit")
+
+
+def refuse_unfit_optimizer_in_backward(config: RunConfig, ranks: int, micro_batches: int) -> None:
+    """Raises InputError where parameters cannot be updated during the one backward pass of a step.
+
+    config: with its dtypes chosen. micro_batches: of a step of one rank.
+    """
+    if not config.optimizer_in_backward:
+        return
+    if ranks > 1:
+        raise InputError(f"--optimizer-in-backward: runs on one process, not on {ranks} ranks; leave it out")
+    if micro_batches > 1:
+        raise InputError(
+            f"--optimizer-in-backward: a step has one backward pass, not {micro_batches} micro-batches; give "
+            f"--micro-batch-size {config.batch_size}, or a smaller --batch-size"
+        )
+    compute = "bfloat16" if config.dtype == "bfloat16" else "float32"
+    if config.param_dtype != compute:
+        raise InputError(
+            f"--optimizer-in-backward: parameters in {config.param_dtype} and products in {compute} need FSDP2, which "
+            f"keeps gradients; add --param-dtype {compute}"
+        )
 
 
 def refuse_unused_profile(config: TrainConfig) -> None:

@@ -50,8 +50,8 @@ class Plan:
     tokens_per_step: over all ranks; of groups, about. chosen: a line for each setting that was not given. dtype: of
     computation. attention: what computes it. checkpointed_blocks: blocks with activation checkpointing, of `blocks`.
     kept_tensors: results that these keep. memory: of one rank. phases: peak bytes of a rank in each phase of the run.
-    advice: warnings of the objective. flops: per token, those of the images among them. positions: the model's
-    max_position_embeddings. checkpoint: bytes of one checkpoint, about.
+    facts, advice: further lines and warnings of the objective. flops: per token, those of the images among them.
+    positions: the model's max_position_embeddings. checkpoint: bytes of one checkpoint, about.
     """
 
     config: RunConfig
@@ -72,6 +72,7 @@ class Plan:
     images: ImageLoad
     memory: TrainingMemory
     phases: Mapping[str, int]
+    facts: Mapping[str, str]
     advice: Sequence[str]
     checkpointed_blocks: int
     blocks: int
@@ -153,6 +154,7 @@ class Plan:
             yield "images", f"{share}; at most {self.images.most_patches:,} patches in a row"
         if self.config.packing:
             yield "attention", self.attention
+        yield from self.facts.items()
         checkpointed = (
             f", {self.checkpointed_blocks} of {self.blocks} blocks checkpointed" if self.checkpointed_blocks else ""
         )
@@ -177,7 +179,8 @@ class Plan:
     @property
     def notes(self) -> list[str]:
         """What a user may not expect: settings that were chosen, and documents that are cut."""
-        return [*(f"chosen: {line}" for line in self.chosen), *([f"cut: {self.cut}"] if self.cut else [])]
+        facts = [f"{label}: {line}" for label, line in self.facts.items()]
+        return [*facts, *(f"chosen: {line}" for line in self.chosen), *([f"cut: {self.cut}"] if self.cut else [])]
 
     @property
     def cut(self) -> str:
@@ -285,6 +288,7 @@ def make_plan(
     kept_tensors: int,
     memory: TrainingMemory,
     phases: Mapping[str, int],
+    facts: Mapping[str, str],
     images: ImageLoad = NO_IMAGES,
     advice: Sequence[str] = (),
 ) -> Plan:
@@ -299,7 +303,7 @@ def make_plan(
     return Plan(
         config, world, count_parameters(model), elements(trained), description, rows, passes, validation_rows,
         lengths, micro_batch_size, tokens_per_step, chosen, dtype, attention,
-        round(flops_per_token(model, config.sequence_length) + images.flops), images, memory, phases, advice,
+        round(flops_per_token(model, config.sequence_length) + images.flops), images, memory, phases, facts, advice,
         checkpointed_blocks, len(model.blocks), model.config.max_position_embeddings, checkpoint, kept_tensors,
     )  # fmt: skip
 
@@ -341,18 +345,19 @@ def device_name(device: torch.device) -> str:
 
 def memory_needs(
     model: CausalLM, optimizer: AdamW, config: RunConfig, world: World, dtype: torch.dtype, beside: int,
-    row_patches: int = 0,
+    row_patches: int = 0, fp32_logits: bool = False,
 ) -> MemoryEstimator:  # fmt: skip
     """The memory of a step of this run as a function of the settings that may still change.
 
     model: on the meta device, unsharded. optimizer: an optimizer of it, whose states are created on the meta device.
-    beside: bytes of a rank that stay beside the model. row_patches: the most of the images of a row. The result takes
-    the micro-batch size as `batch_size`.
+    beside: bytes of a rank that stay beside the model. row_patches: the most of the images of a row. fp32_logits: as
+    that of `training_memory`. The result takes the micro-batch size as `batch_size`.
     """
     optimizer.create_states()
     estimate = functools.partial(
         training_memory, model, sequence_length=config.sequence_length, dtype=dtype,
         shards=dp_shard_size(world, config.dp_replicate), optimizer_states=state_bytes(optimizer),
-        beside=beside, context=world.context, expert_ranks=config.expert_parallel,
+        beside=beside, context=world.context, expert_ranks=config.expert_parallel, fp32_logits=fp32_logits,
+        step_in_backward=config.optimizer_in_backward,
     )  # fmt: skip
     return lambda *, batch_size, **options: estimate(batch_size, patches=batch_size * row_patches, **options)

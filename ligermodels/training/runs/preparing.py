@@ -19,6 +19,7 @@ from ligermodels.layers.lora_targets import add_lora
 from ligermodels.layers.reward_model import RewardModel
 from ligermodels.training.config import RunConfig, TrainConfig
 from ligermodels.training.data import Data
+from ligermodels.training.data.batches import split_global_batch
 from ligermodels.training.data.new_tokenizer import GENERATION_CONFIG, SPECIAL_IDS
 from ligermodels.training.objectives import Objective, make_objective
 from ligermodels.training.optimizers import build_optimizer
@@ -27,6 +28,7 @@ from ligermodels.training.reporting.loggers import check_logger_packages
 from ligermodels.training.runs.continuing import with_base_of_adapter
 from ligermodels.training.runs.contradictions import (
     refuse_contradictions,
+    refuse_unfit_optimizer_in_backward,
     refuse_unused_profile,
     refuse_unused_rounding,
 )
@@ -133,8 +135,12 @@ def prepare(config: TrainConfig, world: World) -> Run:
     )
     images = image_load(model, data)
     beside = objective.bytes_beside(model)
-    estimate = memory_needs(model, build(model), config, world, compute_dtype, beside, images.most_patches)
+    estimate = memory_needs(
+        model, build(model), config, world, compute_dtype, beside, images.most_patches, objective.reads_logprobs
+    )
     micro_batch_size = objective.micro_batch_size = micro_batch_size_of(config, world, len(model.blocks), estimate)
+    micro_batches = split_global_batch(config.units, micro_batch_size, world)[0] if config.optimizer_in_backward else 1
+    refuse_unfit_optimizer_in_backward(config, world.size, micro_batches)
     estimate = partial(estimate, batch_size=micro_batch_size)
     checkpointed_blocks, kept_tensors = apply_activation_checkpointing(
         model, config.activation_checkpointing, world, estimate, config.sequence_length
@@ -149,7 +155,7 @@ def prepare(config: TrainConfig, world: World) -> Run:
         lengths=data.lengths if isinstance(data, Data) else None, micro_batch_size=micro_batch_size,
         tokens_per_step=objective.tokens_per_step, chosen=[*chosen, *more],
         dtype=compute_dtype, checkpointed_blocks=checkpointed_blocks, kept_tensors=kept_tensors, memory=memory,
-        phases=objective.phases(memory), images=images, advice=objective.advice(),
+        phases=objective.phases(memory), images=images, facts=objective.facts(), advice=objective.advice(),
     )  # fmt: skip
     return Run(config, world, pretrained, adapter, model, objective, build, estimate, reshard_after_forward, made)
 

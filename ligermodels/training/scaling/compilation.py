@@ -8,21 +8,30 @@ projection of the user's.
 
 import torch
 
+from ligermodels.errors import InputError
+from ligermodels.kernels.dispatch import runs_kernels
 from ligermodels.layers.decoder import CausalLM
+from ligermodels.memory import decoder_blocks
 
 # The code of one block is compiled for every combination of: first block or later block, sliding window or full
 # attention, activation checkpointing or not, training or validation, static or dynamic lengths. torch's limit is 8.
 RECOMPILE_LIMIT = 64
 
 
-def compile_blocks(model: CausalLM) -> None:
+def compile_blocks(model: CausalLM, device: torch.device) -> None:
     """Applies torch.compile to every block, in place. It is compiled at its first call; parameter names stay.
 
     The FSDP2 hooks stay outside the compiled code, and so does activation checkpointing, except where it keeps results:
     which ones is then decided in the graph. Blocks of the same structure share
     compiled code. A length that changes from batch to batch becomes dynamic when it changes first. Call this function
     after LoRA is added and before sharding.
+    device: the device it will train on. Raises InputError for a model with states on a CPU: there they are computed in
+    a loop over tokens, which torch.compile would unroll.
     """
+    if any(block.mixer.state_flops for block in decoder_blocks(model)) and not runs_kernels(
+        torch.empty(0, device=device)
+    ):
+        raise InputError("--compile: this model has layers with states, which need a GPU to be compiled; leave it out")
     torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
     for block in model.blocks:
         name = "forward_checkpointed" if block.kept else "forward_block"

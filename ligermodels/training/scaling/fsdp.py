@@ -12,13 +12,13 @@ from contextlib import contextmanager
 from typing import cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from ligermodels.distributed import World, backend_of
+from ligermodels import distributed
+from ligermodels.distributed import World
 from ligermodels.errors import InputError
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.layer_inputs import LayerInputDecoder
@@ -121,8 +121,7 @@ def mixed_precision(model: nn.Module, dtype: torch.dtype) -> MixedPrecisionPolic
 def make_mesh(world: World, dp_replicate: int) -> DeviceMesh:
     """Returns the device mesh [ranks], or [dp_replicate, dp_shard] for HSDP."""
     dp_shard = dp_shard_size(world, dp_replicate)
-    if not dist.is_initialized():
-        dist.init_process_group(backend_of(world.device), store=dist.HashStore(), rank=0, world_size=1)
+    distributed.start_alone(world.device)
     if dp_replicate == 1:
         return init_device_mesh(world.device.type, (world.size,))
     names = ("dp_replicate", "dp_shard")

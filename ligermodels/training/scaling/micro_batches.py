@@ -21,13 +21,13 @@ def micro_batch_size_of(config: RunConfig, world: World, blocks: int, estimate: 
     """The given micro-batch size, or the largest that divides a rank's share of the global batch and fits into memory.
 
     Of groups, a micro-batch is one packed row. On a GPU, a size with which no block needs activation checkpointing
-    comes first, unless it is small. blocks: of the model. Raises InputError if ranks cannot share the global batch
-    equally.
+    comes first, unless it is small. With an optimizer step in the backward pass there is one micro-batch. blocks: of
+    the model. Raises InputError if ranks cannot share the global batch equally.
     """
     if config.objective not in SUPERVISED:
         return 1
     share = split_global_batch(config.units, config.micro_batch_size, world)[1]
-    if config.micro_batch_size or config.is_tiny:
+    if config.micro_batch_size or config.is_tiny or config.optimizer_in_backward:
         return share
     most = MOST_TOKENS[world.device.type] * world.context // config.sequence_length
     sizes = [size for size in range(min(share, max(1, most)), 0, -1) if share % size == 0]

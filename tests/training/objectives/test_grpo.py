@@ -85,10 +85,10 @@ def test_a_run_that_is_killed_between_two_updates_resumes_to_the_bit(config, tmp
     }  # fmt: skip
     equal = []
 
-    def watched(options, row, found):
+    def watched(options, row, logprobs, only):
         size = len(row.places)
-        equal.append(torch.equal(row.old_logprobs[:size], found.logprobs.detach()[:size]))
-        return policy_loss(options, row, found)
+        equal.append(torch.equal(row.old_logprobs[:size], logprobs.detach()[:size]))
+        return policy_loss(options, row, logprobs, only)
 
     monkeypatch.setattr(grpo, "policy_loss", watched)
     whole = train(config(**settings, output=tmp_path / "whole"))

@@ -11,11 +11,14 @@ import torch
 
 from ligermodels.distributed import World
 from ligermodels.kernels import launch
+from ligermodels.kernels.linear_logprobs import linear_logprobs
+from ligermodels.kernels.linear_logprobs_loss import LogProbsLoss
+from ligermodels.layers import lm_head
 from ligermodels.layers.lora import lora_disabled
 from ligermodels.training import TrainConfig
 from ligermodels.training.checkpoints import Progress
 from ligermodels.training.objectives.grpo_options import policy_options
-from ligermodels.training.reinforcement.policy import POLICY_LOSSES
+from ligermodels.training.reinforcement.policy import POLICY_LOSSES, PolicyOptions
 from ligermodels.training.reinforcement.sampling import Sampler
 from ligermodels.training.runs.preparing import prepare
 
@@ -137,6 +140,56 @@ def test_a_step_of_each_loss_is_a_loop_over_completions(full, name):
     assert_equal_steps(model, loss_of_step(objective, model), expected)
 
 
+CHUNK = 7  # tokens; no divisor of a completion's
+
+
+@pytest.fixture(scope="module")
+def regularised(made):
+    """With all that can be added to a loss of tokens: KL divergence, entropy, its mask, the sampler's correction."""
+    added = {"beta": 0.3, "reference": "base", "lora_rank": 4, "entropy_coef": 0.05, "top_entropy": 0.6,
+             "sampler_correction": "token_truncate"}  # fmt: skip
+    return made(**added)
+
+
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES.keys() - {"rloo"}))
+def test_a_loss_of_tokens_is_the_sum_of_those_of_chunks(regularised, monkeypatch, name):
+    """The head forms the gradients of such a loss chunk by chunk; that of completions gets all log-probabilities."""
+    objective, model = regularised
+    objective.policy = policy_options(replace(objective.config, loss=(name,)))
+    chunks = []
+
+    def in_chunks(hidden, weight, targets, row_loss, **options):
+        found = linear_logprobs(hidden, weight, targets, **options)
+        parts = [slice(begin, min(begin + CHUNK, len(targets))) for begin in range(0, len(targets), CHUNK)]
+        chunks.extend(parts)
+        loss = sum(row_loss(found.logprobs[part], found.entropy[part], part) for part in parts)
+        return LogProbsLoss(loss, found.map(torch.detach))
+
+    monkeypatch.setattr(lm_head, "linear_logprobs_loss", in_chunks)
+    loss = loss_of_step(objective, model)
+    assert (len(chunks) > 5) == (name in ("grpo", "dapo", "bnpo", "dr_grpo", "cispo", "sapo"))
+    monkeypatch.setattr(PolicyOptions, "reads_tokens_alone", lambda *_: False)
+    assert_equal_steps(model, loss, loss_of_step(objective, model))
+
+
+@pytest.mark.parametrize(
+    "changes, alone",
+    [
+        ({}, True),
+        ({"importance_sampling_level": "sequence"}, False),
+        ({"off_policy_threshold": 0.5}, False),
+        ({"sampler_correction": "sequence_mask"}, True),  # the policy before the update is another one
+        ({"sampler_correction": "sequence_mask", "iterations": 1}, False),
+        ({"sampler_correction": "token_mask", "iterations": 1}, True),
+    ],
+)
+def test_what_reads_whole_completions_gets_all_log_probabilities(full, changes, alone):
+    objective, model = full
+    row, *_ = objective.work(model, SECOND).batches
+    row = replace(row, old_logprobs=None) if changes.get("iterations") == 1 else row
+    assert policy_options(replace(objective.config, **changes)).reads_tokens_alone(row) == alone
+
+
 def test_a_step_with_lora_compares_with_the_base(made):
     """Samples come from the weights with their updates; β times the KL divergence compares with those without."""
     objective, model = made(lora_rank=2, beta=0.3)
@@ -177,21 +230,47 @@ def test_a_stop_string_ends_completions_and_is_trained_on(made):
     objective.config = replace(objective.config, stop=(stop,))
     objective.rollouts = None
     objective.work(model, Progress())
+    assert next(completions_of(objective))[1] == free[0].ids[:4]
+    check_step(objective, model)
+
+
+def check_old_log_probabilities(objective, model):
+    """In each of two generations they are those of the policy before the first update, in the second update too."""
+    objective.rollouts = None
+    generator = torch.Generator().manual_seed(2)
+    for step in (0, 2):
+        objective.work(model, Progress(step=step, rows=step))
+        with torch.no_grad():
+            before = [plain_logprobs(model, prompt, completion) for prompt, completion, *_ in completions_of(objective)]
+            for parameter in model.parameters():
+                parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
+        work = objective.work(model, Progress(step=step + 1, rows=step + 2))
+        old = torch.cat([values for *_, values in completions_of(objective)])
+        torch.testing.assert_close(old, torch.cat(before), rtol=0, atol=1e-4)
+        read = sum(int((batch.old_logprobs[: len(batch.places)] == old[batch.places]).sum()) for batch in work.batches)
+        assert read == sum(len(batch.places) for batch in work.batches) > 0
+
+
+def check_step(objective, model):
+    """Of dapo, as the loop above."""
     found = list(completions_of(objective))
-    assert found[0][1] == free[0].ids[:4]
     parts = [one("dapo", plain_logprobs(model, p, c), old, a) for p, c, a, old in found]
     expected = divided("dapo", sum(parts), [len(c) for _, c, _, _ in found])
     assert_equal_steps(model, loss_of_step(objective, model), expected)
 
 
+def test_old_log_probabilities_are_those_before_the_first_update(made):
+    check_old_log_probabilities(*made())
+
+
 def test_one_engine_for_a_run_samples_the_bits_of_a_new_one(full):
     """After updates of the weights, after a validation, and in a run that resumes and has an engine of its own."""
     objective, model = full
-    kept, plan = Sampler(objective.tokenizer, objective.engine), objective.sampling_plan(TEMPERATURE)
+    kept, plan = Sampler(objective.tokenizer, objective.sampler.size), objective.sampling_plan(TEMPERATURE)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for first in (0, 2, 4):
         prompts = objective.data.training.prompts(first, 2, objective.world)
-        new = Sampler(objective.tokenizer, objective.engine).sample(model, prompts, plan, first)
+        new = Sampler(objective.tokenizer, objective.sampler.size).sample(model, prompts, plan, first)
         same = kept.sample(model, prompts, plan, first)
         engine = kept.engine
         for one_group, other in zip(new, same, strict=True):

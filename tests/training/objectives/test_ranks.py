@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests.training.launching import Launcher, records
+from tests.training.small_models import save_model
 
 RUN = ("--model", "qwen2", "--steps", "3", "--eval-every", "9", "--learning-rate", "1e-3", "--warmup", "0",
        "--no-export", "--checkpoint-every", "2")  # fmt: skip
@@ -15,6 +16,9 @@ KINDS = {
     "kto": (*PAIRS, "--objective", "kto", "--examples", "7", "--sequence-length", "32", "--lora-rank", "4"),
     "grpo": ("--objective", "grpo", "--prompts", "3", "--generations", "4", "--max-completion-length", "6", "--beta",
              "0.1", "--steps-per-generation", "2", "--data", "prompts.jsonl", "--reward", "rewards.py:even"),
+    # Every number of ranks writes states of its own.
+    "distill": ("--objective", "distill", "--model", "student", "--teacher", "teacher", "--data", "texts.jsonl",
+                "--batch-size", "6", "--sequence-length", "32", "--micro-batch-size", "1"),
     "model": (*PAIRS, "--objective", "dpo", "--pairs", "1", "--reference", "model"),  # one rank has padding alone
 }  # fmt: skip
 CLOCKS = ("tokens_per_second", "step_time", "time/sample", "time/reward", "time/score")
@@ -28,6 +32,10 @@ def launcher(tmp_path_factory):
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     prompts = [{"prompt": record["prompt"]} for record in pairs]
     (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
+    texts = [f"{who} went to the {where}." for who in ("Ann", "Bob") for where in ("barn", "lake", "shop")] * 20
+    (folder / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    save_model(folder / "student", texts)
+    save_model(folder / "teacher", texts, seed=1)
     (folder / "rewards.py").write_text(
         "def even(completion_ids, **_):\n    return [sum(t % 2 for t in ids) / len(ids) for ids in completion_ids]\n"
     )
@@ -38,9 +46,10 @@ def launcher(tmp_path_factory):
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_have_the_losses_and_metrics_of_one(launcher, kind):
     for ranks in (1, 2):
-        launcher.succeed(*RUN, *KINDS[kind], "--output", f"{kind}-{ranks}", ranks=ranks)
+        states = ("--teacher-states", f"states-{ranks}") if kind == "distill" else ()
+        launcher.succeed(*RUN, *KINDS[kind], *states, "--output", f"{kind}-{ranks}", ranks=ranks)
     alone, shared = (records(launcher.folder / f"{kind}-{ranks}") for ranks in (1, 2))
-    assert len(alone) == len(shared) == 4
+    assert len(alone) == len(shared) == 4 + (kind == "distill")  # which is validated before the first step too
     for one, other in zip(alone, shared, strict=True):
         names = {name for name in one if name not in CLOCKS}
         assert {name: other[name] for name in names} == pytest.approx({name: one[name] for name in names}, abs=5e-4)

@@ -83,14 +83,20 @@ def test_with_a_zero_gradient_only_weight_decay_changes_weights():
 def test_muon_updates_all_matrices_of_the_blocks_except_routers_and_splits_packed_ones(architecture):
     model = ligermodels.create(architecture, size="tiny", device="meta")
     matrices = matrix_views(model)
-    rows_of_in_proj = {"qwen3_next": 2, "qwen3_5_text": 4, "qwen3_5_moe_text": 4}.get(architecture, 1)
+    rows_of_in_proj = {"qwen3_next": 2, "qwen3_5_text": 4, "qwen3_5_moe_text": 4, "granitemoehybrid": 3}
     others = ("bias", ".gate.weight", "expert_gate.weight", ".conv.weight", ".conv1d.weight")
     for name, parameter in model.named_parameters():
         in_block = name.startswith(("model.layers.", "visual.blocks.", "visual.global_blocks.")) and parameter.ndim > 1
         assert (parameter in matrices) == (in_block and not name.endswith(others)), name
         if parameter in matrices:
             views = matrices[parameter](parameter)
-            packed = {"qkv_proj": 3, "kv_proj": 2, "gate_up_proj": 2, "qkv_a_proj": 2, "in_proj": rows_of_in_proj}
+            packed = {
+                "qkv_proj": 3,
+                "kv_proj": 2,
+                "gate_up_proj": 2,
+                "qkv_a_proj": 2,
+                "in_proj": rows_of_in_proj.get(architecture, 1),
+            }
             assert len(views) == packed.get(name.removesuffix(".weight").rpartition(".")[2], 1)
             assert sum(view.numel() for view in views) == parameter.numel()
 

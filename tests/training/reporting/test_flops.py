@@ -76,6 +76,19 @@ def test_attention_costs_twelve_flops_per_query_channel_and_key():
     assert flops_per_token(windowed, 9) - matrix_flops(windowed) == round(3 * 12 * QUERIES * (1 + 8 * 2) / 9)
 
 
+def test_states_cost_products_and_sums_with_each_of_their_elements():
+    """The delta rule reads, writes and reads; Mamba-2 writes and reads. A convolution's weights are a matrix."""
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
+    delta = model(model_type="qwen3_5_text", **heads, linear_value_head_dim=12, layer_types=["linear_attention"] * 3)
+    assert flops_per_token(delta, 9) - matrix_flops(delta) == 3 * 3 * 6 * (4 * 8 * 12)
+    sizes = {"mamba_n_heads": 6, "mamba_d_state": 20, "num_local_experts": 0, "shared_intermediate_size": INNER}
+    mamba = model(model_type="granitemoehybrid", num_hidden_layers=1, **sizes)
+    assert flops_per_token(mamba, 9) - matrix_flops(mamba) == 3 * 4 * (2 * HIDDEN * 20)
+    inner, channels = 2 * HIDDEN, 2 * HIDDEN + 2 * 20
+    mixer = HIDDEN * (inner + channels + 6) + 4 * channels + inner * HIDDEN
+    assert matrix_flops(mamba) == 6 * (mixer + 3 * HIDDEN * INNER + VOCAB * HIDDEN)
+
+
 def test_peak_flops_are_known_for_exact_device_names_in_bfloat16_and_tf32_only():
     assert peak_flops_of_gpu("NVIDIA H200", "bfloat16") == 989.4e12
     assert peak_flops_of_gpu("NVIDIA H100 80GB HBM3", "tf32") == 494.7e12

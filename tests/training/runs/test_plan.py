@@ -37,7 +37,7 @@ def planned(
         validation_rows=validation_rows, lengths=lengths, micro_batch_size=args.micro_batch_size or args.batch_size,
         tokens_per_step=args.units * args.sequence_length, chosen=chosen, dtype=getattr(torch, args.dtype),
         checkpointed_blocks=checkpointed_blocks, kept_tensors=kept_tensors, memory=memory,
-        phases={"train": memory.peak},
+        phases={"train": memory.peak}, facts={},
     )  # fmt: skip
 
 

@@ -1,15 +1,20 @@
 """Compiled blocks give equal results, and document lengths do not cause unbounded recompilation."""
 
+from operator import itemgetter
+
+import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.flop_counter import FlopCounterMode
 
 import ligermodels
+from ligermodels.errors import InputError
 from ligermodels.training.scaling.compilation import compile_blocks
 from tests.layers.adapters import adapt
-from tests.training.scaling.test_fsdp import config
+from tests.training.scaling.test_fsdp import DELTA_EXPERTS, KEYS_READ_LATER, MAMBA_EXPERTS, SHORT_CONV, config
 from tests.training.scaling.worker import compiling_by
 
+CPU = torch.device("cpu")
 DOCUMENTS = [[5], [7, 9], [2, 9, 20], [1, 2, 3, 4]]  # positions where a row of 32 tokens is split into documents
 
 
@@ -19,7 +24,7 @@ def test_a_compiled_block_recomputes_no_product_that_it_keeps_and_gives_equal_gr
     compiled.load_state_dict(plain.state_dict())
     compiled.checkpoint_activations(kept_tensors=None)
     with compiling_by("aot_eager"):
-        compile_blocks(compiled)
+        compile_blocks(compiled, CPU)
     ids = torch.randint(97, (2, 16), generator=torch.Generator().manual_seed(0))
     flops = []
     for model in (plain, compiled):
@@ -43,7 +48,7 @@ def test_document_lengths_do_not_recompile_blocks_and_results_are_equal():
         model.checkpoint_activations(1)
     compiled.load_state_dict(plain.state_dict())
     with compiling_by(counter):
-        compile_blocks(compiled)
+        compile_blocks(compiled, CPU)
     assert compiled.state_dict().keys() == plain.state_dict().keys()
     graphs = []
     for cuts in DOCUMENTS:
@@ -57,3 +62,26 @@ def test_document_lengths_do_not_recompile_blocks_and_results_are_equal():
         if expected.requires_grad:
             torch.testing.assert_close(got.grad, expected.grad, rtol=1e-5, atol=1e-7)
     assert graphs == [2, 4, 4, 4]  # first block and later blocks; once for static, once for dynamic lengths
+
+
+@pytest.mark.parametrize("raw", [SHORT_CONV, KEYS_READ_LATER], ids=itemgetter("model_type"))
+def test_compiled_blocks_with_convolutions_or_the_keys_of_others_give_equal_gradients(raw):
+    """Of packed documents, with the first blocks checkpointed."""
+    torch._dynamo.reset()
+    plain, compiled = (ligermodels.create(raw, dtype=torch.float64) for _ in range(2))
+    compiled.load_state_dict(plain.state_dict())
+    compiled.checkpoint_activations(raw["num_hidden_layers"] - 1)
+    with compiling_by("eager"):
+        compile_blocks(compiled, CPU)
+    ids = torch.randint(97, (1, 12), generator=torch.Generator().manual_seed(0))
+    packed = {"cu_seqlens": torch.tensor([0, 5, 12], dtype=torch.int32), "max_seqlen": 7}
+    for model in (plain, compiled):
+        model(ids, ids, **packed).loss.backward()
+    for got, expected in zip(compiled.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, expected.grad, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("raw", [DELTA_EXPERTS, MAMBA_EXPERTS], ids=itemgetter("model_type"))
+def test_layers_with_states_are_not_compiled_for_a_cpu(raw):
+    with pytest.raises(InputError, match="--compile: this model has layers with states, which need a GPU"):
+        compile_blocks(ligermodels.create(raw, device="meta"), CPU)

@@ -37,6 +37,23 @@ ATTENTION = {"self_attn.qkv_proj", "self_attn.o_proj"}
 SHARED = {"mlp.shared_expert.gate_up_proj", "mlp.shared_expert.down_proj"}
 
 
+@pytest.mark.parametrize(
+    ("architecture", "mixer"),
+    [
+        ("qwen3_5_text", {"linear_attn.in_proj", "linear_attn.out_proj"}),
+        ("lfm2", {"conv.in_proj", "conv.out_proj"}),
+        ("granitemoehybrid", {"mamba.in_proj", "mamba.out_proj"}),
+    ],
+)
+def test_the_linears_of_layers_with_states_are_converted(architecture, mixer, capable):
+    """Where the rows of in_proj are a multiple of 16, as they are in every published model."""
+    heads = {"linear_num_value_heads": 8, "mamba_n_heads": 16}
+    raw = ARCHITECTURES[architecture].SIZES["tiny"]
+    model = ligermodels.create(raw | {name: heads[name] for name in heads if name in raw}, device="meta")
+    float8.convert(model, GPU)
+    assert {name for name in converted(model) if not name.startswith("mlp")} == mixer
+
+
 @pytest.mark.parametrize("architecture, mlp", [("llama", {"mlp.gate_up_proj", "mlp.down_proj"}), ("qwen2_moe", SHARED)])
 def test_only_the_linears_of_the_blocks_are_converted(architecture, mlp, capable):
     sizes = {"num_experts": 16} if mlp is SHARED else {}  # so many that the router has convertible sizes

@@ -74,6 +74,19 @@ SHARED_KEYS = {
     "head_dim": 8, "global_head_dim": 16, "vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 4,
     "rope_parameters": None, "rope_theta": None,
 }  # fmt: skip
+DELTA = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+    "full_attention_interval": 2, "head_dim": 8,
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MAMBA = {
+    "layer_types": ["mamba", "attention"], "mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 8,
+    "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 24,
+}  # fmt: skip
+DELTA_EXPERTS = config("qwen3_next", False) | DELTA | EXPERTS | {"shared_expert_intermediate_size": 24}
+SHORT_CONV = config("lfm2", True) | {"full_attn_idxs": [1]}
+MAMBA_EXPERTS = config("granitemoehybrid", True) | MAMBA
+KEYS_READ_LATER = config("gemma4_text", True) | SHARED_KEYS
 SELECTIVE = {"checkpointed_blocks": None, "kept_tensors": None}
 HALF = {"dtype": "bfloat16", "steps": 3}
 RUNS = {  # name: (settings of both runs, further settings of the run on two ranks)
@@ -84,13 +97,25 @@ RUNS = {  # name: (settings of both runs, further settings of the run on two ran
     "bf16 on fp32 parameters": ({"model": config("llama", False)} | HALF, {"checkpointed_blocks": 2}),
     "bf16 on bf16 parameters": ({"model": config("llama", False), "param_dtype": "bfloat16"} | HALF, {}),
     "latent attention": ({"model": config("deepseek_v3", False) | LATENTS}, {"checkpointed_blocks": 1}),
+    "gated delta rule": ({"model": config("qwen3_5_text", True) | DELTA}, {"checkpointed_blocks": 1}),
+    "gated delta rule, experts, bf16 on fp32 parameters": (
+        {"model": DELTA_EXPERTS} | HALF,
+        {"reshard_after_forward": False},
+    ),
+    "short convolutions": ({"model": SHORT_CONV}, {"checkpointed_blocks": 2}),
+    "Mamba-2, experts": ({"model": MAMBA_EXPERTS}, {"checkpointed_blocks": 1}),
+    "Mamba-2, bf16 on bf16 parameters": (
+        {"model": config("granitemoehybrid", False) | MAMBA | {"num_local_experts": 0}, "param_dtype": "bfloat16"}
+        | HALF,
+        {},
+    ),
     "selective checkpointing": ({"model": config("llama", False), "steps": 2}, SELECTIVE),
     "compiled, selective checkpointing": (
         {"model": config("llama", False), "steps": 2},
         SELECTIVE | {"compiled": True},
     ),
     "keys that other layers read, per-layer embeddings": (
-        {"model": config("gemma4_text", True) | SHARED_KEYS},
+        {"model": KEYS_READ_LATER},
         {"checkpointed_blocks": 3},
     ),
     "fp32 LoRA on bf16 experts": (

@@ -78,7 +78,7 @@ def build(
     model.checkpoint_activations(checkpointed_blocks, kept_tensors)
     if compiled:
         with compiling_by("eager"):
-            compile_blocks(model)
+            compile_blocks(model, world.device)
     compute_dtype = getattr(torch, dtype)
     fsdp.shard(
         model, world, compute_dtype, dp_replicate=dp_replicate, reshard_after_forward=reshard_after_forward,

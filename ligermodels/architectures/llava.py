@@ -1,0 +1,76 @@
+"""LLaVA 1.5: Llama, the hidden states of a CLIP tower before its last block, a projector of two linears."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from ligermodels.configs.base import preset, tiny
+from ligermodels.configs.llava import LlavaConfig
+from ligermodels.configs.vision import ClipConfig
+from ligermodels.layers.attention import Attention
+from ligermodels.layers.block import DecoderLayer
+from ligermodels.layers.mlp import GatedMLP
+from ligermodels.layers.pictures import LAYER, PictureLanguageModel, picture_blocks
+from ligermodels.layers.vision import VisionTower
+from ligermodels.layers.vision_positions import Grid, PatchLayout, class_token_layout
+from ligermodels.layers.wrapped import LinearProjector
+
+BASE = {"model_type": "llava", "image_token_index": 32000, "vision_feature_layer": -2}
+PATCHES = {"model_type": "clip_vision_model", "patch_size": 14, "projection_dim": 768}
+TOWER = preset(PATCHES, 1024, 4096, 24, 16, 16) | {"image_size": 336}
+TEXT = {"model_type": "llama", "vocab_size": 32064, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
+HUB = BASE | {"pad_token_id": 32001, "vision_config": TOWER}
+
+
+class Llava(PictureLanguageModel):
+    Config = LlavaConfig
+    hub_class = "LlavaForConditionalGeneration"
+    image_processor_type = "CLIPImageProcessor"
+    SIZES: ClassVar = {
+        "tiny": BASE
+        | {
+            "image_token_index": 1023,
+            "text_config": tiny({"model_type": "llama"}),
+            "vision_config": preset(PATCHES, 64, 128, 3, 4, 4) | {"image_size": 56},
+        },
+        "7b": HUB | {"text_config": preset(TEXT, 4096, 11008, 32, 32, 32)},
+        "13b": HUB | {"text_config": preset(TEXT, 5120, 13824, 40, 40, 40)},
+    }
+
+    def layer(self, config: LlavaConfig, index: int) -> DecoderLayer:
+        attention = Attention(config, qkv_bias=config.attention_bias, o_bias=config.attention_bias)
+        return DecoderLayer(config, attention, GatedMLP(config, bias=config.mlp_bias))
+
+    def tower(self, config: ClipConfig) -> VisionTower:
+        blocks = picture_blocks(config, config.computed_blocks)
+        return VisionTower(config, blocks, table=config.table_side**2 + 1, first_norm=True, class_token=True)
+
+    def merger(self, config: ClipConfig) -> LinearProjector:
+        text = self.config
+        return LinearProjector(
+            config.hidden_size, text.hidden_size, text.projector_activation, bias=text.projector_bias,
+            rows_per_image=config.table_side**2 + 1,
+        )  # fmt: skip
+
+    def kept_in_tower(self) -> tuple[str, ...]:
+        """The blocks behind the features, and the norm of the pooled output."""
+        vision = self.config.vision
+        left_out = range(vision.computed_blocks, vision.num_hidden_layers)
+        return "post_layernorm", *(LAYER.format(index) for index in left_out)
+
+    def patch_layout(self, grids: Sequence[Grid]) -> tuple[PatchLayout, None]:
+        return class_token_layout(len(grids), self.config.vision.table_side), None
+
+    @property
+    def smallest_grid(self) -> Grid:
+        return Grid(1, *[self.config.vision.table_side] * 2)
+
+    @property
+    def processor_settings(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        vision = self.config.vision
+        side = vision.image_size
+        image = {
+            "image_processor_type": self.image_processor_type, "size": {"shortest_edge": side},
+            "crop_size": {"height": side, "width": side},
+        }  # fmt: skip
+        text = {"vision_feature_select_strategy": vision.vision_feature_select_strategy}
+        return image, text | {"patch_size": vision.patch_size, "num_additional_image_tokens": 1}

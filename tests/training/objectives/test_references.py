@@ -1,0 +1,46 @@
+"""References: their log-probabilities are those of a model without dropout."""
+
+import json
+
+import pytest
+import torch
+
+from ligermodels.distributed import World
+from ligermodels.training import TrainConfig
+from ligermodels.training.objectives.references import row_logprobs
+from ligermodels.training.runs.preparing import prepare
+
+
+@pytest.fixture
+def dropping(tmp_path):
+    """DPO with LoRA and dropout, whose reference is a moving average of the policy: (objective, policy)."""
+    records = [{"prompt": f"{n} plus {n} is", "chosen": f" {2 * n}.", "rejected": f" {n}."} for n in range(1, 41)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, records)))
+    config = TrainConfig(
+        model="qwen2", objective="dpo", data=(str(tmp_path / "pairs.jsonl"),), pairs=4, steps=2, lora_rank=4,
+        lora_dropout=0.5, share_prompts=False, reference="ema:0.5/1", max_length=64,
+    )  # fmt: skip
+    run = prepare(config, World(torch.device("cpu")))
+    model = run.model.to_empty(device="cpu")
+    model.initialize(0)
+    for name, parameter in model.named_parameters():  # LoRA's B is 0 at the start, and hides the dropout
+        if name.endswith("lora_B"):
+            torch.nn.init.normal_(parameter, std=0.1)
+    run.objective.prepare(model, print)
+    return run.objective, model.train()
+
+
+def check_reference_without_dropout(objective, model):
+    batch = objective.data.training.step(0, 4, objective.world).batches[0]
+    found = objective.reference.logprobs(model, batch)
+    expected = model.eval()(**batch.model_inputs, logprobs={}).logprobs.logprobs[: batch.supervised]
+    assert torch.equal(found, expected.detach())
+
+
+def test_a_reference_has_no_dropout_and_leaves_that_of_the_policy(dropping):
+    objective, model = dropping
+    batch = objective.data.training.step(0, 4, objective.world).batches[0]
+    first, second = (model(**batch.model_inputs, logprobs={}).logprobs.logprobs for _ in range(2))
+    assert not torch.equal(first, second)  # the policy has it
+    assert torch.equal(row_logprobs(model, batch), row_logprobs(model, batch)) and model.training
+    check_reference_without_dropout(objective, model)
