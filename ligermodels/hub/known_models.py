@@ -87,6 +87,7 @@ NAMES_BY_OWNER = {
     "ByteDance-Seed": "Seed-OSS-36B-Base Seed-OSS-36B-Instruct",
     "CohereLabs": "c4ai-command-r7b-12-2024 c4ai-command-a-03-2025",
     "LGAI-EXAONE": "EXAONE-4.0-1.2B EXAONE-4.0-32B",
+    "llava-hf": "llava-1.5-7b-hf llava-1.5-13b-hf",
     "openai": "gpt-oss-20b gpt-oss-120b",
     "tencent": "Hunyuan-1.8B-Instruct Hunyuan-7B-Instruct",
     "zai-org": "GLM-4.5 GLM-4.5-Air GLM-4.6 GLM-4.7 GLM-4.7-Flash",
