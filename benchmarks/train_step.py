@@ -143,7 +143,9 @@ def hugging_face_eager(raw, checkpointing):
 def liger(raw, checkpointing, attention=None):
     import liger_kernel.transformers as patches
 
-    getattr(patches, f"apply_liger_kernel_to_{raw['model_type']}")()
+    kind = raw["model_type"]  # Liger patches the texts of some vision models under the name of the whole
+    names = f"apply_liger_kernel_to_{kind}", f"apply_liger_kernel_to_{kind.removesuffix('_text')}"
+    getattr(patches, names[0] if hasattr(patches, names[0]) else names[1])()
     return hugging_face(raw, checkpointing, attention)
 
 
