@@ -5,6 +5,7 @@ q [B, T, Hq, D], k, v [B, S, Hkv, D] -> [B, T, Hq, D]. Values may have another s
 equal ones, the smaller are padded with zeros. Which keys a query sees is in attention_mask.py.
 
 Documents of equal length are computed as rows. Implementations:
+- heads of 257 to 512 in half precision on a Hopper GPU: compiled FlexAttention;
 - rows without a window, softcap or sinks: SDPA, on the GPU with cuDNN first (fastest on Hopper), then FlashAttention;
 - queries that see different numbers of keys ahead of them, on a GPU: compiled FlexAttention (head dimension 16 and up);
 - everything else in half precision on a GPU: FlashAttention 4 if it is installed and can run there
@@ -29,7 +30,7 @@ from ligermodels.kernels.attention_mask import Mask, dense_mask
 from ligermodels.kernels.dispatch import autocast, can_be_read, is_traced, runs_kernels, widen
 from ligermodels.kernels.flash_attention import HEAD_DIMS, flash_attention, head_dims, runs_flash_attention
 from ligermodels.kernels.flash_attention_2 import MAX_FLASH_HEAD_DIM, flash_attention_2, runs_flash_attention_2
-from ligermodels.kernels.flex_attention import MIN_FLEX_HEAD_DIM, flex_attention
+from ligermodels.kernels.flex_attention import MIN_FLEX_HEAD_DIM, flex_attention, runs_wide_heads
 
 SDPA_BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,
@@ -96,7 +97,8 @@ def attention(
     if position_ids is not None:
         return dense_attention(q, k, v, sinks, scale, softcap, mask, position_ids, dropout)
     plain = softcap is None and sinks is None and cu_seqlens is None and left is None and ahead is None
-    if plain and (not causal or q.shape[1] == k.shape[1]):
+    wide = runs_wide_heads(q.device, q.dtype, q.shape[-1]) and not dropout
+    if plain and not wide and (not causal or q.shape[1] == k.shape[1]):
         return plain_attention(q, k, v, scale, causal, dropout)
     if q.is_cuda and (sinks is None or runs_kernels(q)):
         return attention_on_gpu(q, k, v, sinks, scale, softcap, mask, dropout)
@@ -146,8 +148,9 @@ def attention_on_gpu(
         return flash_attention(q, k, v, sinks, scale, softcap, mask)
     if mask.ahead is None and softcap is None and runs_flash_attention_2(q, mask):
         return flash_attention_2(q, k, v, sinks, scale, mask, dropout)
-    runs_flex = size >= MIN_FLEX_HEAD_DIM and q.dtype != torch.float64
-    if runs_flex and not dropout and not (softcap is sinks is mask.ahead is None):
+    runs_flex = size >= MIN_FLEX_HEAD_DIM and q.dtype != torch.float64 and not dropout
+    wide = runs_wide_heads(q.device, q.dtype, size)
+    if runs_flex and (wide or not (softcap is sinks is mask.ahead is None)):
         return flex_attention(q, k, v, sinks, scale, softcap, mask)
     if mask.cu_seqlens is not None and not is_traced((q, k, v)):
         warn_of_quadratic_memory(q.dtype, q.shape[-1])
@@ -182,7 +185,7 @@ def packed_attention_name(device: torch.device, dtype: torch.dtype, head_dim: in
         return "FlashAttention 4"
     faster = half and head_dim in HEAD_DIMS.get(torch.cuda.get_device_capability(gpu)[0], ())
     other = "; the extra `flash` is faster: pip install 'ligermodels[flash]'" if faster else ""
-    if softcap is not None:
+    if softcap is not None or runs_wide_heads(device, dtype, head_dim):
         return f"FlexAttention{other}"
     return f"FlashAttention 2{other}" if half and head_dim <= MAX_FLASH_HEAD_DIM else "SDPA with a dense mask"
 

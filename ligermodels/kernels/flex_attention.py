@@ -22,6 +22,20 @@ HEAD_256_TILES = {
     "bwd_BLOCK_M1": 64, "bwd_BLOCK_N1": 64, "bwd_BLOCK_M2": 64, "bwd_BLOCK_N2": 64,
     "bwd_num_warps": 8, "bwd_num_stages": 2,
 }  # fmt: skip
+# For heads of 512, where its defaults do not fit into shared memory.
+HEAD_512_TILES = {
+    "fwd_BLOCK_M": 64, "fwd_BLOCK_N": 32, "fwd_num_warps": 8, "fwd_num_stages": 2,
+    "bwd_BLOCK_M1": 32, "bwd_BLOCK_N1": 32, "bwd_BLOCK_M2": 32, "bwd_BLOCK_N2": 32,
+    "bwd_num_warps": 8, "bwd_num_stages": 1,
+}  # fmt: skip
+
+
+@torch.compiler.assume_constant_result  # a compiler must not trace the query of the driver
+def runs_wide_heads(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether these are heads that no FlashAttention takes and FlexAttention does: in half precision, of more than 256
+    and at most 512, on a GPU with the shared memory for them."""
+    wide = 256 < head_dim <= 512 and dtype in (torch.float16, torch.bfloat16)
+    return wide and device.type == "cuda" and shared_memory(device) >= HOPPER_SHARED_MEMORY
 
 
 def flex_attention(
@@ -69,9 +83,12 @@ def softcap_score_mod(softcap: float, fp32: bool):
 
 
 def kernel_options(q: Tensor, mask: Mask) -> dict[str, Any]:
-    wide = q.shape[-1] == 256 and q.element_size() == 2 and shared_memory(q.device) >= HOPPER_SHARED_MEMORY
     contiguous = mask.left is mask.cu_seqlens is mask.ahead is None  # the key blocks that a query block sees
-    return {"BLOCKS_ARE_CONTIGUOUS": contiguous} | (HEAD_256_TILES if wide else {})
+    options = {"BLOCKS_ARE_CONTIGUOUS": contiguous}
+    if runs_wide_heads(q.device, q.dtype, q.shape[-1]):
+        return options | HEAD_512_TILES
+    wide = q.shape[-1] == 256 and q.element_size() == 2 and shared_memory(q.device) >= HOPPER_SHARED_MEMORY
+    return options | (HEAD_256_TILES if wide else {})
 
 
 class PackedMasks(NamedTuple):

@@ -65,6 +65,14 @@ def test_packed_documents_are_within_the_error_budget(window, dtype):
     compare(draw(batch=1), dtype, cu_seqlens=cu_seqlens, max_seqlen=25, window=window)
 
 
+@pytest.mark.parametrize("documents", [None, (0, 1, 12, 37)])
+@pytest.mark.parametrize("size", [264, 512])
+def test_heads_wider_than_256_are_within_the_error_budget(size, documents):
+    """Of a GPU: of Gemma 4, which no FlashAttention takes."""
+    packed = {} if documents is None else {"cu_seqlens": offsets(*documents), "max_seqlen": 25}
+    compare(draw(batch=2 if documents is None else 1, size=size), torch.bfloat16, **packed)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [None, 4])
@@ -333,16 +341,19 @@ def test_the_default_scale_is_one_over_the_square_root_of_the_head_dimension():
 
 
 def test_the_attention_of_packed_documents_has_a_name_and_says_what_is_faster(monkeypatch):
-    def name(size=128, dtype=torch.bfloat16, softcap=None, installed=()):
+    def name(size=128, dtype=torch.bfloat16, softcap=None, installed=(), memory=227 * 1024):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: (9, 0))
         monkeypatch.setattr(module, "head_dims", lambda gpu: installed)
+        monkeypatch.setattr(flex_attention, "shared_memory", lambda device: memory)
         return packed_attention_name(torch.device("cuda"), dtype, size, softcap)
 
     faster = "; the extra `flash` is faster: pip install 'ligermodels[flash]'"
     assert name() == f"FlashAttention 2{faster}" and name(softcap=50.0) == f"FlexAttention{faster}"
     assert name(installed=(128,)) == name(softcap=50.0, installed=(128,)) == "FlashAttention 4"
     assert (name(size=80), name(dtype=torch.float32)) == ("FlashAttention 2", "SDPA with a dense mask")
-    assert name(size=512) == "SDPA with a dense mask"
+    assert (name(size=512), name(size=264)) == ("FlexAttention", "FlexAttention")
+    assert name(size=512, memory=163 * 1024) == name(size=520) == "SDPA with a dense mask"
+    assert name(size=512, dtype=torch.float32) == "SDPA with a dense mask"
 
 
 @pytest.mark.parametrize("value_size", [8, 24])
