@@ -1,6 +1,8 @@
 """A linear with a frozen weight in NF4: dequantised alone, under many rows, under one. Shape: [rows, inputs, outputs].
+Weights in FP8 and MXFP4, dequantised alone.
 
-nf4_dequantize has no rows; its limit is the time to read the bytes and write the weight in bf16. frozen_linear is
+nf4_dequantize has no rows; its limit is the time to read the bytes and write the weight in bf16, as that of
+fp8_dequantize and mxfp4_dequantize. frozen_linear is
 forward and backward; its limit is the time of its two matrix products on a dense weight. nf4_few_rows is a step of
 generation; its limit is the time to read the bytes.
 Predicted for an H200, and measured: nf4_dequantize at 70 % of its limit or more, as other kernels that read little and
@@ -15,6 +17,8 @@ import torch.nn.functional as F
 
 from benchmarks.ops import Op, random_input
 from benchmarks.timing import COPY, MATMUL
+from ligermodels.kernels.fp8 import Float8, fp8_dequantize_reference
+from ligermodels.kernels.mxfp4 import EXPONENT_BIAS, Mxfp4Layout, mxfp4_dequantize_reference
 from ligermodels.kernels.nf4 import Nf4, nf4_dequantize_reference
 from ligermodels.kernels.quantised_weight import QuantisedWeight
 
@@ -66,6 +70,65 @@ few_rows = Op(
 def outputs_of(data, inputs):
     """The rows of a weight with so many bytes."""
     return next(rows for rows in range(1, data.numel()) if layout_of(inputs, rows).nbytes == data.numel())
+
+
+def in_fp8(inputs, outputs):
+    return Float8((outputs, inputs), (outputs,), torch.bfloat16)
+
+
+def in_mxfp4(inputs, outputs):
+    return Mxfp4Layout((outputs, inputs), (outputs,), torch.bfloat16)
+
+
+def fp8_bytes(rows, inputs, outputs):
+    weight = random_input(outputs, inputs, scale=inputs**-0.5).detach()
+    return [in_fp8(inputs, outputs).quantize(weight), torch.empty(outputs, inputs, device="meta")]
+
+
+def mxfp4_bytes(rows, inputs, outputs):
+    layout = in_mxfp4(inputs, outputs)
+    data = random_input(layout.nbytes).detach().mul(64).to(torch.int8).view(torch.uint8)
+    layout.view(data)[0].fill_(EXPONENT_BIAS - 5)
+    return [data, torch.empty(outputs, inputs, device="meta")]
+
+
+def dequantize_mxfp4(data, like):
+    exponents, codes = in_mxfp4(*like.shape[::-1]).view(data)
+    return mxfp4_dequantize_reference(codes, exponents)
+
+
+def dequantize_fp8(data, like):
+    return fp8_dequantize_reference(data, in_fp8(*like.shape[::-1]))
+
+
+def written_and_read(layout):
+    return lambda rows, inputs, outputs: {
+        "forward": layout(inputs, outputs).nbytes + BF16_BYTES * inputs * outputs
+    }  # fmt: skip
+
+
+fp8 = Op("fp8_dequantize", [MANY, SMALL], fp8_bytes, dequantize_fp8, written_and_read(in_fp8), ceiling=COPY)
+mxfp4 = Op("mxfp4_dequantize", [MANY, SMALL], mxfp4_bytes, dequantize_mxfp4, written_and_read(in_mxfp4), ceiling=COPY)
+
+
+@fp8.provider("pytorch")
+def plain_fp8(rows, inputs, outputs):
+    return dequantize_fp8
+
+
+@fp8.provider("ligermodels")
+def our_fp8(rows, inputs, outputs):
+    return lambda data, like: in_fp8(inputs, outputs).dequantize(data)
+
+
+@mxfp4.provider("pytorch")
+def plain_mxfp4(rows, inputs, outputs):
+    return dequantize_mxfp4
+
+
+@mxfp4.provider("ligermodels")
+def our_mxfp4(rows, inputs, outputs):
+    return lambda data, like: in_mxfp4(inputs, outputs).dequantize(data)
 
 
 @dequantize.provider("pytorch")

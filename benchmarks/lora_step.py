@@ -1,13 +1,19 @@
-"""Whole LoRA training steps on one GPU: tokens/s and peak memory, with the frozen base in bf16 or in NF4 (QLoRA).
+"""Whole LoRA training steps on one GPU: tokens/s and peak memory, with the frozen base in bf16 or in few bits (QLoRA).
 
     python -m benchmarks.lora_step --model llama-3-8b --batch 8 --length 2048
+    python -m benchmarks.lora_step --model qwen3-30b-a3b --batch 4 --targets all-linear experts \
+        --providers "ligermodels, QLoRA" "ligermodels, LoRA on FP8" --activation-checkpointing full
+    python -m benchmarks.lora_step --model gpt-oss-20b --batch 4 --providers "ligermodels, LoRA on MXFP4"
 
-Rank 16 on every linear of the blocks; adapters and AdamW states are in fp32 for ligermodels, in the dtype that PEFT
-chooses for the others. Random weights and tokens. Rows are measured as in `train_step`.
+Rank 16 on every linear of the blocks, or for ligermodels on other targets; adapters and AdamW states are in fp32 for
+ligermodels, in the dtype that PEFT chooses for the others. Random weights and tokens. Rows are measured as in
+`train_step`.
 """
 
 import argparse
 import json
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +25,30 @@ from benchmarks.processes import print_rows_of_providers
 from benchmarks.train_step import MODELS, hugging_face, time_steps
 
 RANK, ALPHA = 16, 32
+CONFIGS = Path(__file__).parents[1] / "tests" / "data" / "configs"
 LORA_MODELS = MODELS | {
     "llama-3-70b": MODELS["llama-3-8b"] | {
         "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
     },
+    "gpt-oss-20b": json.loads((CONFIGS / "openai--gpt-oss-20b.json").read_text()),
     "qwen3-30b-a3b": MODELS["qwen3-30b-a3b-8-layers"] | {"num_hidden_layers": 48},
 }  # fmt: skip
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def ligermodels_lora(raw: dict[str, Any], checkpointing: bool, base: str | None = None) -> nn.Module:
+def ligermodels_lora(
+    raw: dict[str, Any], checkpointing: bool, targets: Sequence[str], base: str | None = None
+) -> nn.Module:
     import ligermodels
+    from ligermodels.kernels.mxfp4 import EXPONENT_BIAS, Mxfp4Layout
+    from ligermodels.layers.lora_targets import expert_projections
     from ligermodels.layers.quantised import FrozenWeights
     from ligermodels.layers.quantising import quantise
 
     model = ligermodels.create(raw, dtype=torch.bfloat16, device="meta")
-    if base is not None:
+    if base == "mxfp4":  # routed experts alone, as gpt-oss stores them
+        quantise(model, base, list(expert_projections(model)))
+    elif base is not None:
         quantise(model, base)
     model.to_empty(device="cuda")
     for parameter in model.parameters():
@@ -42,16 +56,16 @@ def ligermodels_lora(raw: dict[str, Any], checkpointing: bool, base: str | None 
             nn.init.normal_(parameter.data, std=0.02)
     for module in model.modules():
         for weight in module.quantised_weights().values() if isinstance(module, FrozenWeights) else ():
+            if isinstance(weight.layout, Mxfp4Layout):
+                weight.data.random_(256)
+                weight.layout.view(weight.data)[0].fill_(EXPONENT_BIAS - 7)
+                continue
             dense = torch.empty(weight.shape, dtype=torch.bfloat16, device="cuda").normal_(std=0.02)
             weight.data.copy_(weight.layout.quantize(dense))
-    ligermodels.add_lora(model, rank=RANK, alpha=ALPHA, targets="all-linear", dtype=torch.float32)
+    ligermodels.add_lora(model, rank=RANK, alpha=ALPHA, targets=targets, dtype=torch.float32)
     if checkpointing:
         model.checkpoint_activations()
     return model.train()
-
-
-def ligermodels_qlora(raw: dict[str, Any], checkpointing: bool) -> nn.Module:
-    return ligermodels_lora(raw, checkpointing, "nf4")
 
 
 def peft_lora(raw: dict[str, Any], checkpointing: bool) -> nn.Module:
@@ -93,19 +107,25 @@ def peft_qlora(raw: dict[str, Any], checkpointing: bool) -> nn.Module:
     return peft.get_peft_model(model, peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=LINEARS))
 
 
-PROVIDERS = {
+PROVIDERS: dict[str, Callable[..., nn.Module]] = {
     "ligermodels, LoRA": ligermodels_lora,
-    "ligermodels, QLoRA": ligermodels_qlora,
+    "ligermodels, QLoRA": partial(ligermodels_lora, base="nf4"),
+    "ligermodels, LoRA on FP8": partial(ligermodels_lora, base="fp8"),
+    "ligermodels, LoRA on MXFP4": partial(ligermodels_lora, base="mxfp4"),
     "hugging face + peft, LoRA": peft_lora,
     "hugging face + peft + liger, LoRA": peft_lora_liger,
     "hugging face + peft + bitsandbytes, QLoRA": peft_qlora,
 }
 
+USUAL = [name for name in PROVIDERS if not name.endswith("MXFP4")]  # of models whose experts are not stored in MXFP4
 
-def measure(provider: str, model_name: str, batch: int, length: int, checkpointing: bool, steps: int) -> dict:
+
+def measure(
+    provider: str, model_name: str, batch: int, length: int, checkpointing: bool, targets: Sequence[str], steps: int
+) -> dict:
     torch.manual_seed(0)
-    raw = LORA_MODELS[model_name]
-    model = PROVIDERS[provider](raw, checkpointing)
+    raw, options = LORA_MODELS[model_name], [targets] if "ligermodels" in provider else []
+    model = PROVIDERS[provider](raw, checkpointing, *options)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
     ids = torch.randint(raw["vocab_size"], (batch, length), device="cuda")
@@ -129,16 +149,18 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048, help="tokens per sequence")
     parser.add_argument("--steps", type=int, default=5, help="timed steps, after a warm-up of 3")
     parser.add_argument("--output", type=Path, default=results.FOLDER, help="folder for the dated JSON file")
-    parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=[*PROVIDERS])
+    parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=[*USUAL])
     parser.add_argument("--activation-checkpointing", choices=("full", "none"), nargs="+", default=["full", "none"])
+    parser.add_argument("--targets", nargs="+", default=["all-linear"], help="of ligermodels, as all-linear experts")
     parser.add_argument("--row", nargs=2, metavar=("PROVIDER", "CHECKPOINTING"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.row:
         provider, checkpointing = args.row
-        print(json.dumps(measure(provider, args.model, args.batch, args.length, checkpointing == "full", args.steps)))
+        sizes = args.batch, args.length
+        print(json.dumps(measure(provider, args.model, *sizes, checkpointing == "full", args.targets, args.steps)))
         return
     rows = print_rows_of_providers("benchmarks.lora_step", args.providers, args.activation_checkpointing)
-    settings = {"model": args.model, "batch": args.batch, "length": args.length}
+    settings = {"model": args.model, "batch": args.batch, "length": args.length, "targets": args.targets}
     report = results.environment() | {"ceilings": timing.ceilings()} | settings | {"rows": rows}
     print(results.save(args.output, f"lora-step-{args.model}-{args.batch}x{args.length}", report))
 

@@ -6,7 +6,7 @@ Must not know tensors or files.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from ligermodels.errors import ConfigError
 
@@ -29,16 +29,21 @@ class Fp8:
     """FP8 weights. block: rows and columns that share a scale; None for one scale of the whole tensor."""
 
     block: tuple[int, int] | None
+    scheme: ClassVar = "fp8"
 
 
 @dataclass(frozen=True)
 class Mxfp4:
     """4-bit weights in blocks of 32 columns with a power of two as scale (OCP microscaling)."""
 
+    scheme: ClassVar = "mxfp4"
+
 
 @dataclass(frozen=True)
 class Nf4Weights:
     """4-bit weights of bitsandbytes with double quantisation."""
+
+    scheme: ClassVar = "nf4"
 
 
 Scaled = Fp8 | Mxfp4
@@ -74,6 +79,12 @@ def read_quantisation(raw: Mapping[str, Any]) -> Quantisation | None:
     if not (isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)):
         raise ConfigError(f"config.json: {FIELD}: weight_block_size is {block!r}; must be null or two positive numbers")
     return Fp8((block[0], block[1]))
+
+
+def scheme_of(raw: Mapping[str, Any]) -> str | None:
+    """The name of the format in which the weights of a config.json are quantised. Raises ConfigError."""
+    found = read_quantisation(raw)
+    return None if found is None else found.scheme
 
 
 def read_scaled(raw: Mapping[str, Any]) -> Scaled | None:

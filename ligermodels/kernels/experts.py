@@ -8,8 +8,9 @@ r has a token t, an expert e and a routing weight w:
     backward  dp_r = D_eᵀ dy_t;  dw_r = Σ dp_r act(g) u + dy_t · b_e;  d[g, u] = w dp_r * ∂(act(g) u);
               dD_e = Σ dy_t p_rᵀ;  dGU_e = Σ d[g, u] x_tᵀ;  dx_t = Σ over the token's rows of GU_eᵀ d[g, u];
               dc_e = Σ d[g, u];  db_e = Σ w dy_t
-The biases b and c are optional. They cost no pass forward: c is added where [g, u] is read, b where rows are summed
-(expert_bias.py). expert_product.py computes p and its gradients, and lists the activations, gpt-oss's clamped one too.
+GU and D may be quantised and frozen: each is dequantised before its product, and again in backward, which keeps its
+bytes alone. The biases b and c are optional. They cost no pass forward: c is added where [g, u] is read, b where rows
+are summed (expert_bias.py). expert_product.py computes p and its gradients, and lists the activations.
 The routing weight multiplies the inner activation, which is I wide, instead of the output, which is H wide. Saved for
 backward: x, [g, u] and the routing. Not saved: the permuted copy of x, p (recomputed by the activation's backward) and
 the experts' outputs per row. Unpermuting gathers and sums rows in fp32 without atomics: bit-identical from run to run.
@@ -46,6 +47,7 @@ from ligermodels.kernels.grouped_low_rank import (
     low_rank_grouped_input_gradient,
 )
 from ligermodels.kernels.permute import permute, sort_by_expert, unpermute
+from ligermodels.kernels.quantised_weight import Weight, autocast_weight, dense, operand
 
 
 def route(logits: Tensor, k: int, normalize: bool = True) -> tuple[Tensor, Tensor]:
@@ -60,7 +62,7 @@ def route(logits: Tensor, k: int, normalize: bool = True) -> tuple[Tensor, Tenso
 
 def route_by_sigmoid(
     logits: Tensor,
-    bias: Tensor,
+    bias: Tensor | None,
     k: int,
     *,
     groups: int,
@@ -71,14 +73,14 @@ def route_by_sigmoid(
 ) -> tuple[Tensor, Tensor]:
     """Top-k routing within groups: router logits [T, E] fp32 -> (weights [T, k] fp32, expert indices [T, k] int64).
 
-    scores = sigmoid(logits); scores + bias [E] choose: the top_groups of the groups of experts by the sum of their two
-    best, then the k best experts in these. The weights are the scores, divided by their sum + eps if `normalize`, times
-    `scale`. Neither the choice nor the bias gets a gradient. Plain PyTorch on every device.
+    scores = sigmoid(logits); scores + bias [E], if there is one, choose: the top_groups of the groups of experts by the
+    sum of their two best, then the k best experts in these. The weights are the scores, divided by their sum + eps if
+    `normalize`, times `scale`. Neither the choice nor the bias gets a gradient. Plain PyTorch on every device.
     Source: DeepSeek-AI 2024, https://arxiv.org/abs/2412.19437.
     """
     scores = logits.sigmoid()
     with torch.no_grad():
-        choice = scores + bias
+        choice = scores if bias is None else scores + bias
         if top_groups < groups:
             by_group = choice.unflatten(-1, (groups, -1))
             best = by_group.topk(2).values.sum(-1).topk(top_groups).indices
@@ -95,14 +97,16 @@ def experts_reference(
     x: Tensor,
     expert_index: Tensor,
     expert_weight: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Weight,
+    down: Weight,
     activation: str = "silu",
     gate_up_update: GroupedLowRank | None = None,
     down_update: GroupedLowRank | None = None,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> Tensor:
+    gate_up, down = dense(*operand(gate_up)), dense(*operand(down))
+
     def expert_output(rows: Tensor, expert: int) -> Tensor:
         gates = group_linear_reference(rows, gate_up, expert, gate_up_update, gate_up_bias)
         product = expert_glu_reference(gates, activation)
@@ -124,22 +128,24 @@ def experts_reference(
 class _Experts(Node):
     @staticmethod
     def forward(
-        ctx, x, expert_index, weight, gate_up_weight, gate_up_a, gate_up_b, gate_up_scale, down_weight, down_a, down_b,
-        down_scale, gate_up_bias, down_bias, activation,
+        ctx, x, expert_index, weight, num_experts, gate_up_weight, gate_up_layout, gate_up_a, gate_up_b, gate_up_scale,
+        down_weight, down_layout, down_a, down_b, down_scale, gate_up_bias, down_bias, activation,
     ):  # fmt: skip
-        row, offsets = sort_by_expert(expert_index, gate_up_weight.shape[0])
+        row, offsets = sort_by_expert(expert_index, num_experts)
         gate_up, gate_up_low = low_rank_grouped_gemm(
-            permute(x, row), gate_up_weight, offsets, gate_up_a, gate_up_b, gate_up_scale
+            permute(x, row), dense(gate_up_weight, gate_up_layout), offsets, gate_up_a, gate_up_b, gate_up_scale
         )
         has_bias = gate_up_bias is not None or down_bias is not None
         index = expert_index if has_bias else None
         product = experts_product(gate_up, weight, row, gate_up_bias, index, activation)
-        rows, down_low = low_rank_grouped_gemm(product, down_weight, offsets, down_a, down_b, down_scale)
+        rows, down_low = low_rank_grouped_gemm(
+            product, dense(down_weight, down_layout), offsets, down_a, down_b, down_scale
+        )
         ctx.save_for_backward(
             x, gate_up, weight, row, offsets, gate_up_weight, gate_up_a, gate_up_b, gate_up_low, down_weight, down_a,
             down_b, down_low, gate_up_bias, down_bias, index,
         )  # fmt: skip
-        ctx.scales = gate_up_scale, down_scale
+        ctx.layouts, ctx.scales = (gate_up_layout, down_layout), (gate_up_scale, down_scale)
         ctx.activation = activation
         if down_bias is None:
             return unpermute(rows, row)
@@ -151,10 +157,10 @@ class _Experts(Node):
             x, gate_up, weight, row, offsets, gate_up_weight, gate_up_a, gate_up_b, gate_up_low, down_weight, down_a,
             down_b, down_low, gate_up_bias, down_bias, index,
         ) = ctx.saved_tensors  # fmt: skip
-        gate_up_scale, down_scale = ctx.scales
+        (gate_up_layout, down_layout), (gate_up_scale, down_scale) = ctx.layouts, ctx.scales
         (
-            needs_x, _, needs_weight, needs_gate_up, needs_gate_up_a, needs_gate_up_b, _, needs_down, needs_down_a,
-            needs_down_b, _, needs_gate_up_bias, needs_down_bias, _,
+            needs_x, _, needs_weight, _, needs_gate_up, _, needs_gate_up_a, needs_gate_up_b, _, needs_down, _,
+            needs_down_a, needs_down_b, _, needs_gate_up_bias, needs_down_bias, _,
         ) = ctx.needs_input_grad  # fmt: skip
         reads_product, reads_x = needs_down or needs_down_a, needs_gate_up or needs_gate_up_a
         reads_dgate_up = needs_x or reads_x or needs_gate_up_b or needs_gate_up_bias
@@ -166,7 +172,9 @@ class _Experts(Node):
             if reads_dproduct or needs_down_a:
                 ddown_low = grouped_low_gradient(drows, offsets, down_b, down_scale)
             if reads_dproduct:
-                dproduct = low_rank_grouped_input_gradient(drows, down_weight, offsets, ddown_low, down_a)
+                dproduct = low_rank_grouped_input_gradient(
+                    drows, dense(down_weight, down_layout), offsets, ddown_low, down_a
+                )
             ddown_b = grouped_weight_gradient(drows, down_low, offsets) if needs_down_b else None
             ddown_bias = grouped_row_sums(drows, offsets, sort_weights(weight, row)) if needs_down_bias else None
             del drows
@@ -186,9 +194,11 @@ class _Experts(Node):
             if needs_x or needs_gate_up_a:
                 dgate_up_low = grouped_low_gradient(dgate_up, offsets, gate_up_b, gate_up_scale)
             if needs_x:
-                dx = unpermute(
-                    low_rank_grouped_input_gradient(dgate_up, gate_up_weight, offsets, dgate_up_low, gate_up_a), row
+                dx_rows = low_rank_grouped_input_gradient(
+                    dgate_up, dense(gate_up_weight, gate_up_layout), offsets, dgate_up_low, gate_up_a
                 )
+                dx = unpermute(dx_rows, row)
+                del dx_rows
             rows = permute(x, row) if reads_x else None
             dgate_up_weight = grouped_weight_gradient(dgate_up, rows, offsets) if needs_gate_up else None
             dgate_up_a = grouped_weight_gradient(dgate_up_low, rows, offsets) if needs_gate_up_a else None
@@ -199,8 +209,8 @@ class _Experts(Node):
         if needs_down:
             ddown_weight = grouped_weight_gradient(permute(dy, row), product, offsets)
         return (
-            dx, None, dweight if needs_weight else None, dgate_up_weight, dgate_up_a, dgate_up_b, None, ddown_weight,
-            ddown_a, ddown_b, None, dgate_up_bias, ddown_bias, None,
+            dx, None, dweight if needs_weight else None, None, dgate_up_weight, None, dgate_up_a, dgate_up_b, None,
+            ddown_weight, None, ddown_a, ddown_b, None, dgate_up_bias, ddown_bias, None,
         )  # fmt: skip
 
 
@@ -212,7 +222,7 @@ def free_saved_tensors(ctx) -> None:
 
 
 def check_expert_inputs(
-    x: Tensor, expert_index: Tensor, expert_weight: Tensor, gate_up: Tensor, down: Tensor, activation: str,
+    x: Tensor, expert_index: Tensor, expert_weight: Tensor, gate_up: Weight, down: Weight, activation: str,
     gate_up_bias: Tensor | None, down_bias: Tensor | None,
 ) -> None:  # fmt: skip
     num_experts, width, hidden = gate_up.shape
@@ -239,8 +249,8 @@ def experts(
     x: Tensor,
     expert_index: Tensor,
     expert_weight: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Weight,
+    down: Weight,
     activation: str = "silu",
     gate_up_update: GroupedLowRank | None = None,
     down_update: GroupedLowRank | None = None,
@@ -250,23 +260,24 @@ def experts(
     """Sum over each token's k experts e of expert_weight * (down_e (activation(gate_e x) * up_e x) + bias_e).
 
     x [T, H] float, expert_index [T, k] int64 or int32 in [0, E), expert_weight [T, k] fp32, gate_up [E, 2 I, H] with
-    the gate rows first, down [E, H, I], activation "silu", "gelu_tanh", "gelu" or "clamped_silu" (gpt-oss's, see
-    expert_product.py), gate_up_update and down_update: low-rank updates of the two projections, gate_up_bias [E, 2 I]
-    and down_bias [E, H] -> [T, H] in x's dtype.
+    the gate rows first, down [E, H, I], both tensors or quantised, activation "silu", "gelu_tanh", "gelu" or
+    "clamped_silu" (gpt-oss's, see expert_product.py), gate_up_update and down_update: low-rank updates of the two
+    projections, gate_up_bias [E, 2 I] and down_bias [E, H] -> [T, H] in x's dtype.
     An expert without tokens gets a zero gradient. Frozen arguments cost no gradient.
     Raises ValueError for any other activation, an odd width of gate_up, shapes that disagree, and an expert_index of
     another dtype.
     """
     check_expert_inputs(x, expert_index, expert_weight, gate_up, down, activation, gate_up_bias, down_bias)
-    x, gate_up, down, gate_up_update, down_update, gate_up_bias, down_bias = autocast(
-        x, gate_up, down, gate_up_update, down_update, gate_up_bias, down_bias
+    x, gate_up_update, down_update, gate_up_bias, down_bias = autocast(
+        x, gate_up_update, down_update, gate_up_bias, down_bias
     )
+    gate_up, down = autocast_weight(gate_up), autocast_weight(down)
     if not runs_kernels(x):
         return experts_reference(
             x, expert_index, expert_weight, gate_up, down, activation, gate_up_update, down_update, gate_up_bias,
             down_bias,
         )  # fmt: skip
     return _Experts.apply(
-        x, expert_index, expert_weight, gate_up, *(gate_up_update or NO_GROUPED_LOW_RANK),
-        down, *(down_update or NO_GROUPED_LOW_RANK), gate_up_bias, down_bias, activation,
+        x, expert_index, expert_weight, gate_up.shape[0], *operand(gate_up), *(gate_up_update or NO_GROUPED_LOW_RANK),
+        *operand(down), *(down_update or NO_GROUPED_LOW_RANK), gate_up_bias, down_bias, activation,
     )  # fmt: skip

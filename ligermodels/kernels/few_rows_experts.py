@@ -21,6 +21,7 @@ from ligermodels.kernels.experts import check_expert_inputs, experts_reference
 from ligermodels.kernels.launch import Launcher, cdiv, kernel
 from ligermodels.kernels.norm_tiles import to_fp32
 from ligermodels.kernels.pdl import launch_dependents, pdl_constants, wait_for_previous_kernel
+from ligermodels.kernels.quantised_weight import Weight, autocast_weight, operand
 
 FEW_TOKENS = 4  # up to so many, layers take these kernels instead of the grouped GEMM
 EXPERT_STEP_BYTES = 1024  # of each row of weights that a program reads in one step
@@ -141,17 +142,31 @@ _experts = register_op(
 )
 
 
+def of_experts(weight: Weight, index: Tensor) -> Tensor:
+    """The matrices [n, N, K] of the experts `index` [n] of a weight."""
+    return weight[index] if isinstance(weight, Tensor) else weight.layout.dequantize_experts(weight.data, index)
+
+
 def few_rows_experts(
-    x: Tensor, expert_index: Tensor, expert_weight: Tensor, gate_up: Tensor, down: Tensor, activation: str = "silu",
+    x: Tensor, expert_index: Tensor, expert_weight: Tensor, gate_up: Weight, down: Weight, activation: str = "silu",
     gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`experts` of few tokens, without low-rank updates: arguments, result and errors as there.
 
-    Right for any number of tokens, fast for few. Raises RuntimeError if a gradient is needed.
+    Right for any number of tokens, fast for few. Of quantised weights those of the chosen experts are dequantised, once
+    for each time that they are chosen. Raises RuntimeError if a gradient is needed.
     """
-    refuse_gradients("few_rows_experts", x, expert_weight, gate_up, down, gate_up_bias, down_bias)
+    refuse_gradients(
+        "few_rows_experts", x, expert_weight, operand(gate_up)[0], operand(down)[0], gate_up_bias, down_bias
+    )
     check_expert_inputs(x, expert_index, expert_weight, gate_up, down, activation, gate_up_bias, down_bias)
-    x, gate_up, down, gate_up_bias, down_bias = autocast(x, gate_up, down, gate_up_bias, down_bias)
+    x, gate_up_bias, down_bias = autocast(x, gate_up_bias, down_bias)
+    gate_up, down = autocast_weight(gate_up), autocast_weight(down)
+    if not (isinstance(gate_up, Tensor) and isinstance(down, Tensor)):
+        chosen = expert_index.flatten()
+        gate_up, down = of_experts(gate_up, chosen), of_experts(down, chosen)
+        gate_up_bias, down_bias = (None if bias is None else bias[chosen] for bias in (gate_up_bias, down_bias))
+        expert_index = torch.arange(len(chosen), device=x.device).view_as(expert_index)
     if not runs_kernels(x):
         return experts_reference(
             x, expert_index, expert_weight, gate_up, down, activation, gate_up_bias=gate_up_bias, down_bias=down_bias

@@ -26,11 +26,11 @@ from ligermodels.kernels.gated_activation import check_gate_up
 from ligermodels.kernels.gated_linear import gated_linear_reference
 from ligermodels.kernels.launch import Launcher, as_rows, cdiv, kernel, multiprocessors
 from ligermodels.kernels.linear import low_rank_linear_reference
-from ligermodels.kernels.nf4 import Nf4, aligned, sections
+from ligermodels.kernels.nf4 import Nf4, sections
 from ligermodels.kernels.norm_linear import norm_linear_reference
 from ligermodels.kernels.norm_tiles import check_weights, to_fp32
 from ligermodels.kernels.pdl import launch_dependents, pdl_constants, wait_for_previous_kernel
-from ligermodels.kernels.quantised_weight import Weight, autocast_weight, operand
+from ligermodels.kernels.quantised_weight import Weight, aligned, autocast_weight, operand
 from ligermodels.kernels.rms_norm import check_offset
 
 FEW_ROWS = 2  # up to so many, layers take these kernels instead of cuBLAS, which is faster from four on (H200)

@@ -11,11 +11,9 @@ Dettmers et al. 2023, https://arxiv.org/abs/2305.14314; the dynamic float: Dettm
 """
 
 import functools
-import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from itertools import accumulate
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +23,7 @@ from torch import Tensor
 
 from ligermodels.kernels.dispatch import register_op, runs_kernels
 from ligermodels.kernels.launch import cdiv, kernel
-from ligermodels.kernels.quantised_weight import QuantisedWeight
+from ligermodels.kernels.quantised_weight import QuantisedWeight, RowsLayout, aligned, section, starts_of
 
 NF4_BLOCK = 64  # elements that share a scale
 NESTED_BLOCK = 256  # scales that share a scale
@@ -35,7 +33,6 @@ NF4_VALUES = (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 LEAST_SCALE = 1e-38  # in divisions: a block of zeros stays one
-ALIGNMENT = 16  # bytes; of each section
 PROGRAM_BLOCKS, ENCODED_BLOCKS = 64, 16  # of one program
 CHUNK_ELEMENTS = 2**20  # that the reference quantises at a time: it needs many bytes for each
 SMALLEST_EXPONENT, FRACTION_BITS = -6, 7  # of the dynamic float: its smallest power of ten; bits beside the sign
@@ -69,32 +66,18 @@ class Sections(NamedTuple):
 
 def sections(rows: int, columns: int, groups: int) -> Sections:
     sizes = 4 * 16, 4 * 256, 4 * rows, 4 * groups, 4 * groups, rows * columns // NF4_BLOCK, rows * columns // 2
-    return Sections(*accumulate((ALIGNMENT * cdiv(size, ALIGNMENT) for size in sizes), initial=0))
+    return Sections(*starts_of(sizes))
 
 
 @dataclass(frozen=True)
-class Nf4:
-    """The layout of a weight in NF4.
+class Nf4(RowsLayout):
+    """The layout of a weight in NF4. Raises ValueError if the weight cannot be quantised."""
 
-    shape: of the weight. parts: rows of each part that is quantised by itself; together they are all rows, in order.
-    dtype: of the weight where it is used. Raises ValueError if the weight cannot be quantised.
-    """
-
-    shape: tuple[int, ...]
-    parts: tuple[int, ...]
-    dtype: torch.dtype
+    scheme: ClassVar = "nf4"
 
     def __post_init__(self) -> None:
         if self.columns % NF4_BLOCK or sum(self.parts) != self.rows:
             raise ValueError(f"nf4: {list(self.shape)} in parts of {self.parts} rows; columns in blocks of {NF4_BLOCK}")
-
-    @property
-    def rows(self) -> int:
-        return math.prod(self.shape[:-1])
-
-    @property
-    def columns(self) -> int:
-        return self.shape[-1]
 
     @property
     def groups_of_parts(self) -> tuple[int, ...]:
@@ -109,23 +92,9 @@ class Nf4:
     def nbytes(self) -> int:
         return sections(self.rows, self.columns, self.groups).end
 
-    def with_dtype(self, dtype: torch.dtype) -> "Nf4":
-        return replace(self, dtype=dtype)
-
     def view(self, data: Tensor) -> "Nf4Views":
         """The sections of a weight's bytes, as tensors in the same memory."""
-        at = sections(self.rows, self.columns, self.groups)
-
-        def section(start: int, length: int, dtype: torch.dtype) -> Tensor:
-            return data[start : start + length * dtype.itemsize].view(dtype)
-
-        return Nf4Views(
-            section(at.values, 16, torch.float32), section(at.nested_values, 256, torch.float32),
-            section(at.shift, self.rows, torch.int32), section(at.nested_scale, self.groups, torch.float32),
-            section(at.nested_offset, self.groups, torch.float32),
-            section(at.scale, self.rows * self.columns // NF4_BLOCK, torch.uint8),
-            section(at.codes, self.rows * self.columns // 2, torch.uint8).view(self.rows, self.columns // 2),
-        )  # fmt: skip
+        return views_of(data, self.rows, self.columns, self.groups)
 
     def pack(self, parts: Iterable[Mapping[str, Tensor]]) -> Tensor:
         """The parts of a weight, each with the fields of `Nf4Part` -> the weight's bytes [nbytes].
@@ -184,6 +153,22 @@ class Nf4:
             return nf4_dequantize_reference(data, self)
         return _dequantize(data, self.rows, self.columns, self.groups, self.dtype).view(self.shape)
 
+    def dequantize_experts(self, data: Tensor, index: Tensor) -> Tensor:
+        """Of the bytes of a weight [E, N, K] the matrices `index` [n] -> [n, N, K]. Copies their codes and scales."""
+        if not runs_kernels(data):
+            return self.dequantize(data)[index]
+        experts, height, columns = self.shape
+        rows = len(index) * height
+        chosen = data.new_empty(sections(rows, columns, self.groups).end)
+        old, new = self.view(data), views_of(chosen, rows, columns, self.groups)
+        moved = (index - torch.arange(len(index), device=data.device)) * (height * columns // NF4_BLOCK)
+        new.shift.view(-1, height).copy_(old.shift.view(experts, height)[index] + moved[:, None])
+        for name in ("values", "nested_values", "nested_scale", "nested_offset"):
+            getattr(new, name).copy_(getattr(old, name))
+        for target, source in ((new.scale, old.scale), (new.codes, old.codes)):
+            target.view(len(index), -1).copy_(source.view(experts, -1)[index])
+        return _dequantize(chosen, rows, columns, self.groups, self.dtype).view(len(index), height, columns)
+
 
 class Nf4Views(NamedTuple):
     """The sections of a weight's bytes as tensors; see `Sections`."""
@@ -195,6 +180,17 @@ class Nf4Views(NamedTuple):
     nested_offset: Tensor
     scale: Tensor
     codes: Tensor
+
+
+def views_of(data: Tensor, rows: int, columns: int, groups: int) -> Nf4Views:
+    at = sections(rows, columns, groups)
+    return Nf4Views(
+        section(data, at.values, (16,), torch.float32), section(data, at.nested_values, (256,), torch.float32),
+        section(data, at.shift, (rows,), torch.int32), section(data, at.nested_scale, (groups,), torch.float32),
+        section(data, at.nested_offset, (groups,), torch.float32),
+        section(data, at.scale, (rows * columns // NF4_BLOCK,), torch.uint8),
+        section(data, at.codes, (rows, columns // 2), torch.uint8),
+    )  # fmt: skip
 
 
 def nf4_dequantize_reference(data: Tensor, layout: Nf4) -> Tensor:
@@ -258,9 +254,8 @@ def nf4_encode(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def nf4_weight(weight: Tensor) -> QuantisedWeight:
-    """A weight [rows, K] in NF4, to be used in its dtype; K is a multiple of 64. Raises ValueError."""
-    rows, columns = weight.shape
-    layout = Nf4((rows, columns), (rows,), weight.dtype)
+    """A weight [rows, K] or [E, rows, K] in NF4, to be used in its dtype; K is a multiple of 64. Raises ValueError."""
+    layout = Nf4(tuple(weight.shape), (weight.shape[:-1].numel(),), weight.dtype)
     return QuantisedWeight(layout.quantize(weight), layout)
 
 
@@ -354,12 +349,6 @@ def _dequantize_kernel(
     weight = nf4_values(data_ptr, tl.load(data_ptr + codes + pair, mask[:, None], other=0)) * factor[:, None]
     element = number[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     tl.store(weight_ptr + element, weight.to(weight_ptr.dtype.element_ty), mask[:, None])
-
-
-def aligned(data: Tensor) -> Tensor:
-    """The bytes of a weight where a kernel can read the numbers of 4 bytes among them."""
-    data = data.contiguous()
-    return data.clone() if data.data_ptr() % ALIGNMENT else data
 
 
 def _launch_dequantize(data: Tensor, rows: int, columns: int, groups: int, dtype: torch.dtype) -> Tensor:

@@ -9,19 +9,25 @@ Must not know any format.
 """
 
 import math
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple, Protocol, Self
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import ClassVar, NamedTuple, Protocol, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.kernels.dispatch import Node, autocast
-from ligermodels.kernels.launch import as_matrix
+from ligermodels.kernels.launch import as_matrix, cdiv
+
+ALIGNMENT = 16  # bytes; of each section of a weight's bytes
 
 
 class WeightLayout(Protocol):
     """Which bytes of a quantised weight mean what. Equal layouts compare equal, and have equal hashes."""
+
+    scheme: ClassVar[str]  # the name of the format
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -34,6 +40,11 @@ class WeightLayout(Protocol):
     @property
     def nbytes(self) -> int: ...
 
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Rows of each part that is quantised by itself; together they are all rows, in order."""
+        ...
+
     def with_dtype(self, dtype: torch.dtype) -> Self: ...
 
     def quantize(self, weight: Tensor) -> Tensor:
@@ -44,14 +55,63 @@ class WeightLayout(Protocol):
         """Bytes [nbytes] -> the weight, of this shape and dtype."""
         ...
 
+    def dequantize_experts(self, data: Tensor, index: Tensor) -> Tensor:
+        """Of the bytes of a weight [E, N, K] the matrices `index` [n] -> [n, N, K]. Kernels dequantise no other."""
+        ...
+
     def pack(self, parts: Iterable[Mapping[str, Tensor]]) -> Tensor: ...
 
     def unpack(self, data: Tensor) -> list[dict[str, Tensor]]: ...
 
 
+@dataclass(frozen=True)
+class RowsLayout:
+    """What layouts of weights share whose rows are quantised by parts.
+
+    shape: of the weight, [rows, columns] or [experts, rows, columns].
+    parts: rows of each part that is quantised by itself; together they are all rows, in order.
+    dtype: of the weight where it is used.
+    """
+
+    shape: tuple[int, ...]
+    parts: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def rows(self) -> int:
+        return math.prod(self.shape[:-1])
+
+    @property
+    def columns(self) -> int:
+        return self.shape[-1]
+
+    def with_dtype(self, dtype: torch.dtype) -> Self:
+        return replace(self, dtype=dtype)
+
+
+def starts_of(sizes: Iterable[int]) -> Iterator[int]:
+    """Where sections of these numbers of bytes begin, each aligned, and where the last ends."""
+    return accumulate((ALIGNMENT * cdiv(size, ALIGNMENT) for size in sizes), initial=0)
+
+
+def section(data: Tensor, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A section of a weight's bytes as a tensor in the same memory."""
+    return data[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+
+def aligned(data: Tensor) -> Tensor:
+    """The bytes of a weight where a kernel can read the numbers of 4 bytes among them."""
+    data = data.contiguous()
+    return data.clone() if data.data_ptr() % ALIGNMENT else data
+
+
 class QuantisedWeight(NamedTuple):
     data: Tensor  # uint8 [layout.nbytes]
     layout: WeightLayout
+
+    @property
+    def scheme(self) -> str:
+        return self.layout.scheme
 
     @property
     def shape(self) -> torch.Size:
@@ -64,6 +124,10 @@ class QuantisedWeight(NamedTuple):
     @property
     def nbytes(self) -> int:
         return self.layout.nbytes
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        return self.layout.parts
 
     @property
     def ndim(self) -> int:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ligermodels.kernels.grouped_low_rank import GroupedLowRank
 from ligermodels.kernels.linear import Columns, LowRank, low_rank_update
+from ligermodels.kernels.quantised_weight import Weight
 from ligermodels.weights.module import LowRankModule
 from ligermodels.weights.sharding import copy_local_shard
 
@@ -85,7 +86,7 @@ class GroupedUpdate(LowRankModule):
 
     dropout = 0.0  # not supported: each expert reads other rows of the input
 
-    def __init__(self, weight: Tensor, rank: int, alpha: float, dtype: torch.dtype | None) -> None:
+    def __init__(self, weight: Weight, rank: int, alpha: float, dtype: torch.dtype | None) -> None:
         super().__init__()
         self.groups, outputs, inputs = weight.shape
         self.columns = ((0, outputs),)
@@ -95,11 +96,11 @@ class GroupedUpdate(LowRankModule):
         self.lora_A = nn.Parameter(weight.new_empty(self.groups * rank, inputs, dtype=dtype))
         self.lora_B = nn.Parameter(weight.new_empty(outputs, rank * self.groups, dtype=dtype))
 
-    def low_rank(self, dtype: torch.dtype) -> GroupedLowRank:
-        """The updates as the kernels take them, cast to `dtype`."""
-        a = self.lora_A.to(dtype).unflatten(0, (self.groups, self.rank))  # [E, r, K]
-        b = self.lora_B.to(dtype).unflatten(1, (self.rank, self.groups)).permute(2, 0, 1)  # [E, N, r]
-        return GroupedLowRank(a, b.contiguous(), self.scale)
+    def low_rank(self, dtype: torch.dtype, groups: slice = slice(None)) -> GroupedLowRank:
+        """The updates of these matrices as the kernels take them, cast to `dtype`."""
+        a = self.lora_A.unflatten(0, (self.groups, self.rank))[groups]  # [E, r, K]
+        b = self.lora_B.unflatten(1, (self.rank, self.groups))[..., groups].permute(2, 0, 1)  # [E, N, r]
+        return GroupedLowRank(a.to(dtype), b.to(dtype).contiguous(), self.scale)
 
     def extra_repr(self) -> str:
         return f"rank={self.rank}, scale={self.scale}, groups={self.groups}"

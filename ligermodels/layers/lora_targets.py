@@ -17,8 +17,8 @@ from ligermodels.kernels.linear import Columns
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.lora import LoRALinear, lora_modules
 from ligermodels.layers.modules_to_save import modules_trained_whole, select_modules, train_whole
-from ligermodels.layers.moe import Experts, LoRAExperts, MoE
-from ligermodels.layers.multimodal import VisionLanguageModel
+from ligermodels.layers.moe import Experts, LoRAExperts, MoE, QuantisedExperts
+from ligermodels.layers.multimodal import ImageParts
 from ligermodels.layers.packed import PackedLinear, PackedPart
 from ligermodels.layers.quantised import QuantisedLinear
 from ligermodels.weights.adapter_config import (
@@ -34,7 +34,6 @@ from ligermodels.weights.mapping import Piece, Rule, full_box, pieces_of, plan_p
 from ligermodels.weights.module import named_weights
 
 BLOCKS = "model.layers"
-VISION_BLOCKS = "visual.blocks"  # of a model with images
 EXPERTS = "experts"
 VISION = "vision"
 
@@ -160,7 +159,7 @@ def insert_lora(
             model.set_submodule(projection, LoRALinear(base, **asdict(lora)))
         elif projection.endswith(".down_proj"):  # both projections of the experts have LoRA, or neither
             name = projection.rpartition(".")[0]
-            experts = cast(Experts, model.get_submodule(name))
+            experts = cast(Experts | QuantisedExperts, model.get_submodule(name))
             model.set_submodule(name, LoRAExperts(experts, lora.rank, lora.alpha, dtype=lora.dtype))
     train_whole(model, modules, dtype)
 
@@ -195,8 +194,13 @@ def linear_projections(model: CausalLM, rules: tuple[Rule, ...]) -> dict[str, Pa
 
 def block_modules(model: CausalLM) -> Iterator[tuple[str, nn.Module]]:
     """The modules inside the blocks of the text model, then of a vision tower, by name."""
-    for prefix in (BLOCKS, VISION_BLOCKS) if isinstance(model, VisionLanguageModel) else (BLOCKS,):
+    for prefix in (BLOCKS, *tower_blocks(model)):
         yield from model.get_submodule(prefix).named_modules(prefix=prefix)
+
+
+def tower_blocks(model: CausalLM) -> tuple[str, ...]:
+    """The names of the lists of blocks of a vision tower; none without one."""
+    return model.tower_lists if isinstance(model, ImageParts) else ()
 
 
 def expert_projections(model: CausalLM) -> dict[str, Packed]:
@@ -242,7 +246,7 @@ def output_order(piece: Piece) -> tuple[Shape, tuple[int, ...]]:
 def select_columns(model: CausalLM, targets: str | Sequence[str]) -> dict[str, Columns]:
     """For each module that `targets` select, the selected columns of its output. Raises InputError."""
     stacked, available = expert_projections(model), linear_projections(model, tuple(model.weight_rules()))
-    tower = {name for linear, p in available.items() if linear.startswith(VISION_BLOCKS) for name in p.columns}
+    tower = {name for linear, p in available.items() if linear.startswith(tower_blocks(model)) for name in p.columns}
     text = {name for packed in available.values() for name in packed.columns} - tower
     wanted = [targets] if isinstance(targets, str) else list(targets)
     for keyword, part in ((EXPERTS, stacked), (VISION, tower)):

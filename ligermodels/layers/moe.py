@@ -1,11 +1,12 @@
-"""Mixture of experts: router, routed experts with packed projections (with or without LoRA), load-balancing loss.
+"""Mixture of experts: router, routed experts with packed projections (with or without LoRA, in 16 or in few bits),
+load-balancing loss.
 
 Must not know any family.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,11 +19,13 @@ from ligermodels.kernels.collectives import sum_gradient
 from ligermodels.kernels.dispatch import widen
 from ligermodels.kernels.expert_exchange import experts_on_ranks
 from ligermodels.kernels.experts import experts, route, route_by_sigmoid
+from ligermodels.kernels.quantised_weight import QuantisedWeight, WeightLayout
 from ligermodels.layers.fused import add_then_norm, routed_experts
 from ligermodels.layers.lora import GroupedUpdate, reset_lora
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.norm import PreNorm, RMSNorm
 from ligermodels.layers.packed import is_intercepted
+from ligermodels.layers.quantised import FrozenWeights
 
 
 class Experts(nn.Module):
@@ -46,14 +49,27 @@ class Experts(nn.Module):
         for name, weight in (("gate_up_proj_bias", self.gate_up_proj), ("down_proj_bias", self.down_proj)):
             self.register_parameter(name, nn.Parameter(torch.zeros(weight.shape[:2])) if bias else None)
 
+    @property
+    def own(self) -> slice:
+        """Which experts this rank has."""
+        if self.mesh is None:
+            return slice(None)
+        count, rank = self.down_proj.shape[0] // self.mesh.size(1), self.mesh.get_local_rank(1)
+        return slice(rank * count, (rank + 1) * count)
+
     def forward(self, x: Tensor, expert_index: Tensor, expert_weight: Tensor) -> Tensor:
         """x [tokens, H], expert_index and expert_weight [tokens, k] -> weighted sum of the k experts [tokens, H]."""
+        return self.run(self.compute, x, expert_index, expert_weight)
+
+    def run(self, compute: Callable[..., Tensor], x: Tensor, expert_index: Tensor, expert_weight: Tensor) -> Tensor:
+        """`forward` by `compute`, which takes the same and weights: those of all experts, or this rank's on the tokens
+        that are sent to them."""
         weights = self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias
         if self.mesh is None:
-            return self.compute(x, expert_index, expert_weight, weights)
+            return compute(x, expert_index, expert_weight, weights)
         own = [None if weight is None else own_part(weight, self.mesh, x.dtype) for weight in weights]
-        compute, own_experts = partial(self.compute, weights=own), self.down_proj.shape[0] // self.mesh.size(1)
-        return experts_on_ranks(compute, x, expert_index, expert_weight, own_experts, self.mesh.get_group(1))
+        count, group = self.down_proj.shape[0] // self.mesh.size(1), self.mesh.get_group(1)
+        return experts_on_ranks(partial(compute, weights=own), x, expert_index, expert_weight, count, group)
 
     def compute(self, x: Tensor, expert_index: Tensor, expert_weight: Tensor, weights: Sequence[Any]) -> Tensor:
         """`forward` with these weights: gate_up_proj, down_proj, and their biases."""
@@ -81,13 +97,53 @@ def own_part(weight: Any, mesh: DeviceMesh, dtype: torch.dtype) -> Tensor:
     return (part if mesh.size(0) == 1 else sum_gradient(part, mesh.get_group(0))).to(dtype)
 
 
+class QuantisedExperts(FrozenWeights):
+    """Experts with both projections in few bits, and with frozen biases if `experts` has them.
+
+    layouts: of gate_up_proj and down_proj, by these names; their bytes are not set.
+    """
+
+    gate_up_proj_bias: nn.Parameter | None
+    down_proj_bias: nn.Parameter | None
+
+    def __init__(self, experts: Experts, layouts: Mapping[str, WeightLayout]) -> None:
+        super().__init__(layouts, experts.down_proj.device)
+        self.activation = experts.activation
+        self.register_parameter("gate_up_proj_bias", experts.gate_up_proj_bias)
+        self.register_parameter("down_proj_bias", experts.down_proj_bias)
+
+    @property
+    def gate_up_proj(self) -> QuantisedWeight:
+        return self.quantised("gate_up_proj")
+
+    @property
+    def down_proj(self) -> QuantisedWeight:
+        return self.quantised("down_proj")
+
+    def forward(self, x: Tensor, expert_index: Tensor, expert_weight: Tensor) -> Tensor:
+        """As Experts: x [tokens, H], expert_index and expert_weight [tokens, k] -> [tokens, H]."""
+        return routed_experts(
+            x, expert_index, expert_weight, self.gate_up_proj, self.down_proj, self.activation,
+            self.gate_up_proj_bias, self.down_proj_bias,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        num_experts, hidden_size, intermediate_size = self.down_proj.shape
+        layout = type(self.layouts["down_proj"]).__name__
+        return f"{num_experts} of {hidden_size} × {intermediate_size}, {layout}"
+
+
 class LoRAExperts(nn.Module):
     """Experts with LoRA on both projections; the caller freezes base_layer.
 
+    Where the base is distributed, each rank has the updates of all experts when it computes, and uses those of its own:
+    FSDP2 shards them as all other parameters.
     dtype: of the LoRA parameters; None for the base's.
     """
 
-    def __init__(self, base_layer: Experts, rank: int, alpha: float, *, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, base_layer: Experts | QuantisedExperts, rank: int, alpha: float, *, dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__()
         self.base_layer = base_layer
         self.gate_up_proj = GroupedUpdate(base_layer.gate_up_proj, rank, alpha, dtype)
@@ -104,12 +160,21 @@ class LoRAExperts(nn.Module):
         base = self.base_layer
         if any(map(is_intercepted, (base, self.gate_up_proj, self.down_proj))):
             raise RuntimeError("LoRA of experts: hooks on its parts are not supported; hook the LoRAExperts module")
-        gate_up, down = (
-            part.low_rank(x.dtype) if part.enabled else None for part in (self.gate_up_proj, self.down_proj)
-        )
+        if isinstance(base, Experts):
+            return base.run(partial(self.compute, own=base.own), x, expert_index, expert_weight)
+        weights = base.gate_up_proj, base.down_proj, base.gate_up_proj_bias, base.down_proj_bias
+        return self.compute(x, expert_index, expert_weight, weights, slice(None))
+
+    def compute(
+        self, x: Tensor, expert_index: Tensor, expert_weight: Tensor, weights: Sequence[Any], own: slice
+    ) -> Tensor:
+        """`forward` with these weights of the base, and with the updates of the experts `own`, to which they belong."""
+        gate_up, down, *biases = weights
+        parts = self.gate_up_proj, self.down_proj
+        gate_up_update, down_update = (part.low_rank(x.dtype, own) if part.enabled else None for part in parts)
         return experts(
-            x, expert_index, expert_weight, base.gate_up_proj, base.down_proj, base.activation, gate_up, down,
-            base.gate_up_proj_bias, base.down_proj_bias,
+            x, expert_index, expert_weight, gate_up, down, self.base_layer.activation, gate_up_update, down_update,
+            *biases,
         )  # fmt: skip
 
 
@@ -161,29 +226,31 @@ class NormedRouter(Router):
 
 
 class SigmoidRouter(Router):
-    """Router whose scores are sigmoids in fp32, and whose choice among groups of experts a bias corrects.
+    """Router whose scores are sigmoids in fp32, and whose choice among groups of experts a bias can correct.
 
     e_score_correction_bias [E]: fp32 in a model of any dtype, because a rounded one would choose other experts; a
-    buffer, because no gradient trains it.
+    buffer, because no gradient trains it. None unless `corrected`.
     groups, top_groups, scale, eps: as those of `route_by_sigmoid`.
     """
 
-    e_score_correction_bias: Tensor
-    stored_buffers: ClassVar = {"e_score_correction_bias": 0.0}
+    e_score_correction_bias: Tensor | None
 
     def __init__(
-        self, config: Config, num_experts: int, *, groups: int, top_groups: int, scale: float, eps: float = 1e-20
-    ) -> None:
+        self, config: Config, num_experts: int, *, groups: int, top_groups: int, scale: float, eps: float = 1e-20,
+        corrected: bool = True,
+    ) -> None:  # fmt: skip
         super().__init__(config, num_experts)
         self.groups, self.top_groups, self.scale, self.eps = groups, top_groups, scale, eps
-        self.register_buffer("e_score_correction_bias", torch.zeros(num_experts, dtype=torch.float32))
+        self.stored_buffers = {"e_score_correction_bias": 0.0} if corrected else {}
+        bias = torch.zeros(num_experts, dtype=torch.float32) if corrected else None
+        self.register_buffer("e_score_correction_bias", bias)
 
     def _apply(self, fn, recurse=True):
         """Keeps the bias in fp32, bit for bit: .to(bfloat16) would round it."""
         before = self.e_score_correction_bias
         super()._apply(fn, recurse)
         after = self.e_score_correction_bias
-        if after.dtype != before.dtype:
+        if before is not None and after.dtype != before.dtype:
             self.e_score_correction_bias = before.to(after.device)
         return self
 

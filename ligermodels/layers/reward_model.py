@@ -79,23 +79,29 @@ class RewardModel(CausalLM):
     ) -> RewardOutput:
         """input_ids [B, T] -> rewards as `logits` [B, 1], of packed rows [documents, 1].
 
-        Arguments as those of `CausalLM.forward`. The head reads the last token of a row or document that is neither
-        masked nor `pad_token_id`, as the Hub's classifiers do: where that is the end token too, the token before it.
+        Arguments as those of the language model's `forward`, images among them. The head reads the last token of a row
+        or document that is neither masked nor `pad_token_id`, as the Hub's classifiers do: where that is the end token
+        too, the token before it.
         rows: int64 [S], the places in the flattened batch that it reads instead -> [S, 1].
         Raises ValueError for several rows of which the ends are not known: without a mask and without `pad_token_id`.
         Raises InputError for a cache, as to generate.
         """
         if options.get("cache") is not None:
             raise InputError(f"{self.hub_class} is a reward model, without a language-model head: it cannot generate")
+        images = options.pop("images", None) if self.takes_images else None
+        pixels = {name: options.pop(name) for name in self.pixel_inputs if options.get(name) is not None}
         refuse_options(options)
         cu_seqlens = hub_offsets(cu_seqlens, cu_seq_lens_q, cu_seq_lens_k, None)
         max_seqlen = max_seqlen if cu_seq_lens_q is None else max_length_q
         if rows is None:
             rows = self.last_tokens(input_ids, inputs_embeds, attention_mask, cu_seqlens)
-        decoded = self.decode(
-            input_ids, None, attention_mask, position_ids, cu_seqlens, max_seqlen, None, inputs_embeds, False,
-            shared_keys,
-        )  # fmt: skip
+        inputs: dict[str, Any] = {
+            "attention_mask": attention_mask, "position_ids": position_ids, "cu_seqlens": cu_seqlens,
+            "max_seqlen": max_seqlen, "inputs_embeds": inputs_embeds, "shared_keys": shared_keys,
+        }  # fmt: skip
+        if self.takes_images:
+            input_ids, inputs = cast(Any, self).with_features(input_ids, images, pixels, **inputs)
+        decoded = self.decode(input_ids, **inputs)
         hidden = decoded.unpack(decoded.output.hidden)
         return RewardOutput(self.score(hidden.flatten(0, 1).index_select(0, rows)))
 

@@ -5,8 +5,9 @@
     X.weight.nested_absmax                       fp32, of each 256 of these
     X.weight.quant_map, X.weight.nested_quant_map     fp32 [16] and [256]: the values of the codes
     X.weight.quant_state.bitsandbytes__nf4       JSON, as uint8: shape, dtype, sizes of blocks, the offset of absmax
-Only NF4 with double quantisation and these sizes is supported. Knows names and files; must not know what the numbers
-mean, rules or models. Source of the format: bitsandbytes 0.50, `QuantState.as_dict`.
+Only NF4 with double quantisation and these sizes is supported. Experts that a checkpoint stacks in one tensor X are
+stored as X, X.absmax, ... (`bitsandbytes.nn.parametrize`). Knows names and files; must not know what the numbers mean,
+rules or models. Source of the format: bitsandbytes 0.50, `QuantState.as_dict`.
 """
 
 import json
@@ -37,16 +38,17 @@ class StoredNf4:
 
     codes: StoredTensor
     tensors: Mapping[str, StoredTensor]  # by the end of their names: absmax, nested_absmax, ...
-    shape: tuple[int, int]
+    shape: tuple[int, ...]  # [rows, columns], or [experts, rows, columns]
     offset: float
 
     def read(self) -> dict[str, Tensor]:
         """Their values by the end of their names, "codes" and "nested_offset", on the host. Raises CheckpointError."""
         values = read_tensors({"codes": self.codes, **self.tensors})
-        return values | {"codes": values["codes"].view(self.shape[0], -1), "nested_offset": torch.tensor(self.offset)}
+        codes = values["codes"].view(-1, self.shape[-1] // 2)
+        return values | {"codes": codes, "nested_offset": torch.tensor(self.offset)}
 
 
-def expected_tensors(shape: tuple[int, int]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def expected_tensors(shape: tuple[int, ...]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """The tensors beside the codes of a weight of this shape, by the end of their names."""
     blocks = math.prod(shape) // BLOCK_SIZE
     return {
@@ -88,21 +90,20 @@ def stored_nf4(name: str, tensors: Mapping[str, StoredTensor], state: Tensor) ->
             f"{file}: {name}: {wrong[0]} is {fields.get(wrong[0])!r}; only {FIXED[wrong[0]]!r} is supported: {REMEDY}"
         )
     shape, offset = fields.get("shape"), fields.get("nested_offset")
-    if not (isinstance(shape, list) and len(shape) == 2 and all(type(n) is int and n > 0 for n in shape)):
-        raise CheckpointError(f"{file}: {name}: shape is {shape!r}; must be two positive numbers")
+    if not (isinstance(shape, list) and len(shape) in (2, 3) and all(type(n) is int and n > 0 for n in shape)):
+        raise CheckpointError(f"{file}: {name}: shape is {shape!r}; must be two or three positive numbers")
     if not isinstance(offset, float) or not math.isfinite(offset):
         raise CheckpointError(f"{file}: {name}: nested_offset is {offset!r}; must be a finite number")
-    rows, columns = shape
-    if columns % BLOCK_SIZE:
-        raise CheckpointError(f"{file}: {name} has {columns} columns, no multiple of {BLOCK_SIZE}; {REMEDY}")
-    wanted = expected_tensors((rows, columns))
-    for part, (dtype, size) in {"": (torch.uint8, (rows * columns // 2, 1)), **wanted}.items():
+    if shape[-1] % BLOCK_SIZE:
+        raise CheckpointError(f"{file}: {name} has {shape[-1]} columns, no multiple of {BLOCK_SIZE}; {REMEDY}")
+    wanted = expected_tensors(tuple(shape))
+    for part, (dtype, size) in {"": (torch.uint8, (math.prod(shape) // 2, 1)), **wanted}.items():
         full = f"{name}.{part}".removesuffix(".")
         stored = tensors.get(full)
         if stored is None or (stored.dtype, stored.shape) != (dtype, size):
             found = "is missing" if stored is None else f"is {stored.dtype} {list(stored.shape)}"
             raise CheckpointError(f"{file}: {full} {found}; its weight needs {dtype} {list(size)}; {REMEDY}")
-    return StoredNf4(tensors[name], {part: tensors[f"{name}.{part}"] for part in wanted}, (rows, columns), offset)
+    return StoredNf4(tensors[name], {part: tensors[f"{name}.{part}"] for part in wanted}, tuple(shape), offset)
 
 
 def parse_state(file: Path, name: str, state: Tensor) -> dict[str, Any]:
@@ -123,14 +124,13 @@ def state_json(shape: tuple[int, ...], dtype: torch.dtype, offset: Tensor) -> Te
     return torch.frombuffer(bytearray(json.dumps(fields | nested).encode()), dtype=torch.uint8)
 
 
-def tensors_of(name: str, part: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """The tensors by which a checkpoint stores a weight. part: as `StoredNf4.read` returns it.
+def tensors_of(name: str, part: Mapping[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors by which a checkpoint stores a weight. part: as `StoredNf4.read` returns it. shape: of the weight.
 
     dtype: the one in which the weight is used.
     """
-    rows, half = part["codes"].shape
-    stored = {f"{name}.{key}": part[key] for key in expected_tensors((rows, 2 * half))}
-    state = state_json((rows, 2 * half), dtype, part["nested_offset"])
+    stored = {f"{name}.{key}": part[key] for key in expected_tensors(shape)}
+    state = state_json(shape, dtype, part["nested_offset"])
     return {name: part["codes"].reshape(-1, 1), **stored, name + NF4_STATE: state}
 
 

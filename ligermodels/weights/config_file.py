@@ -86,8 +86,8 @@ def old_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
     scaling = dict(parameters.get("full_attention", parameters))
     sliding = parameters.get("sliding_attention", {})
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind in ("axial", "proportional"):  # transformers 4 has no field for them
-        return {}
+    if kind in ("axial", "proportional"):  # transformers 4 has no field for them; of axial towers Pixtral's has a theta
+        return {key: scaling[key] for key in ("rope_theta",) if kind == "axial" and key in scaling}
     if kind == "longrope":
         # Phi-3 in transformers 4 refuses a scaling with other keys than type, short_factor and long_factor.
         redundant = {"rope_type", "type"} | ({"original_max_position_embeddings"} & raw.keys())

@@ -8,6 +8,7 @@ Knows parameters, rules and folders; must not know model families.
 """
 
 import itertools
+import math
 import re
 import shutil
 import warnings
@@ -21,17 +22,18 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ligermodels.configs.quantisation import FIELD as QUANTISATION_FIELD
-from ligermodels.configs.quantisation import Nf4Weights, read_quantisation, read_scaled
+from ligermodels.configs.quantisation import read_scaled, scheme_of
 from ligermodels.distributed import is_first
 from ligermodels.errors import CheckpointError, InputError
+from ligermodels.kernels.fp8 import FP8_BLOCK
 from ligermodels.weights.bitsandbytes import quantisation_config, tensors_of
 from ligermodels.weights.config_file import CONFIG_FILE, GENERATION_CONFIG_FILE, both_spellings, read_config, with_dtype
 from ligermodels.weights.copying import source_tensors, unchanged_tensors, with_copies
 from ligermodels.weights.files import INDEX_FILE, SINGLE_FILE, StoredTensor
 from ligermodels.weights.loading import float_dtype
-from ligermodels.weights.mapping import BASE_LAYER, Piece, foreign_adapters, plan_pieces
-from ligermodels.weights.module import HubModule, LowRankModule, QuantisedModule
-from ligermodels.weights.quantised import quantised
+from ligermodels.weights.mapping import BASE_LAYER, Piece, Rule, foreign_adapters, plan_pieces
+from ligermodels.weights.module import HubModule, LowRankModule
+from ligermodels.weights.quantised import fp8_config, fp8_tensors_of, quantised
 from ligermodels.weights.reading import safe_file
 from ligermodels.weights.sharding import full_tensor, reshard
 from ligermodels.weights.writing import Blocks, Entry, write_folder, write_json, write_safetensors
@@ -116,12 +118,12 @@ def export_weights(
     dtypes |= {f"{name}.weight": dtype or model.dtype for name in model.modules_to_save}
     parameters = {name: values[name] for name in sorted(names, key=lambda name: -dtypes[name].itemsize)}
     shapes = {name: parameter.shape for name, parameter in parameters.items()}
-    rules = model.export_rules()
+    rules = layout_of_bits(model, parameters) if keeps_bits else model.export_rules()
     pieces = plan_pieces(shapes, rules)
     sharded = any(isinstance(p, DTensor) for p in parameters.values())
     stored = source_tensors(source, model.stored_otherwise if dtype is None else ())
-    in_4_bits = stored_in_4_bits(parameters, pieces) if keeps_bits else {}
-    pieces = [piece for piece in pieces if piece.tensor not in in_4_bits]
+    in_bits = stored_in_bits(model, parameters, pieces) if keeps_bits else {}
+    pieces = [piece for piece in pieces if piece.tensor not in in_bits]
     compared = [piece for piece in pieces if piece.tensor in stored]
     own = {name: parameter.dtype for name, parameter in parameters.items()}
     scheme = read_scaled(model.config.raw)
@@ -133,21 +135,21 @@ def export_weights(
     planned: list[tuple[Entry, StoredTensor | Tensor | None]] = [
         *((Entry(piece.tensor, dtypes[piece.parameter], piece.shape), None) for piece in pieces),
         *((Entry(name, stored.dtype, stored.shape), stored) for name, stored in copies.items()),
-        *((Entry(name, x.dtype, tuple(x.shape)), x) for named in in_4_bits.values() for name, x in named.items()),
+        *((Entry(name, x.dtype, tuple(x.shape)), x) for named in in_bits.values() for name, x in named.items()),
     ]
     planned.sort(key=lambda item: -item[0].dtype.itemsize)
     tensors = with_copies(planned, hub_tensors(model, parameters, pieces, dtypes))
 
-    if is_first() and not in_4_bits and any(isinstance(module, QuantisedModule) for module in model.modules()):
+    if is_first() and any(not isinstance(parameters[piece.parameter], Tensor) for piece in pieces):
         warnings.warn(
-            f"{folder}: the model's linears are quantised: LoRA is merged with the dequantised weights, and each sum "
+            f"{folder}: the model's weights are quantised: LoRA is merged with the dequantised weights, and each sum "
             "is rounded once; for the original weights, merge the adapter with the original model",
             stacklevel=3,
         )
 
     quantisation = model.config.raw.get(QUANTISATION_FIELD) if quantised(unchanged) else None
-    if in_4_bits:
-        quantisation = config_of_4_bits(model, pieces)
+    if in_bits:
+        quantisation = config_of_bits(model, parameters, pieces)
 
     def write(temporary: Path) -> None:
         write_shards(temporary, [entry for entry, _ in planned], tensors, limit)
@@ -174,25 +176,60 @@ def hub_weights(model: HubModule, dtype: torch.dtype) -> Iterator[tuple[str, Ten
         yield piece.tensor, torch.cat(list(blocks))
 
 
-def stored_in_4_bits(parameters: Mapping[str, Any], pieces: Sequence[Piece]) -> dict[str, dict[str, Tensor]]:
-    """The tensors of bitsandbytes for each piece of a quantised weight, by its name."""
+def layout_of_bits(model: HubModule, parameters: Mapping[str, Any]) -> tuple[Rule, ...]:
+    """The layout that an export writes, `export_rules`; if weights were quantised by the tensors of another layout,
+    that of `weight_rules`."""
+    weights = {name: weight for name, weight in parameters.items() if not isinstance(weight, Tensor)}
+    parts: dict[str, list[int]] = {name: [] for name in weights}
+    for piece in plan_pieces({name: weight.shape for name, weight in weights.items()}, model.export_rules()):
+        parts[piece.parameter].append(math.prod(piece.box_shape[:-1]))
+    fits = all(tuple(parts[name]) == weight.parts for name, weight in weights.items())
+    return model.export_rules() if fits else model.weight_rules()
+
+
+def stored_in_bits(
+    model: HubModule, parameters: Mapping[str, Any], pieces: Sequence[Piece]
+) -> dict[str, dict[str, Tensor]]:
+    """The tensors in NF4 or FP8 for each piece of a quantised weight, by its name.
+
+    Weights that were read in FP8 or MXFP4 are not among them: their tensors are copied, as those of a dense model.
+    Raises InputError for a piece whose bits a checkpoint cannot have.
+    """
     found: dict[str, dict[str, Tensor]] = {}
     for name, group in itertools.groupby(pieces, key=lambda piece: piece.parameter):
         weight = parameters[name]
-        if not isinstance(weight, Tensor):
+        if not isinstance(weight, Tensor) and (weight.scheme == "nf4" or weight.scheme != scheme_of(model.config.raw)):
             parts = weight._replace(data=full_tensor(weight.data)).unpack()
             for piece, part in zip(group, parts, strict=True):
-                found[piece.tensor] = tensors_of(piece.tensor, part, weight.dtype)
+                refuse_unwritable_bits(piece, weight.scheme)
+                if weight.scheme == "fp8":
+                    found[piece.tensor] = fp8_tensors_of(piece.tensor, part)
+                else:
+                    found[piece.tensor] = tensors_of(piece.tensor, part, piece.shape, weight.dtype)
     return found
 
 
-def config_of_4_bits(model: HubModule, others: Sequence[Piece]) -> dict[str, Any]:
-    """The quantization_config of a model with weights in 4 bits. others: the pieces that have none."""
-    if isinstance(read_quantisation(model.config.raw), Nf4Weights):
+def refuse_unwritable_bits(piece: Piece, scheme: str) -> None:
+    """Raises InputError if a checkpoint cannot have the bits of a piece."""
+    remedy = "give a dtype to write the dequantised weights, or do not quantise the model"
+    if piece.view:
+        raise InputError(
+            f"{piece.tensor}: is quantised in another order than a checkpoint has, so that its bits cannot be written: "
+            f"{remedy}"
+        )
+    if scheme == "fp8" and len(piece.shape) != 2:
+        raise InputError(f"{piece.tensor}: stacks experts, and checkpoints in FP8 have matrices alone: {remedy}")
+
+
+def config_of_bits(model: HubModule, parameters: Mapping[str, Any], others: Sequence[Piece]) -> dict[str, Any]:
+    """The quantization_config of a model with weights in NF4 or FP8. others: the pieces that have none."""
+    (scheme,) = {weight.scheme for weight in parameters.values() if not isinstance(weight, Tensor)}
+    if scheme == scheme_of(model.config.raw):
         return model.config.raw[QUANTISATION_FIELD]
     names = (piece.tensor for piece in others if len(piece.shape) == 2)
     skipped = [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
-    return quantisation_config(model.dtype, list(dict.fromkeys([*skipped, "lm_head"])))
+    skipped = list(dict.fromkeys([*skipped, "lm_head"]))
+    return fp8_config(FP8_BLOCK, skipped) if scheme == "fp8" else quantisation_config(model.dtype, skipped)
 
 
 def size_in_bytes(size: int | str) -> int:

@@ -20,12 +20,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from tqdm import tqdm
 
-from ligermodels.configs.quantisation import Nf4Weights, Scaled, read_quantisation, read_scaled
+from ligermodels.configs.quantisation import Mxfp4, Nf4Weights, Scaled, read_quantisation, read_scaled, scheme_of
 from ligermodels.distributed import is_first
 from ligermodels.errors import CheckpointError, InputError, printable
 from ligermodels.weights.bitsandbytes import REMEDY, StoredNf4, split_off
 from ligermodels.weights.boxes import boxes_of, split_dimensions
-from ligermodels.weights.files import Checkpoint, StoredTensor, open_checkpoint, shortened
+from ligermodels.weights.files import FP4_DTYPE, Checkpoint, StoredTensor, open_checkpoint, shortened
 from ligermodels.weights.mapping import Piece, Rule, plan_pieces
 from ligermodels.weights.module import HubModule, StoredWeight
 from ligermodels.weights.quantised import (
@@ -71,21 +71,26 @@ class LoadPlan:
 
     @property
     def quantised_parameters(self) -> tuple[str, ...]:
-        """The parameters that the checkpoint stores in 4 bits of bitsandbytes.
+        """The parameters that the checkpoint stores in few bits.
 
-        Raises CheckpointError where one consists of others too, or has another order there.
+        Raises CheckpointError where one consists of others too, or has another order there that its bits cannot have.
         """
-        pieces = [piece for piece in self.pieces if piece.tensor in self.nf4]
+        bits = {p.tensor for p in self.pieces if p.tensor in self.nf4 or self.has_scale(p.tensor)}
+        pieces = [piece for piece in self.pieces if piece.tensor in bits]
         found = tuple(dict.fromkeys(piece.parameter for piece in pieces))
-        dense = {piece.parameter: piece for piece in self.pieces if piece.tensor not in self.nf4}
+        dense = {piece.parameter: piece for piece in self.pieces if piece.tensor not in bits}
+        permutable = isinstance(self.quantisation, Mxfp4)
         for piece in pieces:
-            if piece.parameter in dense or piece.view:
+            if piece.parameter in dense or (piece.view and not permutable):
                 other = dense.get(piece.parameter, piece).tensor
                 raise CheckpointError(
-                    f"{self.checkpoint.folder}: {piece.tensor} is in 4 bits, but is one weight here with {other}, "
+                    f"{self.checkpoint.folder}: {piece.tensor} is in few bits, but is one weight here with {other}, "
                     f"which {'is not' if piece.parameter in dense else 'has another order'}; {REMEDY}"
                 )
         return found
+
+    def has_scale(self, tensor: str) -> bool:
+        return self.quantisation is not None and needs_scale(tensor, self.checkpoint.tensors[tensor])
 
 
 def float_dtype(dtype: torch.dtype | str) -> torch.dtype:
@@ -135,17 +140,23 @@ def fill_weights(model: HubModule, plan: LoadPlan) -> None:
     run_transfers(transfers, f"Loading {folder.name}", quiet=not is_first())
     of_quantised = [piece for piece in plan.pieces if piece.parameter not in shards]
     groups = [list(group) for _, group in itertools.groupby(of_quantised, key=lambda piece: piece.parameter)]
+    kept_in_bits = set()
     for group in tqdm(groups, f"Quantising {folder.name}", delay=1, disable=not is_first() or None):
+        weight, file = tensors[group[0].parameter], stored[group[0].tensor].file
         if group[0].tensor in plan.nf4:
-            fill_stored(tensors[group[0].parameter], [plan.nf4[piece.tensor] for piece in group])
+            fill_stored(weight, file, [plan.nf4[piece.tensor].read() for piece in group])
+        elif plan.has_scale(group[0].tensor) and weight.scheme == scheme_of(model.config.raw):
+            fill_stored(weight, file, [read_part(p, stored[p.tensor], scales[p.tensor]) for p in group])
+            kept_in_bits |= {piece.tensor for piece in group}
         else:
-            fill_quantised(tensors[group[0].parameter], group, stored, scales)
+            fill_quantised(weight, group, stored, scales)
     model.loaded_rules, model.kept = plan.rules, plan.kept
     most = most_common_dtype(stored[piece.tensor] for piece in plan.pieces)
     others = (
         piece.tensor
         for piece in plan.pieces
-        if piece.parameter in shards and stored[piece.tensor].dtype != tensors[piece.parameter].dtype
+        if piece.tensor in kept_in_bits
+        or (piece.parameter in shards and stored[piece.tensor].dtype != tensors[piece.parameter].dtype)
     )
     model.stored_otherwise = tuple(others) if model.dtype == most else ()
     if plan.unexpected and is_first():
@@ -173,13 +184,27 @@ def fill_quantised(
     copy_local_shard(weight.data, weight.quantize(value))
 
 
-def fill_stored(weight: StoredWeight, parts: Sequence[StoredNf4]) -> None:
-    """Reads a weight that is stored in 4 bits, without a change of a bit. Raises CheckpointError."""
+def fill_stored(weight: StoredWeight, file: Path, parts: Sequence[Mapping[str, Tensor]]) -> None:
+    """Takes a weight as it is stored, without a change of a bit. file: its first tensor's. Raises CheckpointError."""
     try:
-        data = weight.pack([part.read() for part in parts])
+        data = weight.pack(parts)
     except ValueError as error:
-        raise CheckpointError(f"{parts[0].codes.file}: {error}; {REMEDY}") from error
+        raise CheckpointError(f"{file}: {error}; {REMEDY}") from error
     copy_local_shard(weight.data, data.to(weight.data.device))
+
+
+def read_part(piece: Piece, stored: StoredTensor, scale: Scale) -> dict[str, Tensor]:
+    """The bits of a tensor in FP8 or MXFP4 for `StoredWeight.pack`, on the host, with rows in the model's order."""
+    if stored.dtype == FP4_DTYPE:  # two elements a byte
+        stored = replace(stored, dtype=torch.uint8, shape=(*stored.shape[:-1], stored.shape[-1] // 2))
+    part = scale.with_codes(read_tensors({piece.tensor: stored})[piece.tensor])
+    if not piece.view:
+        return {name: value.flatten(0, -2) if value.dim() > 2 else value for name, value in part.items()}
+    rows = piece.view[:-1]
+    return {
+        name: value.reshape(*rows, value.shape[-1]).permute(piece.order).reshape(math.prod(rows), value.shape[-1])
+        for name, value in part.items()
+    }
 
 
 def plan_loading(model: HubModule, checkpoint: Checkpoint, *, allow_unexpected: bool = False) -> LoadPlan:

@@ -141,11 +141,21 @@ class StoredWeight(Protocol):
     def data(self) -> Tensor: ...
 
     @property
+    def scheme(self) -> str:
+        """The name of its format."""
+        ...
+
+    @property
     def shape(self) -> torch.Size: ...
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype in which the weight is used."""
+        ...
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Rows of each tensor that is quantised by itself; together they are all rows, in order."""
         ...
 
     def quantize(self, weight: Tensor) -> Tensor:
@@ -155,7 +165,7 @@ class StoredWeight(Protocol):
     def dequantize(self) -> Tensor: ...
 
     def pack(self, parts: Iterable[Mapping[str, Tensor]]) -> Tensor:
-        """The Hub's tensors in 4 bits that the weight is made of, by the names of their parts -> its bytes."""
+        """The Hub's tensors in few bits that the weight is made of, by the names of their parts -> its bytes."""
         ...
 
     def unpack(self) -> list[dict[str, Tensor]]:
@@ -173,10 +183,11 @@ class QuantisedModule(nn.Module):
 def named_weights(module: nn.Module) -> dict[str, Any]:
     """The parameters of a module by name, tied ones once, with quantised weights in place of their bytes."""
     quantised = {
-        f"{prefix}.{name}{BYTES}": (f"{prefix}.{name}", weight)
+        f"{path}{BYTES}": (path, weight)
         for prefix, owner in module.named_modules()
         if isinstance(owner, QuantisedModule)
         for name, weight in owner.quantised_weights().items()
+        for path in (f"{prefix}.{name}".removeprefix("."),)
     }
     return dict(quantised.get(name, (name, parameter)) for name, parameter in module.named_parameters())
 

@@ -11,20 +11,18 @@ Must not know rules or models. Source of MXFP4: Open Compute Project 2023, OCP M
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from ligermodels.configs.quantisation import Mxfp4, Scaled
+from ligermodels.kernels.mxfp4 import MX_BLOCK, mxfp4_dequantize_reference
 from ligermodels.weights.files import FP4_DTYPE, StoredTensor
 
 FP8_DTYPE = torch.float8_e4m3fn
 SCALE_DTYPES = (torch.float32, torch.bfloat16)
 BLOCKS, SCALES = "_blocks", "_scales"
-MX_BLOCK = 32  # elements that share a scale
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-EXPONENT_BIAS = 127
 
 
 class Scale(Protocol):
@@ -36,6 +34,10 @@ class Scale(Protocol):
 
     def viewed(self, shape: tuple[int, ...]) -> Self:
         """The scale of the same tensor in another shape. Raises ValueError if it cannot be permuted."""
+        ...
+
+    def with_codes(self, codes: Tensor) -> dict[str, Tensor]:
+        """The stored elements and the scale under the names that `StoredWeight.pack` has for them."""
         ...
 
 
@@ -58,6 +60,9 @@ class Fp8Scale:
     def viewed(self, shape: tuple[int, ...]) -> "Fp8Scale":
         raise ValueError("a tensor in FP8 is permuted, which is not supported")
 
+    def with_codes(self, codes: Tensor) -> dict[str, Tensor]:
+        return {"codes": codes, "scale": self.values}
+
 
 @dataclass(frozen=True)
 class Mxfp4Scale:
@@ -71,15 +76,13 @@ class Mxfp4Scale:
         if columns.start % MX_BLOCK or columns.stop % MX_BLOCK:
             raise ValueError(f"columns {columns.start} to {columns.stop} of an MXFP4 tensor are not whole blocks")
         blocks = slice(columns.start // MX_BLOCK, columns.stop // MX_BLOCK)
-        exponents = self.exponents[(*rows, blocks)].to(stored.device).int() - EXPONENT_BIAS
-        scale = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents).bfloat16()
-        values = torch.tensor(E2M1, dtype=torch.bfloat16, device=stored.device)
-        pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], -1)  # of each byte
-        decoded = pairs.index_select(0, stored.flatten().int()).view(*exponents.shape, MX_BLOCK)
-        return decoded.mul_(scale[..., None]).flatten(-2)
+        return mxfp4_dequantize_reference(stored, self.exponents[(*rows, blocks)].to(stored.device))
 
     def viewed(self, shape: tuple[int, ...]) -> "Mxfp4Scale":
         return Mxfp4Scale(self.exponents.view(*shape[:-1], shape[-1] // MX_BLOCK))
+
+    def with_codes(self, codes: Tensor) -> dict[str, Tensor]:
+        return {"codes": codes.view(torch.uint8), "exponents": self.exponents}
 
 
 def is_mxfp4(name: str, stored: StoredTensor) -> bool:
@@ -145,3 +148,19 @@ def scale_fault(tensors: Mapping[str, StoredTensor], tensor: str, scheme: Scaled
         return f"{tensor} is {list(shape)}, no matrix"
     blocks = tuple(-(-size // block) for size, block in zip(shape, scheme.block, strict=True))
     return None if scale.shape == blocks else f"{scale_name(tensor)} is {list(scale.shape)} instead of {list(blocks)}"
+
+
+def fp8_tensors_of(name: str, part: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors by which a checkpoint stores a weight in FP8 by block. part: its `codes` and `scale`."""
+    return {name: part["codes"], scale_name(name): part["scale"]}
+
+
+def fp8_config(block: tuple[int, int], skipped: list[str]) -> dict[str, Any]:
+    """The quantization_config of a config.json. skipped: the linears that are not quantised, by their Hub names."""
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": list(block),
+        "modules_to_not_convert": skipped,
+    }

@@ -33,6 +33,7 @@ from ligermodels.kernels.dispatch import widen
 from ligermodels.kernels.experts import experts, experts_reference
 from ligermodels.kernels.few_rows_experts import few_rows_experts
 from ligermodels.kernels.few_rows_linear import few_rows_gated_linear, few_rows_linear, few_rows_norm_linear
+from ligermodels.kernels.fp8 import Float8, fp8_dequantize_reference
 from ligermodels.kernels.gated_activation import gated_activation, gated_activation_reference
 from ligermodels.kernels.gated_delta_rule import gated_delta_rule, gated_delta_rule_reference
 from ligermodels.kernels.gated_delta_step import gated_delta_step_, gated_delta_step_reference
@@ -51,6 +52,7 @@ from ligermodels.kernels.linear_divergence import linear_divergence, linear_dive
 from ligermodels.kernels.linear_logprobs import linear_logprobs, linear_logprobs_reference
 from ligermodels.kernels.mamba2_scan import mamba2_scan, mamba2_scan_reference
 from ligermodels.kernels.mamba2_step import mamba2_step_, mamba2_step_reference
+from ligermodels.kernels.mxfp4 import EXPONENT_BIAS, Mxfp4Layout, mxfp4_dequantize_reference
 from ligermodels.kernels.nf4 import Nf4, nf4_dequantize_reference, nf4_encode, nf4_encode_reference
 from ligermodels.kernels.norm_linear import norm_linear, norm_linear_reference
 from ligermodels.kernels.penalties import penalize, penalize_reference
@@ -212,14 +214,34 @@ def draw_nf4(width: int, inputs: int) -> tuple[Tensor, Nf4]:
     return layout.quantize(normal(width, inputs, scale=0.1)), layout
 
 
-def frozen_linear_case(batch, length, inputs, width) -> Case:
-    data, layout = draw_nf4(width, inputs)
+def draw_fp8(width: int, inputs: int) -> tuple[Tensor, Float8]:
+    """As `draw_nf4`, with several blocks in each direction."""
+    layout = Float8((width, inputs), (1, width - 1), torch.float32, (4, 48))
+    return layout.quantize(normal(width, inputs, scale=0.1)), layout
+
+
+def draw_mxfp4(width: int, inputs: int) -> tuple[Tensor, Mxfp4Layout]:
+    layout = Mxfp4Layout((width, inputs), (1, width - 1), torch.float32)
+    data = torch.randint(256, (layout.nbytes,), dtype=torch.uint8, device=DEVICE)
+    layout.view(data)[0].fill_(EXPONENT_BIAS - 5)
+    return data, layout
+
+
+def mxfp4_reference(data: Tensor, layout: Mxfp4Layout) -> Tensor:
+    exponents, codes = layout.view(data)
+    return mxfp4_dequantize_reference(codes, exponents).to(layout.dtype)
+
+
+def frozen_linear_case(
+    batch, length, inputs, width, draw=draw_nf4, dequantize=nf4_dequantize_reference
+) -> Case:  # fmt: skip
+    data, layout = draw(width, inputs)
 
     def ours(x, bias, data):
         return frozen_linear(x, QuantisedWeight(data, layout.with_dtype(x.dtype)), bias)
 
     def reference(x, bias, data):
-        return F.linear(x, nf4_dequantize_reference(data, layout.with_dtype(x.dtype)), bias)
+        return F.linear(x, dequantize(data, layout.with_dtype(x.dtype)), bias)
 
     return Case(ours, reference, [normal(batch, length, inputs), normal(width)], [data])
 
@@ -378,6 +400,24 @@ def experts_case(
     if biased:
         leaves += [normal(num_experts, 2 * inner, scale=4.0), normal(num_experts, hidden)]
     return Case(partial(route, ours), partial(route, experts_reference), leaves, [index])
+
+
+def frozen_experts_case(*size) -> Case:
+    """The case of updates with both weights, the third and fourth of its leaves, in NF4 and frozen."""
+    case = experts_case(*size, low_rank=True)
+    layouts = [Nf4(tuple(x.shape), (x.shape[:-1].numel(),), torch.float32) for x in case.leaves[2:4]]
+
+    def compute(function, dequantize, x, weight, *rest):
+        *updates, gate_up, down, index = rest
+        own = [layout.with_dtype(x.dtype) for layout in layouts]
+        return function(x, weight, *map(dequantize, (gate_up, down), own), *updates, index)
+
+    ours, reference = (
+        partial(compute, case.ours, QuantisedWeight),
+        partial(compute, case.reference, nf4_dequantize_reference),
+    )
+    quantised = [layout.quantize(x) for layout, x in zip(layouts, case.leaves[2:4], strict=True)]
+    return Case(ours, reference, [*case.leaves[:2], *case.leaves[4:]], [*quantised, *case.constants])
 
 
 def few_rows_frozen_linear_case(batch, length, hidden, width) -> Case:
@@ -869,6 +909,14 @@ OPS = {
     "frozen_linear": Op(
         draw=frozen_linear_case, small=(64, 7), real=((4096, 64), (2880, 512)), huge=None, products=(1, 1, 0)
     ),
+    "frozen_linear in FP8": Op(
+        draw=partial(frozen_linear_case, draw=draw_fp8, dequantize=fp8_dequantize_reference), small=(64, 7),
+        real=((4096, 64),),
+    ),
+    "frozen_linear in MXFP4": Op(
+        draw=partial(frozen_linear_case, draw=draw_mxfp4, dequantize=mxfp4_reference), small=(64, 7),
+        real=((2880, 64),),
+    ),
     "norm_linear of a frozen weight": Op(draw=frozen_norm_linear_case, small=(64, 9)),
     "gated_linear of a frozen weight": Op(draw=frozen_gated_linear_case, small=(64, 9)),
     "nf4_encode": Op(draw=nf4_encode_case, small=(192,), real=((4096,),), has_gradients=False),
@@ -914,6 +962,7 @@ OPS = {
         products=(2, 1, 1 / 3, 1, 1 / 3, 1 / 3, 0),
     ),
     "experts with low-rank updates": Op(draw=partial(experts_case, low_rank=True), small=(20, 11, 3, 1)),
+    "experts of frozen weights": Op(draw=frozen_experts_case, small=(64, 64, 3, 2)),
     "cross_entropy": Op(
         draw=partial(cross_entropy_case, reduction="none"), small=(257,), real=tuple((v,) for v in VOCABULARIES),
         huge=(2**13 + 1, 2**18),

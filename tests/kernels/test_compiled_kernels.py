@@ -26,7 +26,7 @@ REGISTER_BYTES = 4
 # On 86 products take their operands from registers: these keep more of a chunk than there are. Tiles are for 90.
 MAX_STACK_OF = {
     (86, "ligermodels.kernels.delta_chunks._prepare_kernel"): 160,
-    (86, "ligermodels.kernels.delta_outputs._gate_gradient_kernel"): 64,
+    (86, "ligermodels.kernels.delta_outputs._gate_gradient_kernel"): 40,
     (86, "ligermodels.kernels.delta_outputs._qkv_gradient_kernel"): 304,
     (86, "ligermodels.kernels.mamba2_states._forward_scan_kernel"): 152,
     (86, "ligermodels.kernels.mamba2_outputs._output_kernel"): 72,

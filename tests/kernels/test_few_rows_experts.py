@@ -3,6 +3,10 @@ import torch
 
 from ligermodels.kernels.experts import experts_reference
 from ligermodels.kernels.few_rows_experts import few_rows_experts
+from ligermodels.kernels.fp8 import Float8
+from ligermodels.kernels.mxfp4 import Mxfp4Layout
+from ligermodels.kernels.nf4 import Nf4
+from ligermodels.kernels.quantised_weight import QuantisedWeight
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import DTYPES, check
 
@@ -51,3 +55,27 @@ def test_gradients_and_shapes_that_do_not_fit_are_refused():
         few_rows_experts(x, index, weight, gate_up, down.mT)
     with pytest.raises(RuntimeError, match=r"few_rows_experts: has no backward; call it under torch.no_grad\(\)"):
         few_rows_experts(x, index, weight, gate_up.requires_grad_(), down)
+
+
+@pytest.mark.parametrize("scheme", ["nf4", "fp8", "mxfp4"])
+def test_of_quantised_weights_the_chosen_experts_are_dequantised(scheme):
+    """Of experts of several parts, whose scales have groups of their own; one is chosen twice."""
+    experts, hidden, inner, x = 5, 64, 64, torch.randn(2, 64, device=DEVICE)
+    weights, stacked = [], ((experts, 2 * inner, hidden), (experts, hidden, inner))
+    for shape, parts in zip(stacked, ((inner,) * 10, (experts * hidden,)), strict=True):
+        layout = {"nf4": Nf4, "fp8": Float8, "mxfp4": Mxfp4Layout}[scheme](shape, parts, torch.float32)
+        if scheme == "mxfp4":
+            data = torch.randint(256, (layout.nbytes,), dtype=torch.uint8, device=DEVICE)
+            layout.view(data)[0].copy_(torch.randint(120, 124, layout.view(data)[0].shape))
+        else:
+            data = layout.quantize(torch.randn(shape, device=DEVICE) * torch.rand(experts, 1, 1, device=DEVICE))
+        weights.append(QuantisedWeight(data, layout))
+    index = torch.tensor([[4, 1], [1, 2]], device=DEVICE)
+    weight = torch.rand(2, 2, device=DEVICE)
+    options = {"gate_up_bias": torch.randn(experts, 2 * inner, device=DEVICE)}
+    options["down_bias"] = torch.randn(experts, hidden, device=DEVICE)
+    for quantised in weights:
+        chosen = quantised.layout.dequantize_experts(quantised.data, index.flatten())
+        assert torch.equal(chosen, quantised.dequantize()[index.flatten()])
+    expected = few_rows_experts(x, index, weight, *(w.dequantize() for w in weights), **options)
+    assert torch.equal(few_rows_experts(x, index, weight, *weights, **options), expected)

@@ -1,6 +1,7 @@
 """Counts the bytes that autograd and selective checkpointing save for backward."""
 
 import gc
+from itertools import accumulate
 
 import torch
 from torch.utils.checkpoint import _VersionWrapper
@@ -18,6 +19,11 @@ def saved_bytes(raw, layers, dtype, change=lambda model: None, batch=BATCH, leng
     """
     model = ligermodels.create(raw | {"num_hidden_layers": layers}, dtype=dtype, device=DEVICE)
     change(model)
+    return saved_by(model, torch.randint(3, 99, (batch, length), device=DEVICE))
+
+
+def saved_by(model, ids):
+    """As `saved_bytes`, of a model and a batch."""
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     saved = {}
 
@@ -28,7 +34,6 @@ def saved_bytes(raw, layers, dtype, change=lambda model: None, batch=BATCH, leng
         return x
 
     before = wrapped()  # a graph without a backward pass keeps them
-    ids = torch.randint(3, 99, (batch, length), device=DEVICE)
     with torch.autograd.graph.saved_tensors_hooks(save, lambda x: x):
         loss = model(ids, ids).loss
     assert loss.requires_grad
@@ -42,3 +47,21 @@ def saved_bytes(raw, layers, dtype, change=lambda model: None, batch=BATCH, leng
 def wrapped():
     """The results that selective checkpointing keeps now."""
     return [x for x in gc.get_objects() if type(x) is _VersionWrapper]
+
+
+def peak_bytes(function):
+    """The most bytes of tensors that exist at a time while `function` runs, beside those that exist before, which the
+    caller keeps."""
+    gc.collect()
+    if DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        function()
+        return torch.cuda.max_memory_allocated() - before
+    threshold = gc.get_threshold()
+    gc.set_threshold(1)  # Triton's interpreter leaves tensors in cycles of references
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        function()
+    gc.set_threshold(*threshold)
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))

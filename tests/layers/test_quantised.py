@@ -1,11 +1,7 @@
 """Quantised linears: in a model they compute what their dequantised weights would, in the same fused nodes."""
 
-import weakref
-
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import ligermodels
 from ligermodels.errors import CheckpointError, InputError
@@ -15,6 +11,7 @@ from ligermodels.weights.module import named_weights
 from tests.cases import LLAMA
 from tests.conftest import DEVICE
 from tests.layers.adapters import adapt
+from tests.layers.quantised_models import PeakBytes, quantised_and_dense
 
 LAYERS = 2
 RAW = LLAMA | {
@@ -31,25 +28,6 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("base") / "model"
     ligermodels.export(ligermodels.create(RAW, dtype=torch.float16, seed=3), path)
     return path
-
-
-def quantised_and_dense(folder):
-    """The quantised model, and one whose weights are the dequantised ones."""
-    quantised = ligermodels.load(folder, device=DEVICE, quantize="nf4")
-    dense = ligermodels.load(folder, device=DEVICE).requires_grad_(False)
-    values = named_weights(quantised)
-    for name, parameter in dense.named_parameters():
-        value = values[name]
-        parameter.copy_(value if isinstance(value, torch.Tensor) else value.dequantize())
-    return quantised, dense
-
-
-@pytest.fixture(params=["kernels", "reference"])
-def path(request):
-    if request.param == "kernels":
-        request.getfixturevalue("kernels")
-    elif DEVICE != "cpu":
-        pytest.skip("references run on CPU tensors")
 
 
 def test_the_linears_of_the_blocks_are_quantised_and_nothing_else(folder):
@@ -133,28 +111,6 @@ def test_merging_rounds_the_sum_of_dequantised_weights_and_updates_once(folder, 
     expected = (layer.base_layer.weight.dequantize().double() + update).half()
     merged = ligermodels.load(tmp_path / "merged")
     assert torch.equal(merged.model.layers[1].mlp.down_proj.weight, expected)
-
-
-class PeakBytes(TorchDispatchMode):
-    """The most bytes of tensors that were alive at a time, among those allocated in this thread on the host."""
-
-    def __init__(self):
-        super().__init__()
-        self.live, self.peak, self.known = 0, 0, weakref.WeakSet()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        outputs = function(*args, **(kwargs or {}))
-        for x in tree_leaves(outputs):
-            if isinstance(x, torch.Tensor) and x.device.type == "cpu" and x.untyped_storage() not in self.known:
-                storage = x.untyped_storage()
-                self.known.add(storage)
-                weakref.finalize(storage, self.freed, storage.nbytes())
-                self.live += storage.nbytes()
-                self.peak = max(self.peak, self.live)
-        return outputs
-
-    def freed(self, nbytes):
-        self.live -= nbytes
 
 
 def test_the_dense_model_is_never_in_memory(tmp_path):

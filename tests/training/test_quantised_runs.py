@@ -10,18 +10,28 @@ import torch
 
 import ligermodels
 from ligermodels.aliases import flag_of
+from ligermodels.distributed import World
 from ligermodels.errors import InputError
+from ligermodels.layers.moe import QuantisedExperts
 from ligermodels.layers.quantised import QuantisedLinear
 from ligermodels.memory import count_parameters, training_memory
 from ligermodels.training import TrainConfig, plan, train
 from ligermodels.training.runs.contradictions import refuse_contradictions
+from ligermodels.training.runs.preparing import prepare
 from ligermodels.training.runs.settings import config_of_run
+from ligermodels.weights.module import named_weights
 from tests.training.launching import loop, records
 from tests.training.small_models import save_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 TEXTS = [f"The number {n} is followed by {n + 1}, and {2 * n} is its double." for n in range(60)]
 LORA = {"lora_rank": 4, "steps": 2, "warmup": 0, "learning_rate": 1e-2, "eval_every": 9, "no_export": True}
+
+
+EXPERTS = {
+    "model_type": "qwen3_moe", "hidden_size": 64, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +45,7 @@ def folder(tmp_path_factory):
     (path / "rewards.py").write_text("def even(completion_ids, **columns):\n"
         "    return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]\n")  # fmt: skip
     save_model(path / "base", TEXTS, hidden_size=64, intermediate_size=128)
+    save_model(path / "experts", TEXTS, **EXPERTS)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = ligermodels.load(path / "base", quantize="nf4")
@@ -75,6 +86,22 @@ def test_a_run_on_a_quantised_base_is_that_on_its_dequantised_weights(folder, na
     assert sum(isinstance(module, QuantisedLinear) for module in model.modules()) == 8
     assert len(found) == 2 and found[0] != found[1]
     assert found == losses(model=str(folder / "dense"), output="dense", **settings)[1]
+
+
+def test_lora_trains_on_routed_experts_in_4_bits(folder):
+    """Of a checkpoint that is quantised while it is read, stored in 4 bits, or has the dequantised weights."""
+    settings = objectives(folder)["sft"] | {"lora_targets": ("all-linear", "experts"), "lora_export": "adapter"}
+    base = folder / "experts"
+    model = ligermodels.load(base, quantize="nf4")
+    ligermodels.export(model, "nf4")
+    with pytest.warns(UserWarning, match="dequantised"):
+        ligermodels.export(model, "dense", dtype="float32")
+    trained, found = losses(model=str(base), quantize="nf4", output="quantised", **settings)
+    experts = trained.model.layers[0].mlp.experts
+    assert isinstance(experts.base_layer, QuantisedExperts) and experts.down_proj.lora_B.abs().max() > 0
+    assert found[0] != found[1]
+    assert losses(model="dense", output="of dense", **settings)[1] == found
+    assert losses(model="nf4", output="of stored", **settings)[1] == found
 
 
 def test_a_base_that_is_stored_in_4_bits_needs_no_flag(folder):
@@ -134,6 +161,35 @@ def test_what_cannot_be_quantised_is_refused_before_anything_is_read(settings, m
         refuse_contradictions(TrainConfig(quantize="nf4", **settings))
 
 
+def test_a_base_in_fp8_trains_as_its_dequantised_weights_and_as_a_checkpoint_in_fp8(folder):
+    settings = objectives(folder)["sft"] | {"lora_targets": ("all-linear", "experts")}
+    model = ligermodels.load(folder / "experts", quantize="fp8")
+    ligermodels.export(model, "stored")
+    with pytest.warns(UserWarning, match="dequantised"):
+        ligermodels.export(model, "dense", dtype="float32")
+    expected = losses(model="dense", output="of dense", **settings)[1]
+    assert losses(model=str(folder / "experts"), quantize="fp8", output="quantised", **settings)[1] == expected
+    trained, found = losses(model="stored", quantize="fp8", output="of stored", **settings)
+    assert found == expected and isinstance(trained.model.layers[0].mlp.experts.base_layer, QuantisedExperts)
+    planned = plan(TrainConfig(model="stored", quantize="fp8", output="planned", **(LORA | settings))).memory
+    bits = sum(p.nbytes for p in model.parameters() if p.dtype == torch.uint8)
+    dense = sum(w.numel() for w in named_weights(model).values() if not isinstance(w, torch.Tensor))
+    without = plan(TrainConfig(model="stored", output="without", **(LORA | settings))).memory
+    assert without.weights - planned.weights == 4 * dense - bits > 0.7 * 4 * dense
+
+
+def test_what_a_checkpoint_does_not_have_in_mxfp4_is_refused(folder):
+    settings = objectives(folder)["sft"] | LORA | {"model": str(folder / "base"), "quantize": "mxfp4"}
+    with pytest.raises(InputError, match="quantize mxfp4: keeps what a checkpoint has in MXFP4"):
+        plan(TrainConfig(**settings))
+
+
+def test_routed_experts_in_4_bits_are_not_distributed(folder):
+    settings = {"lora_rank": 4, "quantize": "nf4", "expert_parallel": 2} | objectives(folder)["sft"]
+    with pytest.raises(InputError, match=r"^--expert-parallel 2: routed experts in few bits are not distributed"):
+        prepare(TrainConfig(model=str(folder / "experts"), **settings), World(torch.device("cpu"), 0, 2))
+
+
 def test_weights_that_are_stored_in_4_bits_are_not_trained_in_full(folder):
     settings = objectives(folder)["sft"]
     with pytest.raises(InputError, match=r"are stored in 4 bits, which cannot be trained in full: add --lora-rank 16"):
@@ -142,11 +198,13 @@ def test_weights_that_are_stored_in_4_bits_are_not_trained_in_full(folder):
 
 def test_two_ranks_share_the_bytes_of_the_base(folder, launcher):
     """Every rank holds half of them, and the losses are those of one process."""
-    settings = LORA | objectives(folder)["sft"] | {"model": str(folder / "base"), "quantize": "nf4"}
-    expected = losses(output="one", **settings)[1]
+    settings = LORA | objectives(folder)["sft"] | {"model": str(folder / "experts"), "quantize": "nf4"}
+    targets = "all-linear", "experts"
+    expected = losses(output="one", lora_targets=targets, **settings)[1]
     names = ("model", "data", "sequence_length", "batch_size", "lora_rank", "steps", "warmup", "learning_rate")
     values = (settings[name][0] if name == "data" else settings[name] for name in names)
     flags = [text for name, value in zip(names, values, strict=True) for text in (flag_of(name), str(value))]
+    flags += ["--lora-targets", *targets]
     launcher.succeed(*flags, "--quantize", "nf4", "--eval-every", "9", "--no-export", "--output", "two", ranks=2)
     found = [record["loss"] for record in records(launcher.folder / "two") if "loss" in record]
     assert found == pytest.approx(expected, rel=1e-5)

@@ -157,7 +157,7 @@ DAMAGE = {
     ),
     "a part that is not in 4 bits": (
         lambda t: {key: None for key in t if key.startswith(f"{Q}.")} | {Q: torch.zeros(128, 128)},
-        "is in 4 bits, but is one weight here with model.layers.0.self_attn.q_proj.weight, which is not",
+        "is in few bits, but is one weight here with model.layers.0.self_attn.q_proj.weight, which is not",
     ),
 }  # fmt: skip
 

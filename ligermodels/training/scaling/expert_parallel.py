@@ -1,7 +1,7 @@
 """Expert parallelism of a run: which ranks have which routed experts, and what cannot be distributed.
 
-FSDP2 shards everything else over all ranks, and leaves the experts alone: their gradients are whole where they are
-computed, of all tokens of the ranks that share them. Must not know the data.
+FSDP2 shards everything else over all ranks, LoRA of the experts too, and leaves the experts alone: their gradients are
+whole where they are computed, of all tokens of the ranks that share them. Must not know the data.
 """
 
 from collections.abc import Iterator
@@ -12,13 +12,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
 from ligermodels.layers.decoder import CausalLM
-from ligermodels.layers.moe import Experts, LoRAExperts, MoE
+from ligermodels.layers.moe import Experts, LoRAExperts, MoE, QuantisedExperts
 from ligermodels.training.config import TrainConfig
 
 
 def routed_experts_of(model: nn.Module) -> Iterator[nn.Module]:
-    """The routed experts of each layer that has some."""
-    return (module.experts for module in model.modules() if isinstance(module, MoE))
+    """The routed experts of each layer that has some, without their LoRA."""
+    layers = (module.experts for module in model.modules() if isinstance(module, MoE))
+    return (experts.base_layer if isinstance(experts, LoRAExperts) else experts for experts in layers)
 
 
 def distribute_experts(model: CausalLM, world: World, ranks: int) -> set[nn.Parameter]:
@@ -57,8 +58,10 @@ def refuse_unfit_experts(model: CausalLM, config: TrainConfig, world: World) -> 
             f"{given}: the host reads how many tokens are exchanged, but not under --compile: leave one out"
         )
     for experts in layers:
-        if isinstance(experts, LoRAExperts):
-            raise InputError(f"{given}: LoRA of routed experts is not distributed; leave experts out of --lora-targets")
+        if isinstance(experts, QuantisedExperts):
+            raise InputError(
+                f"{given}: routed experts in few bits are not distributed: leave it out, or use a base in 16 bits"
+            )
         if not isinstance(experts, Experts):
             raise InputError(f"{given}: {type(experts).__name__} cannot be distributed; leave it out")
         if (number := experts.down_proj.shape[0]) % ranks:

@@ -26,6 +26,9 @@ RUNS = {  # name: (settings of both runs, further settings of the run on two ran
     "checkpointed, shared expert": ({"model": config("deepseek_v3", False) | LATENTS}, {"checkpointed_blocks": 2}),
     "biases, kept gathered": ({"model": config("gpt_oss", False) | SINKS}, {"reshard_after_forward": False}),
     "LoRA beside frozen experts": (MIXTRAL | {"lora": "float32"}, {}),
+    "LoRA of the experts": (
+        MIXTRAL | {"lora": "float32", "targets": ("all-linear", "experts"), "steps": 3}, {"checkpointed_blocks": 1}
+    ),
     "8-bit moments": (MIXTRAL | {"name": "adamw8bit"}, {}),
     "Muon": (MIXTRAL | {"name": "muon"}, {}),
 }  # fmt: skip
@@ -81,6 +84,9 @@ def test_a_rank_needs_memory_for_its_experts_and_for_the_rows_that_it_receives()
     slots = 2 * 64 * 2  # of both blocks
     assert shared.activations - alone.activations == slots * (32 * 2 + 20)
     assert alone.unsharded_at_end - shared.unsharded_at_end == (2 + 2) * 2 * EXPERTS
+    ligermodels.add_lora(model, rank=2, targets=("experts",))  # sharded over all ranks in any case
+    alone, shared = (training_memory(model, **sizes, shards=4, expert_ranks=ranks) for ranks in (1, 2))
+    assert (shared.weights - alone.weights, shared.gradients) == (2 * more, alone.gradients)
 
 
 REFUSED = {
@@ -88,10 +94,6 @@ REFUSED = {
     "ranks": ({"model": "mixtral", "expert_parallel": 2}, 3, "2 does not divide the number of ranks, 3: lower it"),
     "no experts": ({"model": "llama", "expert_parallel": 2}, 2, "2: the model has no routed experts"),
     "compiled": ({"model": "mixtral", "expert_parallel": 2, "compile": True}, 2, "not under --compile: leave one out"),
-    "LoRA": (
-        {"model": "mixtral", "expert_parallel": 2, "lora_rank": 2, "lora_targets": ("experts",)},
-        2, "leave experts out of --lora-targets",
-    ),
 }  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 import ligermodels
 from ligermodels import distributed
 from ligermodels.kernels import launch
+from ligermodels.layers import token_tiles
 from ligermodels.layers.decoder import IGNORE_INDEX, next_tokens
 from ligermodels.training.optimizers import building as optimizers
 from ligermodels.training.scaling import fsdp
@@ -67,14 +68,15 @@ def compiling_by(backend):
 
 
 def build(
-    model, world, dtype, param_dtype, checkpointed_blocks, lora, saved, compiled, dp_replicate, reshard_after_forward,
-    kept_tensors, experts,
+    model, world, dtype, param_dtype, checkpointed_blocks, lora, targets, saved, compiled, dp_replicate,
+    reshard_after_forward, kept_tensors, experts,
 ):  # fmt: skip
-    """lora: the dtype of the low-rank updates; the base is then stored in the compute dtype. saved: modules_to_save."""
+    """lora: the dtype of the low-rank updates; the base is then stored in the compute dtype. targets: of the updates.
+    saved: modules_to_save."""
     base = dtype if lora else param_dtype
     model = ligermodels.create(model, dtype=getattr(torch, base), device="meta")
     if lora:
-        adapt(model, dtype=getattr(torch, lora), modules_to_save=saved)
+        adapt(model, dtype=getattr(torch, lora), modules_to_save=saved, targets=targets)
     model.checkpoint_activations(checkpointed_blocks, kept_tensors)
     if compiled:
         with compiling_by("eager"):
@@ -91,15 +93,16 @@ def build(
 
 def train(
     model, accumulate=1, batch_size=4, steps=4, dtype="float32", param_dtype="float32",
-    checkpointed_blocks=0, lora=None, saved=(), compiled=False, dp_replicate=1, name="adamw",
-    reshard_after_forward=True, kept_tensors=0, offsets=None, context=1, experts=1,
+    checkpointed_blocks=0, lora=None, targets=("all-linear",), saved=(), compiled=False, dp_replicate=1, name="adamw",
+    reshard_after_forward=True, kept_tensors=0, offsets=None, context=1, experts=1, tile_tokens=token_tiles.TILE_TOKENS,
 ):  # fmt: skip
     """offsets: of the documents of a micro-batch, which is then packed. context: ranks that share a row. experts: ranks
-    over which routed experts are distributed."""
+    over which routed experts are distributed. tile_tokens: the fewest of a tile, in checkpointed blocks."""
+    token_tiles.TILE_TOKENS = tile_tokens
     world = replace(distributed.start(), context=context)
     shared = {"context": context_group(world)} if context > 1 else {}
     model = build(
-        model, world, dtype, param_dtype, checkpointed_blocks, lora, saved, compiled, dp_replicate,
+        model, world, dtype, param_dtype, checkpointed_blocks, lora, targets, saved, compiled, dp_replicate,
         reshard_after_forward, kept_tensors, experts,
     )  # fmt: skip
     optimizer = optimizers.build_optimizer(model, name)
