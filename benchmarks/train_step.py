@@ -163,14 +163,17 @@ def ligermodels(raw, checkpointing):
     return model
 
 
-def fill_memory(model, batch, length, gib):
-    """Applies --activation-checkpointing auto for `gib` GiB to a model; returns the estimate of the peak in GiB."""
+def fill_memory(model, batch, length, gib, **settings):
+    """Applies --activation-checkpointing auto for `gib` GiB to a model; returns the estimate of the peak in GiB.
+
+    settings: further ones of `training_memory`.
+    """
     from functools import partial
 
     from ligermodels.memory import training_memory
     from ligermodels.training.scaling.activation_checkpointing import least_checkpointing
 
-    estimate = partial(training_memory, model, batch, length, torch.bfloat16)
+    estimate = partial(training_memory, model, batch, length, torch.bfloat16, **settings)
     chosen = least_checkpointing(model, estimate, gib * 2**30)
     model.checkpoint_activations(*chosen, length)
     peak = estimate(checkpointed_blocks=chosen.blocks, kept_tensors=chosen.kept_tensors).peak
@@ -185,19 +188,28 @@ def ligermodels_without_flash_attention_4(raw, checkpointing):
 
 
 def ligermodels_with_low_memory_loss(raw, checkpointing):
-    """The head's gradients in bf16 and few logits at a time, instead of sums in fp32 and larger chunks."""
-    from functools import partial
+    """As --low-memory-loss."""
+    model = ligermodels(raw, checkpointing)
+    model.lm_head.low_memory_loss = True
+    return model
 
-    from ligermodels.layers import lm_head
 
-    lm_head.linear_cross_entropy = partial(lm_head.linear_cross_entropy, low_memory=True)
-    return ligermodels(raw, checkpointing)
+def ligermodels_with_offloaded_inputs(raw, checkpointing):
+    """As --low-memory-loss --offload activations."""
+    model = ligermodels_with_low_memory_loss(raw, checkpointing)
+    model.offload_inputs()
+    return model
 
 
 OURS = "ligermodels and its AdamW"
 OURS_8BIT = f"{OURS} in 8 bits"
-IN_BACKWARD = f"{OURS_8BIT}, in backward"  # as --optimizer-in-backward
+OURS_IN_BACKWARD = f"{OURS}, in backward"  # as --optimizer-in-backward
+OURS_OFFLOADED = f"{OURS_IN_BACKWARD}, offloaded states"  # as --offload optimizer
+IN_BACKWARD = f"{OURS_8BIT}, in backward"
 IN_BACKWARD_LOW_MEMORY = f"{IN_BACKWARD}, low-memory loss"
+OFFLOADED_STATES = f"{IN_BACKWARD_LOW_MEMORY}, offloaded states"
+OFFLOADED_INPUTS = f"{IN_BACKWARD_LOW_MEMORY}, offloaded inputs"  # as --offload activations
+OFFLOADED_BOTH = f"{IN_BACKWARD_LOW_MEMORY}, offloaded states and inputs"
 PACKED = f"{OURS}, packed"  # every sequence is a document of one row, as `ligermodels train` gives them
 PACKED_BEFORE = f"{PACKED}, without flash-attn-4"
 PACKED_ROWS = f"{PACKED}, supervised rows"  # they alone meet the head, as in `ligermodels train` on chats
@@ -209,8 +221,13 @@ PROVIDERS = {
     "ligermodels": ligermodels,
     OURS: ligermodels,
     OURS_8BIT: ligermodels,
+    OURS_IN_BACKWARD: ligermodels,
+    OURS_OFFLOADED: ligermodels,
     IN_BACKWARD: ligermodels,
     IN_BACKWARD_LOW_MEMORY: ligermodels_with_low_memory_loss,
+    OFFLOADED_STATES: ligermodels_with_low_memory_loss,
+    OFFLOADED_INPUTS: ligermodels_with_offloaded_inputs,
+    OFFLOADED_BOTH: ligermodels_with_offloaded_inputs,
     PACKED: ligermodels,
     PACKED_BEFORE: ligermodels_without_flash_attention_4,
     PACKED_ROWS: ligermodels,
@@ -225,7 +242,10 @@ def make_optimizer(provider: str, model):
     from ligermodels.training.optimizers.adamw8bit import AdamW8bit
 
     make = AdamW8bit if provider.startswith(OURS_8BIT) else AdamW
-    return make(model.parameters(), lr=1e-5, betas=(0.9, 0.999), weight_decay=0.01)
+    optimizer = make(model.parameters(), lr=1e-5, betas=(0.9, 0.999), weight_decay=0.01)
+    if "offloaded states" in provider:
+        optimizer.offload_states()
+    return optimizer
 
 
 def measure(
@@ -236,7 +256,8 @@ def measure(
     torch.manual_seed(0)
     raw = MODELS[model_name]
     model = PROVIDERS[provider](raw, checkpointing if checkpointing in ("selective", "full") else None)
-    filled = fill_memory(model, batch, length, gib) if checkpointing == "auto" else {}
+    in_backward = "in backward" in provider
+    filled = fill_memory(model, batch, length, gib, step_in_backward=in_backward) if checkpointing == "auto" else {}
     attention = getattr(model.config, "_attn_implementation", None)
     optimizer = make_optimizer(provider, model)
     ids = torch.randint(raw["vocab_size"], (batch, length), device="cuda")
@@ -254,17 +275,17 @@ def measure(
         rows = supervised_rows(labels.cpu(), pinned=True)
         inputs["rows"] = None if rows is None else rows.cuda()
 
-    if provider.startswith(IN_BACKWARD):
+    if in_backward:
         from ligermodels.training.optimizers import OptimizerInBackward
 
-        in_backward = OptimizerInBackward(optimizer)
+        updates = OptimizerInBackward(optimizer)
 
     def step():
         loss = model(**inputs).loss
-        if provider.startswith(IN_BACKWARD):
-            in_backward.begin(loss)
+        if in_backward:
+            updates.begin(loss)
             loss.backward()
-            in_backward.finish()
+            updates.finish()
             return loss.detach()
         loss.backward()
         optimizer.step()

@@ -268,7 +268,7 @@ GENERATE_ALIASES = (
     Alias("model model_name model_name_or_path base_model model_id", note="the model is an argument without a flag"),
     Alias("stream", note="text is always printed as it is generated; leave it out"),
     Alias("load_in_4bit quantization", "quantize", constant("nf4")),
-    Alias("load_in_8bit", note="8-bit integers are not supported; --quantize nf4 takes less memory"),
+    Alias("load_in_8bit", note="8-bit integers are not supported; give --quantize fp8 or nf4"),
     Alias("num_beams use_beam_search typical_p",
         note="decoding is greedy, or samples with --temperature, --top-k and --top-p"),
 )  # fmt: skip

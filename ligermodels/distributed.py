@@ -103,6 +103,11 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
+def ranks_of_host() -> int:
+    """The number of ranks on this host."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
 def world_size() -> int:
     """Returns the number of ranks in the process group; 1 without one."""
     return dist.get_world_size() if dist.is_initialized() else 1

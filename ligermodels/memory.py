@@ -1,8 +1,8 @@
 """The number of parameters of a model, and the memory to train it and to generate with it, computed from its modules.
 
 Weights, gradients, optimizer states and the key-value cache are exact, also for one of several ranks. Activations are
-the tensors that the blocks save for backward on a GPU (ARCHITECTURE.md, "The life of a token"). The memory of the
-libraries themselves (the CUDA context takes about half a GiB) and the fragmentation of the allocator are not included.
+those of `block_memory.py` and `image_memory.py`. The memory of the libraries themselves (the CUDA context takes about
+half a GiB) and the fragmentation of the allocator are not included.
 The model may be on the meta device. Must not know any family or file.
 """
 
@@ -14,35 +14,20 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from ligermodels.block_memory import beside_recomputed, saved_by_block, saved_by_exchanges, saved_of_updates
 from ligermodels.generation.capacity import cache_bytes
 from ligermodels.generation.engine import PREFILL_TOKENS
 from ligermodels.generation.paged_cache import PAGE_SIZE, pages_for
-from ligermodels.kernels.document_chunks import SPAN
-from ligermodels.kernels.logits_chunks import chunk_rows, keeps_logits, round_up_to_tile
-from ligermodels.layers.attention import Attention, GatedQKNormAttention, QKNormAttention
-from ligermodels.layers.block import Block, LayerInputLayer, ParallelLayer, PostNormLayer
-from ligermodels.layers.context_parallel import copies_of_keys
+from ligermodels.image_memory import saved_beside_rows, saved_by_patch
+from ligermodels.kernels.logits_chunks import chunk_rows, keeps_logits, low_memory_buffer, round_up_to_tile
+from ligermodels.layers.block import Block
 from ligermodels.layers.cross_attention import CrossAttention
 from ligermodels.layers.decoder import CausalLM
-from ligermodels.layers.gated_delta import GatedDeltaNet
-from ligermodels.layers.kept_tensors import choose_kept
-from ligermodels.layers.latent_attention import LatentAttention
-from ligermodels.layers.lora import LoRALinear, lora_modules
-from ligermodels.layers.mamba2 import Mamba2
-from ligermodels.layers.mixer import Mixer
-from ligermodels.layers.mlp import MLP, GatedMLP
+from ligermodels.layers.kept_tensors import FP32_BYTES, choose_kept
 from ligermodels.layers.moe import LoRAExperts, MoE
-from ligermodels.layers.multimodal import VisionLanguageModel, is_trained
-from ligermodels.layers.norm import LayerNorm, RMSNorm
-from ligermodels.layers.normed_heads import NormedHeadsAttention, ReadingAttention
-from ligermodels.layers.packed import PackedLinear
-from ligermodels.layers.quantised import QuantisedLinear
-from ligermodels.layers.short_conv import ShortConv
-from ligermodels.layers.siglip import PooledProjector
-from ligermodels.layers.wrapped import LinearProjector
+from ligermodels.layers.multimodal import ImageParts
+from ligermodels.layers.offloaded_inputs import blocks_between
 from ligermodels.weights.module import QuantisedModule, named_weights
-
-FP32_BYTES, INT64_BYTES = 4, 8  # bytes
 
 
 @dataclass(frozen=True)
@@ -62,10 +47,13 @@ class TrainingMemory:
     """Bytes of a training step on one device; for sharded tensors, the bytes of its shard.
 
     activations: tensors that all blocks save for backward.
-    loss: additional memory at the start of backward: both gradients of the head in fp32 and a chunk of logits, or the
+    loss: additional memory at the start of backward: both gradients of the head and a chunk of logits, or the
     recomputation of the last block, whichever is larger.
-    block: additional memory at the end of backward: the largest block while it is recomputed or runs backward, and a
-    quantised weight of it while it is dequantised.
+    block: additional memory at the end of backward: the largest block while it is recomputed or runs backward, the
+    gradient of the residual stream, and a quantised weight of the block while it is dequantised.
+    offloaded_states: optimizer states in host memory, which are not in `optimizer_states`.
+    offloaded_inputs: inputs of every k-th checkpointed block in host memory, which are not in `activations`.
+    offloads_every: that k; 0 where no input is offloaded.
     beside: what stays beside the model: weights of a reference or a teacher, the cache of an engine.
     unsharded_at_start, unsharded_at_end: memory that sharding takes besides the shards, at the start and the end of
     backward: unsharded parameters and gradients, and communication buffers.
@@ -80,6 +68,14 @@ class TrainingMemory:
     unsharded_at_start: int = 0
     unsharded_at_end: int = 0
     beside: int = 0
+    offloaded_states: int = 0
+    offloaded_inputs: int = 0
+    offloads_every: int = 0
+
+    @property
+    def host(self) -> int:
+        """Pinned host memory."""
+        return self.offloaded_states + self.offloaded_inputs
 
     @property
     def backward_start(self) -> int:
@@ -157,12 +153,15 @@ def training_memory(
     kept_tensors: int | None = 0,
     shards: int = 1,
     optimizer_states: int | None = None,
+    offloaded_states: int = 0,
+    room_for_inputs: int = 0,
     keep_unsharded: bool = False,
     beside: int = 0,
     patches: int = 0,
     context: int = 1,
     expert_ranks: int = 1,
     fp32_logits: bool = False,
+    low_memory_loss: bool = False,
     step_in_backward: bool = False,
 ) -> TrainingMemory:
     """The memory of a training step with micro-batches of [batch_size, sequence_length] tokens, computed in `dtype`.
@@ -172,6 +171,8 @@ def training_memory(
     kept_tensors: how many results these keep, in the order of `choose_kept`; None for all.
     shards: number of ranks over which the parameters are sharded.
     optimizer_states: bytes of the optimizer states of the whole model; None for AdamW's in the parameters' dtypes.
+    offloaded_states: bytes of them that are in host memory instead.
+    room_for_inputs: bytes of host memory for the inputs of checkpointed blocks.
     keep_unsharded: blocks keep their unsharded parameters from forward to backward (FSDP2's reshard_after_forward is
     False).
     beside: bytes of a rank that stay beside the model.
@@ -179,28 +180,39 @@ def training_memory(
     context: number of ranks that share the tokens of a micro-batch (context parallelism).
     expert_ranks: number of ranks over which routed experts are distributed (expert parallelism).
     fp32_logits: the loss reads log-probabilities, whose logits are in fp32, and no cross-entropy.
+    low_memory_loss: as that of `LMHead`.
     step_in_backward: parameters are updated, and their gradients freed, during backward.
     """
     tokens, size = batch_size * sequence_length // context, dtype.itemsize
     text, trained, head = decoder_blocks(model), trained_parameters(model), model.head.weight
     tower = model.blocks[: -len(text)]
     hidden = tokens * model.config.hidden_size * size
-    vision = model.config.vision if isinstance(model, VisionLanguageModel) else None
-    rows = [patches if vision is None else vision.rows_of(patches)] * len(tower) + [tokens] * len(text)
+    of_images = model.config.vision.rows_of(patches) if isinstance(model, ImageParts) else 0
+    left_out = [not patches and isinstance(block.mixer, CrossAttention) for block in text]  # without images
+    rows = [of_images] * len(tower) + [0 if out else tokens for out in left_out]
     saved = [
         count * (saved_by_block(block, size) + saved_by_exchanges(block, size, context, expert_ranks))
+        + saved_of_updates(block, size) // expert_ranks
+        + saved_beside_rows(model, block, patches, size)
         for block, count in zip(model.blocks, rows, strict=True)
     ]
-    largest, last = max(saved), saved[-1]
     checkpointed = model.blocks[:checkpointed_blocks]
+    running = [*saved]  # what a block takes while it runs backward: one that is checkpointed, from its recomputation on
+    for index, block in enumerate(checkpointed):
+        running[index] += beside_recomputed(block, rows[index], size)
+    largest, last = max(running), running[-1]
+    inputs = [count * block.mixer.hidden_size * size for count, block in zip(rows, checkpointed, strict=False)]
+    every = blocks_between(inputs, room_for_inputs)
+    offloaded = inputs[::every] if every else []
+    arriving = max(offloaded, default=0)  # beside the input of the block that computes
     for index, kept in enumerate(choose_kept(checkpointed, kept_tensors, sequence_length)):
-        stream = checkpointed[index].mixer.hidden_size * size
-        saved[index] = rows[index] * (stream + sum(tensor.nbytes(size) for tensor in kept))
-    loss = loss_bytes(model, tokens, dtype, torch.float32 if fp32_logits else None)
+        on_device = 0 if every and index % every == 0 else inputs[index]
+        saved[index] = on_device + rows[index] * sum(tensor.nbytes(size) for tensor in kept)
+    loss = loss_bytes(model, tokens, dtype, torch.float32 if fp32_logits else None, low_memory_loss)
     if checkpointed_blocks == len(saved):
         head_gradient = head.numel() * head.itemsize if head.requires_grad else 0
-        if step_in_backward:  # the head's is freed by then, those of the last block are not
-            head_gradient = largest_gradients_of_block(model)
+        if step_in_backward:  # the head's is freed by then, and so are those of the block that are complete
+            head_gradient = largest_gradient_of_block(model)
         loss = max(loss, head_gradient + last - saved[-1])
     experts = distributed_experts(model) if expert_ranks > 1 else set()
     owned: dict[Tensor, int] = {p: shard_bytes(p, expert_ranks if p in experts else shards) for p in model.parameters()}
@@ -211,19 +223,28 @@ def training_memory(
         states = (optimizer_states - of_experts) // shards + of_experts // expert_ranks
     unsharded_at_start, unsharded_at_end = unsharded_bytes(model, size, shards, trained, keep_unsharded, experts)
     not_recomputed = [p for block in model.blocks[checkpointed_blocks:] for p in block.parameters() if p in experts]
-    cast = elements(p for p in not_recomputed if p.itemsize != size) * size // expert_ranks
+    widened = elements(p for p in not_recomputed if p.itemsize != size) * size // expert_ranks
     return TrainingMemory(
         weights=sum(owned.values()),
         gradients=gradients_in_backward(model) if step_in_backward else sum(owned[p] for p in trained),
         optimizer_states=states,
         # The final norm saves its input and rstd.
-        activations=sum(saved) + hidden + tokens * FP32_BYTES + patches * saved_by_patch(model, size),
+        activations=sum(saved) + arriving + hidden + tokens * FP32_BYTES + patches * saved_by_patch(model, size),
         loss=loss,
-        block=largest + largest_dequantised(model),
-        unsharded_at_start=unsharded_at_start + cast,
+        block=largest + hidden + arriving + largest_dequantised(model),
+        unsharded_at_start=unsharded_at_start + widened,
         unsharded_at_end=unsharded_at_end,
         beside=beside,
+        offloaded_states=offloaded_states,
+        offloaded_inputs=sum(offloaded),
+        offloads_every=every,
     )
+
+
+def largest_gradient_of_block(model: CausalLM) -> int:
+    """Bytes of the largest gradient in a block, beside that of a tied head, which exists as long as any block's."""
+    parameters = (p.nbytes for block in model.blocks for p in block.parameters() if p.requires_grad)
+    return max(parameters, default=0) + gradient_of_tied_head(model)
 
 
 def largest_gradients_of_block(model: CausalLM) -> int:
@@ -256,7 +277,8 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 def distributed_experts(model: nn.Module) -> set[Tensor]:
     """The parameters that expert parallelism distributes."""
     layers = (module.experts for module in model.modules() if isinstance(module, MoE))
-    return {parameter for experts in layers for parameter in experts.parameters()}
+    bases = (experts.base_layer if isinstance(experts, LoRAExperts) else experts for experts in layers)
+    return {parameter for experts in bases for parameter in experts.parameters()}
 
 
 def shard_bytes(parameter: Tensor, shards: int) -> int:
@@ -321,182 +343,32 @@ def decoder_blocks(model: CausalLM) -> list[Block]:
     return [cast(Block, block) for block in model.model.layers]
 
 
-def trained_parameters(model: CausalLM) -> list[Tensor]:
+def trained_parameters(module: nn.Module) -> list[Tensor]:
     """The parameters that get a gradient."""
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
-def saved_by_block(block: Block, size: int) -> int:
-    """Bytes per token that a block saves for backward; elements have `size` bytes."""
-    hidden = block.mixer.hidden_size
-    children = list(block.children())
-    norms = sum(isinstance(child, RMSNorm | LayerNorm) for child in children)
-    layer_norms = sum(isinstance(child, LayerNorm) for child in children)
-    statistics = norms + layer_norms  # rstd, of a LayerNorm the mean too
-    # Attention and MLP save their inputs, where no norm is fused with them; parallel branches have the same one.
-    inputs = 2 if isinstance(block, PostNormLayer) else 1 if isinstance(block, ParallelLayer) else layer_norms
-    masks = 2 * hidden if block.dropout else 0  # one byte per element of each branch
-    low_rank = sum(update.lora_A.shape[0] for update in lora_modules(block) if isinstance(update, LoRALinear))
-    saved = (norms + inputs) * hidden * size + statistics * FP32_BYTES + low_rank * size + masks
-    if isinstance(block, LayerInputLayer):
-        saved += saved_beside_mlp(block, hidden, size)
-    return saved + saved_by_mixer(block.mixer, size) + saved_by_mlp(block.mlp, hidden, size)
-
-
-def saved_beside_mlp(block: LayerInputLayer, hidden: int, size: int) -> int:
-    """Bytes per token of a block's experts and its layer input."""
-    saved = 0
-    if block.moe is not None:  # its norm and its router read what the MLP's norm has saved; the router saves its input
-        saved += saved_by_mlp(block.moe, hidden, size) + FP32_BYTES
-    if block.has_layer_input:  # the stream, and the gate beside the input, then their product
-        saved += (hidden + 3 * block.per_layer_projection.in_features) * size
-    return saved
-
-
-def saved_by_mixer(mixer: Mixer, size: int) -> int:
-    """Bytes per token that attention, or what stands for it, saves."""
-    if isinstance(mixer, LatentAttention):
-        return saved_by_latent_attention(mixer, size)
-    if isinstance(mixer, GatedDeltaNet):
-        return saved_by_delta_rule(mixer, size)
-    if isinstance(mixer, Mamba2):
-        return saved_by_mamba2(mixer, size)
-    if isinstance(mixer, ShortConv):
-        return 6 * mixer.hidden_size * size  # the projection; what is behind its gate, the convolution, and both
-    if isinstance(mixer, NormedHeadsAttention | ReadingAttention):
-        return saved_by_normed_heads(mixer, size)
-    if isinstance(mixer, CrossAttention):
-        # Queries before and after their norm, the output, its log-sum-exp, and rstd. What images save is not counted.
-        return 3 * mixer.num_heads * mixer.head_dim * size + 2 * mixer.num_heads * FP32_BYTES
-    return saved_by_attention(cast(Attention, mixer), size)
-
-
-def saved_by_attention(attention: Attention, size: int) -> int:
-    """Bytes per token: queries, keys and values, the output, its log-sum-exp.
-
-    With QK-norm also queries and keys before the norm, of scaled queries also the unscaled ones; with an output gate
-    the gate, the gated output, and values where queries and keys are normed.
-    """
-    heads, key_value_heads = attention.num_heads, attention.num_key_value_heads
-    rows = 2 * (heads + key_value_heads)
-    if isinstance(attention, QKNormAttention):
-        rows += heads + key_value_heads
-    if isinstance(attention, GatedQKNormAttention):
-        rows += 2 * heads + key_value_heads
-    if attention.scales_queries:
-        rows += heads
-    return rows * attention.head_dim * size + heads * FP32_BYTES
-
-
-def saved_by_exchanges(block: Block, size: int, context: int, expert_ranks: int) -> int:
-    """Bytes per token that a block saves beside, where ranks share rows or experts: attention's output for all tokens
-    of this rank's heads and copies of key-value heads; of a token's k experts the rows, and their places."""
-    saved, mixer = 0, block.mixer
-    if context > 1:
-        heads = getattr(mixer, "num_key_value_heads", mixer.num_heads)
-        copied = (copies_of_keys(heads, context) - 1) * mixer.kept().elements
-        saved += (mixer.output_size + copied) * size
-    if expert_ranks > 1:
-        slots = sum(module.experts_per_token for module in block.modules() if isinstance(module, MoE))
-        saved += slots * (mixer.hidden_size * size + 2 * INT64_BYTES + FP32_BYTES)
-    return saved
-
-
-def saved_by_delta_rule(mixer: GatedDeltaNet, size: int) -> int:
-    """Bytes per token: the projection, queries, keys and values behind the convolution, the output before and after its
-    norm, and of each value head a row of a chunk's inverse. In fp32 of each value head g, three steps to it and beta;
-    the norms of queries and keys."""
-    values = mixer.value_heads * mixer.value_size
-    wide = width(mixer.in_proj) + mixer.channels + 2 * values + mixer.value_heads * SPAN.value
-    return wide * size + (5 * mixer.value_heads + 2 * mixer.key_heads) * FP32_BYTES
-
-
-def saved_by_mamba2(mixer: Mamba2, size: int) -> int:
-    """Bytes per token: the projection, what is behind the convolution, the scan's output before and after its norm. In
-    fp32 of each head the step size, and two steps to it."""
-    return (width(mixer.in_proj) + mixer.channels + 2 * mixer.size) * size + 3 * mixer.heads * FP32_BYTES
-
-
-def saved_by_latent_attention(attention: LatentAttention, size: int) -> int:
-    """Bytes per token: the latents and rstd of their norms; queries, keys, what the values are a part of, the output
-    and its log-sum-exp."""
-    norms = 1 if attention.q_b_proj is None else 2
-    heads = 2 * attention.head_dim + (attention.nope_size + attention.value_size) + attention.value_size
-    saved = width(attention.qkv_a_proj) + attention.num_heads * heads
-    return saved * size + (norms + attention.num_heads) * FP32_BYTES
-
-
-def saved_by_normed_heads(attention: NormedHeadsAttention | ReadingAttention, size: int) -> int:
-    """Bytes per token: the heads before and after their norms, the output, rstd and log-sum-exp."""
-    heads, others = attention.num_heads, 0
-    if isinstance(attention, NormedHeadsAttention):
-        others = 2 * attention.num_key_value_heads
-    saved = (2 * (heads + others) + heads) * attention.head_dim
-    return saved * size + (heads + others // 2) * FP32_BYTES
-
-
-def saved_by_patch(model: CausalLM, size: int) -> int:
-    """Bytes per patch outside of the blocks: of the patch embedding its input, of the projector its norm's input and
-    output, which fc1 reads, and fc1's output; the features, which insertion keeps. A projector that pools keeps what it
-    pools before and after its norm, the tower's own norm its input."""
-    if not isinstance(model, VisionLanguageModel):
-        return 0
-    vision = model.config.vision
-    embedding = vision.pixels_per_patch * size if model.visual.patch_embed.weight.requires_grad else 0
-    if not (is_trained(model.projector) or is_trained(model.visual)):
-        return 0
-    features = model.config.hidden_size * size // vision.patches_per_feature
-    if isinstance(model.projector, LinearProjector):  # the states' sum, which linear_1 reads, and its output
-        normed = vision.hidden_size * size + 2 * FP32_BYTES if is_trained(model.visual) else 0
-        return embedding + normed + vision.hidden_size * size + 2 * features
-    if isinstance(model.projector, PooledProjector):
-        pooled = (2 * vision.hidden_size * size + FP32_BYTES) // vision.patches_per_feature
-        normed = vision.hidden_size * size + 2 * FP32_BYTES if is_trained(model.visual) else 0
-        return embedding + normed + pooled + features
-    return embedding + (1 + len(model.deepstack)) * (3 * vision.hidden_size * size + features)
-
-
-def saved_by_mlp(mlp: GatedMLP | MLP | MoE, hidden: int, size: int) -> int:
-    """Bytes per token: gate_up, without a gate the activation's input; for experts gate_up of each of a token's k
-    experts, their input and the routing."""
-    if isinstance(mlp, GatedMLP | MLP):
-        return width(mlp.gate_up_proj if isinstance(mlp, GatedMLP) else mlp.up_proj) * size
-    experts, low_rank = mlp.experts, 0
-    if isinstance(experts, LoRAExperts):
-        experts, low_rank = experts.base_layer, experts.gate_up_proj.rank + experts.down_proj.rank
-    slots, (num_experts, gate_up, _) = mlp.experts_per_token, experts.gate_up_proj.shape
-    # Probabilities and the sum of the top k; for each slot three indices and its weight, as routed and as sorted.
-    routing = (num_experts + 1) * FP32_BYTES + slots * (3 * INT64_BYTES + 2 * FP32_BYTES)
-    saved = (hidden + slots * (gate_up + low_rank)) * size + routing
-    if mlp.shared_expert is not None:
-        saved += width(mlp.shared_expert.gate_up_proj) * size
-    if mlp.shared_expert_gate is not None:
-        saved += (hidden + 1) * size  # the shared expert's output and its gate, which are multiplied
-    return saved
-
-
-def loss_bytes(model: CausalLM, tokens: int, dtype: torch.dtype, wider: torch.dtype | None = None) -> int:
+def loss_bytes(
+    model: CausalLM, tokens: int, dtype: torch.dtype, wider: torch.dtype | None = None, low_memory: bool = False
+) -> int:
     """Bytes of the fused linear cross-entropy; of a loss of log-probabilities, whose logits are in a `wider` dtype.
 
     Both gradients in fp32 and a chunk of logits or, later, the weight's gradient in `dtype`. For few tokens: all logits
-    and, later, that gradient.
+    and, later, that gradient. With low_memory both gradients in `dtype` and a buffer of logits.
     """
     logits = wider or dtype
     (vocab, hidden), trained = model.head.weight.shape, model.head.weight.requires_grad
+    if low_memory:
+        inputs, weight = (torch.empty(size, hidden, dtype=dtype, device="meta") for size in (tokens, vocab))
+        return inputs.nbytes + weight.nbytes * trained + low_memory_buffer(inputs, weight)[0] * dtype.itemsize
     gradient = vocab * hidden * dtype.itemsize if trained else 0
     if keeps_logits(tokens, hidden, vocab, logits, True, trained):
         return tokens * vocab * logits.itemsize + gradient
     sums = (tokens + vocab * trained) * hidden
-    rows = chunk_rows(tokens, vocab, 0 if wider else sums, logits)  # log-probabilities have equal chunks in all passes
+    # Log-probabilities have equal chunks in all passes.
+    rows = chunk_rows(tokens, hidden, vocab, 0 if wider else sums, logits)
     chunk = min(rows, tokens) * round_up_to_tile(vocab) * logits.itemsize
     return sums * FP32_BYTES + max(chunk, gradient)
-
-
-def width(projection: nn.Module) -> int:
-    """Output features of a linear, with or without LoRA."""
-    base = projection.base_layer if isinstance(projection, LoRALinear) else projection
-    assert isinstance(base, nn.Linear | PackedLinear | QuantisedLinear)
-    return base.out_features
 
 
 def elements(parameters: Iterable[Tensor]) -> int:

@@ -43,6 +43,8 @@ SMALL = {
     "norm_linear": (8, 16, 24),
     "gated_linear": (8, 16, 24),
     "nf4_dequantize": (1, 64, 24),
+    "fp8_dequantize": (1, 64, 24),
+    "mxfp4_dequantize": (1, 64, 24),
     "frozen_linear": (8, 64, 24),
     "nf4_few_rows": (1, 64, 24),
     "attention": (1, 8, 4, 2, 16, 0, 0, 0, 1),

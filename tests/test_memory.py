@@ -1,19 +1,26 @@
 """Memory estimates against measured bytes: tensors of tiny models, and peak memory of training steps on an H200."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
 import ligermodels
 from ligermodels.architectures import ARCHITECTURES
+from ligermodels.block_memory import beside_recomputed, recomputed_by_mlp, saved_by_block
 from ligermodels.generation.engine import Engine
 from ligermodels.generation.paged_cache import PAGE_SIZE
 from ligermodels.kernels import linear_logprobs_loss
-from ligermodels.memory import count_parameters, inference_memory, state_bytes, training_memory
+from ligermodels.kernels.logits_chunks import low_memory_buffer
+from ligermodels.layers.quantising import quantise
+from ligermodels.memory import count_parameters, inference_memory, largest_dequantised, state_bytes, training_memory
 from ligermodels.training.optimizers import build_optimizer
 from tests.cases import CASES, LLAMA
 from tests.conftest import DEVICE
 from tests.layers.saved_bytes import saved_bytes
 
+GIB = 2**30
 LAYERS, TOKENS = 2, 16
 BASE = LLAMA | {
     "hidden_size": 256, "intermediate_size": 320, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -81,12 +88,13 @@ KINDS_OF_MIXERS = [
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     ("name", "lora"),
-    [(name, name == "sandwich norms and QK-norm") for name in MODELS],
+    [(name, ("all-linear",) if name == "sandwich norms and QK-norm" else ()) for name in MODELS]
+    + [("routed experts and a shared one", ("all-linear", "experts"))],
 )
 def test_activations_match_the_tensors_that_autograd_saves(name, lora):
     def change(model):
         if lora:
-            ligermodels.add_lora(model, rank=16)
+            ligermodels.add_lora(model, rank=16, targets=lora)
         for block in model.model.layers if DEVICE == "cpu" else ():
             block.mixer.sinks = None  # with them the CPU saves all scores
 
@@ -147,6 +155,69 @@ def test_a_loss_of_log_probabilities_takes_what_the_plan_says(monkeypatch, froze
     assert needs != training_memory(model, 1, rows, dtype).loss  # the cross-entropy's chunks are half as large
 
 
+@pytest.mark.usefixtures("kernels")
+def test_the_low_memory_loss_saves_what_the_plan_says():
+    """Both gradients of the head in bf16; beside them its forward takes a buffer of logits."""
+    raw, tokens, dtype = BASE | {"hidden_size": 64, "vocab_size": 512}, 64, torch.bfloat16
+    saved = saved_bytes(raw, LAYERS, dtype, lambda model: setattr(model.lm_head, "low_memory_loss", True), 1, tokens)
+    model = ligermodels.create(raw | {"num_hidden_layers": LAYERS}, dtype=dtype, device="meta")
+    needs = training_memory(model, 1, tokens, dtype, low_memory_loss=True)
+    hidden, weight = torch.empty(tokens, 64, dtype=dtype), model.lm_head.weight
+    buffer = low_memory_buffer(hidden, weight)[0] * dtype.itemsize
+    assert needs.loss == hidden.nbytes + weight.nbytes + buffer
+    assert needs.activations + needs.loss - buffer == pytest.approx(saved, rel=0.03)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_recomputed_feed_forward_layer_saves_half_of_what_the_plan_adds():
+    """The input of the down projection; its gradient takes as much."""
+
+    def unfuse(model):
+        for block in model.blocks:
+            block.mlp.fused = False
+
+    raw, dtype = LLAMA, torch.bfloat16
+    added = saved_bytes(raw, LAYERS, dtype, unfuse, 1, TOKENS) - saved_bytes(raw, LAYERS, dtype, batch=1, length=TOKENS)
+    blocks = ligermodels.create(raw | {"num_hidden_layers": LAYERS}, device="meta").blocks
+    assert 2 * added == TOKENS * sum(recomputed_by_mlp(block.mlp, dtype.itemsize) for block in blocks) > 0
+
+
+def plan_of_8b(batch_size, length, **settings):
+    """Full training with 8-bit AdamW in the backward pass and the low-memory loss."""
+    model = ligermodels.create(LLAMA_8B, dtype=torch.bfloat16, device="meta")
+    optimizer = build_optimizer(model, "adamw8bit")
+    optimizer.create_states()
+    lean = {"checkpointed_blocks": 32, "optimizer_states": state_bytes(optimizer), "step_in_backward": True}
+    return training_memory(model, batch_size, length, torch.bfloat16, **lean | {"low_memory_loss": True} | settings)
+
+
+def test_the_plan_of_8b_with_lean_states_and_offloaded_inputs():
+    peaks = [plan_of_8b(8, 2048, **settings).peak / 2**30 for settings in ({"low_memory_loss": False}, {})]
+    assert peaks == pytest.approx([37.5, 36.7], abs=0.05)
+    assert plan_of_8b(8, 2048, room_for_inputs=2**33).peak < 36.0 * 2**30
+    long = plan_of_8b(1, 2**18, room_for_inputs=80 * 2**30)
+    assert (long.offloads_every, long.host) == (1, 64 * 2**30)
+    assert [long.peak / 2**30, plan_of_8b(1, 2**18).peak / 2**30] == pytest.approx([53.2, 112.4], abs=0.1)
+
+
+@pytest.mark.parametrize(("tokens", "host", "peak"), [(2**19, 64, 134.5), (2**19, 128, 75.3), (2**20, 256, 119.4)])
+def test_the_plan_of_8b_with_half_a_million_and_a_million_tokens(tokens, host, peak):
+    long = plan_of_8b(1, tokens, room_for_inputs=host * 2**30)
+    assert (long.host / 2**30, long.peak / 2**30) == (host, pytest.approx(peak, abs=0.1))
+
+
+def test_beyond_one_tile_a_recomputed_block_takes_its_inputs_and_gradients_but_no_wide_buffers():
+    """Per token of Llama-3-8B, in units of its hidden size in bf16: 11.5 saved, 7 for the feed-forward layer; over
+    tiles 4.5 saved, of which the layer's input is gone when attention has its gradients: 2.5, and 3 in fp32."""
+    model = ligermodels.create(LLAMA_8B | {"num_hidden_layers": 1}, dtype=torch.bfloat16, device="meta")
+    (block,), unit = model.model.layers, 4096 * 2
+    few, many = 2**15 - 1, 2**18
+    assert saved_by_block(block, 2) // unit == 11  # and log-sum-exp and rstd
+    assert beside_recomputed(block, few, 2) == 7 * few * unit
+    statistics = 32 * 4  # log-sum-exp is counted among what has gradients
+    assert beside_recomputed(block, many, 2) == many * ((4.5 - 1 + 2.5 + 3 - 11.5) * unit + statistics)
+
+
 @pytest.mark.parametrize(
     ("rank", "saved"), [(None, ()), (8, ()), (8, ("embed_tokens", "norm"))], ids=["full", "lora", "lora and embedding"]
 )
@@ -162,6 +233,19 @@ def test_weights_gradients_and_states_are_exact(rank, saved):
     assert needs.weights == nbytes(model.parameters())
     assert needs.gradients == nbytes(p.grad for p in model.parameters() if p.grad is not None)
     assert needs.optimizer_states == nbytes(value for state in optimizer.state.values() for value in state.values())
+
+
+def test_a_mixture_of_experts_in_4_bits_with_lora_on_its_experts_needs_less_than_30_gib():
+    """Qwen3-30B-A3B, with LoRA of rank 16 in fp32 on all projections, on 4 x 2048 tokens."""
+    file = Path(__file__).parent / "data" / "configs" / "Qwen--Qwen3-30B-A3B.json"
+    model = ligermodels.create(json.loads(file.read_text()), dtype=torch.bfloat16, device="meta")
+    quantise(model, "nf4")
+    ligermodels.add_lora(model, rank=16, targets=("all-linear", "experts"), dtype=torch.float32)
+    needs = training_memory(model, 4, 2048, torch.bfloat16, checkpointed_blocks=len(model.blocks))
+    assert 26 * GIB < needs.peak < 30 * GIB
+    assert 14 * GIB < sum(p.nbytes for p in model.parameters() if p.dtype == torch.uint8) < 15 * GIB
+    gate_up = model.model.layers[0].mlp.experts.base_layer.gate_up_proj
+    assert largest_dequantised(model) == gate_up.numel() * 2 == 128 * 2 * 768 * 2048 * 2
 
 
 @pytest.mark.parametrize("shards", [2, 3])

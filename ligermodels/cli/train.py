@@ -12,8 +12,9 @@ from ligermodels.cli.flags import NAMES_OF_VALUES, UNUSABLE_INPUT, Commands
 from ligermodels.cli.listing import architecture_list
 from ligermodels.errors import InputError
 from ligermodels.training import plan, train
-from ligermodels.training.config import FIELDS, TrainConfig, help_text, type_of
+from ligermodels.training.config import FIELDS, TrainConfig, type_of
 from ligermodels.training.runs.settings import config_from_file, config_of_run
+from ligermodels.training.setting_fields import help_text
 from ligermodels.training.setting_values import choices_of, parsed_item
 
 EXAMPLES = """\

@@ -1,13 +1,16 @@
-"""Activation and the following linear as one autograd node: y = act(x) Wᵀ + b. As gated_linear.py, without a gate.
+"""Activation and the following linear as one autograd node: y = act(x) Wᵀ + b. gated_linear.py is the same with a gate.
 
-The node saves x, the weights and the update's r columns for backward. It does not save the activated values: the
-activation's backward kernel recomputes them for dW, which costs one write of I elements per token.
+The linear may have a low-rank update (kernels/linear.py). The node saves x, the weights and the update's r columns for
+backward. It does not save the activated values: the activation's backward kernel recomputes them for dW = dyᵀ act(x)
+and for dA of the update, which costs one write of I elements per token. No full-width GEMM is recomputed.
 x [..., I], W [N, I], b [N] -> y [..., N], all in one float dtype.
 """
 
 from torch import Tensor
 
 from ligermodels.kernels.dispatch import Node, autocast, runs_kernels
+from ligermodels.kernels.gated_activation import backward_from_saved as gated_backward_from_saved
+from ligermodels.kernels.gated_activation import gated_activation_forward
 from ligermodels.kernels.linear import (
     NO_LOW_RANK,
     LowRank,
@@ -34,14 +37,21 @@ def activated_linear_reference(
     return low_rank_linear_reference(plain_activation_reference(x, activation), weight, bias, low_rank)
 
 
-class _ActivatedLinear(Node):
+def _activate(x: Tensor, activation: str, multipliers: tuple[float, ...]) -> Tensor:
+    forward = gated_activation_forward if multipliers else plain_activation_forward
+    return forward(x, activation, *multipliers)
+
+
+class ActivatedLinear(Node):
+    """multipliers: the two of a gated activation; none for an activation without a gate."""
+
     @staticmethod
-    def forward(ctx, x, weight, layout, bias, a, b, columns, scale, activation, inplace):
-        activated = plain_activation_forward(x, activation)
+    def forward(ctx, x, weight, layout, bias, a, b, columns, scale, activation, inplace, *multipliers):
+        activated = _activate(x, activation, multipliers)
         y, low = linear_forward(activated, dense(weight, layout), bias, a, b, columns, scale)
         ctx.save_for_backward(x, weight, a, b, low)
         ctx.layout, ctx.update = layout, (columns, scale)
-        ctx.activation, ctx.inplace = activation, inplace
+        ctx.activation, ctx.inplace, ctx.multipliers = activation, inplace, multipliers
         return y
 
     @staticmethod
@@ -53,11 +63,13 @@ class _ActivatedLinear(Node):
         if a is not None and (needs_x or needs_a):
             dlow = low_gradient(dy, a, b, *ctx.update)
         if needs_x:  # its gradient behind the activation is not bound to a name: the memory is freed before dW
-            dx, activated = plain_backward_from_saved(
-                input_gradient(dy, dense(weight, ctx.layout), dlow, a), x, ctx.activation, reads_activated, ctx.inplace
-            )
+            through_activation = gated_backward_from_saved if ctx.multipliers else plain_backward_from_saved
+            dx, activated = through_activation(
+                input_gradient(dy, dense(weight, ctx.layout), dlow, a), x, ctx.activation, reads_activated,
+                *ctx.multipliers, ctx.inplace,
+            )  # fmt: skip
         elif reads_activated:
-            activated = plain_activation_forward(x, ctx.activation)
+            activated = _activate(x, ctx.activation, ctx.multipliers)
         return (
             dx,
             weight_gradient(dy, activated) if needs_weight else None,
@@ -65,7 +77,7 @@ class _ActivatedLinear(Node):
             bias_gradient(dy) if needs_bias else None,
             weight_gradient(dlow, activated) if needs_a else None,
             up_gradient(dy, low, b, *ctx.update) if needs_b else None,
-            *(None,) * 4,
+            *(None,) * (4 + len(ctx.multipliers)),
         )
 
 
@@ -91,4 +103,4 @@ def activated_linear(
     weight = autocast_weight(weight)
     if not runs_kernels(x):
         return activated_linear_reference(x, weight, bias, activation, low_rank)
-    return _ActivatedLinear.apply(x, *operand(weight), bias, *(low_rank or NO_LOW_RANK), activation, inplace)
+    return ActivatedLinear.apply(x, *operand(weight), bias, *(low_rank or NO_LOW_RANK), activation, inplace)

@@ -135,7 +135,7 @@ class _LowRankLinear(Node):
     def backward(ctx, dy):
         x, weight, a, b, low = ctx.saved_tensors
         needs_x, needs_weight, _, needs_bias, needs_a, needs_b, _, _ = ctx.needs_input_grad
-        dlow = low_gradient(dy, a, b, *ctx.update) if needs_x or needs_a else None
+        dlow = low_gradient(dy, a, b, *ctx.update) if a is not None and (needs_x or needs_a) else None
         return (
             input_gradient(dy, dense(weight, ctx.layout), dlow, a) if needs_x else None,
             weight_gradient(dy, x) if needs_weight else None,
@@ -146,6 +146,24 @@ class _LowRankLinear(Node):
             None,
             None,
         )
+
+
+class _GradientsOfLinear(_LowRankLinear):
+    """Backward alone: forward computes what backward reads, and leaves its output as the memory is."""
+
+    @staticmethod
+    def forward(ctx, x, weight, layout, bias, a, b, columns, scale):
+        ctx.save_for_backward(x, weight, a, b, None if a is None else F.linear(x, a))
+        ctx.layout, ctx.update = layout, (columns, scale)
+        return x.new_empty(*x.shape[:-1], (weight if layout is None else layout).shape[0])
+
+
+def gradients_of_linear(x: Tensor, weight: Weight, bias: Tensor | None, low_rank: LowRank | None) -> Tensor:
+    """As `low_rank_linear`, without the product and without an update too: the output has no values, but its gradients
+    are those of the linear. For a backward pass that recomputes what is before the linear, and reads no output."""
+    x, bias, low_rank = autocast(x, bias, low_rank)
+    weight = autocast_weight(weight)
+    return _GradientsOfLinear.apply(x, *operand(weight), bias, *(low_rank or NO_LOW_RANK))
 
 
 def low_rank_linear(x: Tensor, weight: Weight, bias: Tensor | None, low_rank: LowRank) -> Tensor:

@@ -19,16 +19,33 @@ LOW_MEMORY_BYTES = 2**26  # most logits at a time with low_memory; also at most 
 MIN_CHUNK_ROWS, MAX_CHUNK_ROWS = 1024, 8192
 PREFERRED_CHUNK_ROWS = 3072  # not reduced to save memory: chunks of 2048 rows take 4 % more time
 LOGITS_ALIGNMENT = 128  # a GEMM tile: rows of a chunk and the stride between rows of logits are multiples of it
+TILE_COLUMNS, MULTIPROCESSORS = 256, 132  # of cuBLAS's largest tile, and of H100 and H200
 
 
-def chunk_rows(rows: int, vocab: int, sums: int, dtype: torch.dtype) -> int:
-    """Rows of one chunk: the fewest chunks that fit the memory, of equal size. sums: elements of the fp32 gradients."""
+def chunk_rows(rows: int, columns: int, vocab: int, sums: int, dtype: torch.dtype) -> int:
+    """Rows of one chunk of logits in `dtype`: the fewest chunks that fit the memory, of equal size.
+
+    columns: of hidden. sums: elements of the fp32 gradients.
+    """
     row_bytes = round_up_to_tile(vocab) * dtype.itemsize
     within_extra = (EXTRA_BYTES - sums * (torch.float32.itemsize - dtype.itemsize)) // row_bytes
     limit = min(MAX_LOGITS_BYTES // row_bytes, within_extra if within_extra >= PREFERRED_CHUNK_ROWS else MAX_CHUNK_ROWS)
     limit = min(max(limit, MIN_CHUNK_ROWS), MAX_CHUNK_ROWS) // LOGITS_ALIGNMENT * LOGITS_ALIGNMENT
+    if dtype.itemsize >= torch.float32.itemsize:  # chunks are small beside a GPU
+        limit = fill_waves(limit, columns)
     chunks = max(1, cdiv(rows, limit))
     return round_up_to_tile(cdiv(rows, chunks))
+
+
+def fill_waves(limit: int, columns: int) -> int:
+    """At most `limit` rows of logits whose product with the weight, [rows, V] @ [V, columns], leaves least of a GPU
+    idle: it runs in waves of as many tiles as there are multiprocessors."""
+
+    def busy(rows: int) -> tuple[float, int]:
+        tiles = rows // LOGITS_ALIGNMENT * cdiv(columns, TILE_COLUMNS)
+        return tiles / (cdiv(tiles, MULTIPROCESSORS) * MULTIPROCESSORS), rows
+
+    return max(range(MIN_CHUNK_ROWS, limit + 1, LOGITS_ALIGNMENT), key=busy)
 
 
 def keeps_logits(rows: int, columns: int, vocab: int, dtype: torch.dtype, hidden_grad: bool, weight_grad: bool) -> bool:
@@ -73,7 +90,7 @@ def chunks_of_logits(
     rows, vocab, dtype = hidden.shape[0], weight.shape[0], dtype or hidden.dtype
     width = round_up_to_tile(vocab)
     if buffer is None:
-        size = min(chunk_rows(rows, vocab, sums, dtype), rows)
+        size = min(chunk_rows(rows, hidden.shape[1], vocab, sums, dtype), rows)
         buffer = torch.empty(size, width, dtype=dtype, device=hidden.device)
     else:
         size = round_down_to_tile(buffer.numel() // width)
@@ -95,7 +112,7 @@ def all_logits(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> tuple[Tens
     they have the same bits."""
     rows, vocab = hidden.shape[0], weight.shape[0]
     logits = torch.empty(rows, round_up_to_tile(vocab), dtype=dtype, device=hidden.device)[:, :vocab]
-    chunks = list(slices(rows, chunk_rows(rows, vocab, 0, dtype)))
+    chunks = list(slices(rows, chunk_rows(rows, hidden.shape[1], vocab, 0, dtype)))
     for chunk in chunks:
         project(slice_rows(hidden, chunk), weight, None, slice_rows(logits, chunk))
     return logits, chunks

@@ -7,6 +7,8 @@ Must not know any family.
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -19,10 +21,11 @@ from ligermodels.generation.cache import LayerCache, LayerStates
 from ligermodels.kernels.gated_activation import gated_activation
 from ligermodels.layers.fused import add_then_norm, apply_linear
 from ligermodels.layers.kept_tensors import ResultSize, keeping
-from ligermodels.layers.mixer import Mixer, Positions
+from ligermodels.layers.mixer import KeysAndValues, KeysReadLater, Mixer, Positions
 from ligermodels.layers.mlp import MLP, GatedMLP
 from ligermodels.layers.moe import MoE
 from ligermodels.layers.norm import PreNorm, hidden_norm
+from ligermodels.layers.offloaded_inputs import OffloadedInputs
 
 BlockOutput = tuple[Tensor, Tensor | None, Tensor | None]  # x, residual, router logits
 
@@ -38,6 +41,7 @@ class Block(nn.Module, ABC):
         self.dropout = 0.0  # of both branches, before they join the residual stream
         self.activation_checkpointing = False
         self.kept: frozenset[ResultSize] = frozenset()  # what activation checkpointing keeps beside the input
+        self.offloaded_inputs: OffloadedInputs | None = None  # where the input is kept in host memory
 
     @property
     def mixer(self) -> Any:
@@ -57,7 +61,7 @@ class Block(nn.Module, ABC):
     def keep_activations(self) -> None:
         """Undoes `checkpoint_activations`."""
         self.set_activation_checkpointing(False)
-        self.kept = frozenset()
+        self.kept, self.offloaded_inputs = frozenset(), None
 
     def set_activation_checkpointing(self, enabled: bool) -> None:
         self.activation_checkpointing = enabled
@@ -70,18 +74,39 @@ class Block(nn.Module, ABC):
     ) -> BlockOutput:
         """x, residual [B, T, H] -> (x, residual, router logits), of the same shapes."""
         if self.activation_checkpointing and torch.is_grad_enabled():
-            return self.forward_checkpointed(x if residual is None else x + residual, positions, cache)
+            x = x if residual is None else x + residual
+            offloaded = self.offloaded_inputs
+            with nullcontext() if offloaded is None else offloaded.around_checkpoint(x):
+                return self.forward_checkpointed(x, positions, cache)
         return self.forward_block(x, residual, positions, cache)
 
     def forward_checkpointed(
         self, x: Tensor, positions: Positions, cache: LayerCache | LayerStates | None
     ) -> BlockOutput:
         """`forward_block` of the residual stream x [B, T, H], which is all that is kept for backward beside `kept`."""
-        return checkpoint(
-            self.forward_block, x, None, positions, cache, use_reentrant=False,
-            preserve_rng_state=self.mixer.dropout > 0 or self.dropout > 0,
+        outputs, read_later = checkpoint(
+            self.forward_recomputed, x, positions, cache, use_reentrant=False,
+            preserve_rng_state=self.drops_values(),
             context_fn=keeping(self.kept) if self.kept else noop_context_fn,
         )  # fmt: skip
+        if positions.read_later is not None:
+            positions.read_later.of_type.update(read_later)
+        return outputs
+
+    def drops_values(self) -> bool:
+        """Whether the block draws random numbers, which recomputation must repeat: its own dropout or an adapter's."""
+        modules = list(self.modules())
+        own = any(getattr(module, "dropout", None) not in (None, 0) for module in modules)
+        return self.training and (own or any(isinstance(module, nn.Dropout) for module in modules))
+
+    def forward_recomputed(
+        self, x: Tensor, positions: Positions, cache: LayerCache | LayerStates | None
+    ) -> tuple[BlockOutput, dict[str, KeysAndValues]]:
+        """`forward_block`, and what it computes for later layers: what is recomputed must write to nothing outside."""
+        if not self.mixer.is_read:
+            return self.forward_block(x, None, positions, cache), {}
+        own = KeysReadLater()
+        return self.forward_block(x, None, replace(positions, read_later=own), cache), own.of_type
 
     @abstractmethod
     def forward_block(

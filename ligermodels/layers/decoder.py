@@ -5,12 +5,11 @@ Must not know any architecture: each one subclasses `CausalLM` and builds its bl
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Unpack, cast
+from typing import Any, ClassVar, Unpack, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import _register_namedtuple
 
 from ligermodels.configs.base import Config as AnyConfig
 from ligermodels.configs.features import MoEConfig
@@ -22,13 +21,14 @@ from ligermodels.generation.image_features import ImageFeatures
 from ligermodels.generation.sampling import Sampling
 from ligermodels.generation.texts import TextTokenizer
 from ligermodels.kernels.attention_mask import document_ids
-from ligermodels.kernels.linear_divergence import DivergenceOutput
 from ligermodels.kernels.logprobs_of_logits import LogProbs
 from ligermodels.kernels.shared_keys import SharedKeys
 from ligermodels.layers.block import Block
+from ligermodels.layers.causal_lm_output import CausalLMOutput, Decoded, DecoderOutput
+from ligermodels.layers.checkpointed import CheckpointedModel
 from ligermodels.layers.context_parallel import ContextGroup
 from ligermodels.layers.fused import add_then_norm
-from ligermodels.layers.kept_tensors import choose_kept
+from ligermodels.layers.initialization import initialize
 from ligermodels.layers.lm_head import (
     LMHead,
     divergence_from,
@@ -37,66 +37,20 @@ from ligermodels.layers.lm_head import (
     loss_of,
     select_rows,
 )
-from ligermodels.layers.lora import initialize_lora
 from ligermodels.layers.mixer import KeysReadLater, Positions
 from ligermodels.layers.moe import load_balancing_loss
 from ligermodels.layers.norm import hidden_norm
 from ligermodels.layers.packed import AdaptableModule, name_parts
 from ligermodels.layers.rope import query_scale, rotary_embedding
-from ligermodels.layers.row_layout import AlignedRows, PackedRows, batch_shape, hub_offsets, row_layout
-from ligermodels.weights.mapping import Rule, is_lora_parameter, packed_projections
+from ligermodels.layers.row_layout import AlignedRows, batch_shape, hub_offsets, row_layout
+from ligermodels.weights.mapping import Rule, packed_projections
 from ligermodels.weights.module import HubModule
-from ligermodels.weights.sharding import copy_local_shard
 
 IGNORE_INDEX = -100
 
 
 # Options of the Hub's forward with the only value that they can have here.
 FIXED_OPTIONS = {"return_dict": True, "output_attentions": False, "use_cache": False}
-
-
-class CausalLMOutput(NamedTuple):
-    """Fields are read by name, `out.loss` or `out["loss"]`, or by index among those that are not None."""
-
-    loss: Tensor | None  # scalar, fp32
-    logits: Tensor | None  # [B, T, V]
-    hidden_states: tuple[Tensor, ...] | None = None  # num_hidden_layers + 1 of [B, T, H]
-    aux_loss: Tensor | None = None  # scalar, fp32: the routers' load-balancing loss, before its coefficient
-    logprobs: LogProbs | None = None  # each field [B, T], or [N] of N rows
-    divergence: DivergenceOutput | None = None  # from a teacher; its fields but the loss [B, T], or [N] of N rows
-
-    def __getitem__(self, key):
-        if isinstance(key, str):
-            return self._asdict()[key]
-        return tuple(value for value in self if value is not None)[key]
-
-
-# Under this name torch.export.save writes the type of a program's output.
-_register_namedtuple(CausalLMOutput, serialized_type_name="ligermodels.CausalLMOutput")
-
-
-class DecoderOutput(NamedTuple):
-    hidden: Tensor  # [B, T, H], after the final norm
-    router_logits: list[Tensor]  # [B * T, E] of every router
-    hidden_states: list[Tensor]  # if requested: the input of every block, then `hidden`
-
-
-class Decoded(NamedTuple):
-    """A batch behind the decoder, as the decoder has seen it: with a layout, tokens are where that has put them."""
-
-    output: DecoderOutput
-    labels: Tensor | None
-    cu_seqlens: Tensor | None
-    layout: PackedRows | AlignedRows | None
-
-    def unpack(self, tokens: Tensor) -> Tensor:
-        """What the decoder returned for tokens -> [B, T, ...], at their places in the batch."""
-        return tokens if self.layout is None else self.layout.unpack(tokens)
-
-    def router_logits(self) -> tuple[Tensor, ...]:
-        """[B * T, E] of every router, at the tokens' places in the batch."""
-        rows = self.output.hidden.shape[:2]
-        return tuple(self.unpack(x.unflatten(0, rows)).flatten(0, 1) for x in self.output.router_logits)
 
 
 class Decoder(nn.Module):
@@ -199,7 +153,7 @@ def default_positions(x: Tensor, cu_seqlens: Tensor | None, cache: Cache | None)
     return position[None]
 
 
-class CausalLM(AdaptableModule, HubModule, ABC):
+class CausalLM(CheckpointedModel, AdaptableModule, HubModule, ABC):
     """A decoder with a language-model head. Subclasses are the architectures."""
 
     accepts_loss_kwargs = True  # Hugging Face's Trainer then passes num_items_in_batch,
@@ -209,6 +163,7 @@ class CausalLM(AdaptableModule, HubModule, ABC):
     Config: ClassVar[type[AnyConfig]] = AnyConfig
     SIZES: ClassVar[dict[str, dict[str, Any]]]  # presets: name -> content of a config.json
     takes_images: ClassVar[bool] = False
+    pixel_inputs: ClassVar[tuple[str, ...]] = ()  # arguments of `forward` that a processor makes of images
 
     def __init__(self, config: AnyConfig) -> None:
         super().__init__(config)
@@ -216,6 +171,11 @@ class CausalLM(AdaptableModule, HubModule, ABC):
         self.lm_head = LMHead(config.hidden_size, config.vocab_size, bias=False)
         self.tie_weights()
         name_parts(self, self.weight_rules())
+
+    @classmethod
+    def of_config(cls, raw: Mapping[str, Any]) -> "type[CausalLM]":
+        """The architecture of this config.json, whose model_type is that of this class."""
+        return cls
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Raises InputError if the head is given an adapter: PEFT's "all-linear" would give it one."""
@@ -471,7 +431,7 @@ class CausalLM(AdaptableModule, HubModule, ABC):
             if rope_ids is not None:  # the axes are last while the tokens move
                 rope_ids = layout.pack(rope_ids.movedim((-2, -1), (0, 1))).movedim((0, 1), (-2, -1))
             if features is not None:
-                features = features._replace(places=layout.new_places(features.places))
+                features = features.moved(layout.new_places)
         padding = layout.padding if isinstance(layout, AlignedRows) else None
         output = self.model(
             input_ids, position_ids, cu_seqlens, max_seqlen, cache, inputs_embeds, output_hidden_states, shared_keys,
@@ -559,81 +519,9 @@ class CausalLM(AdaptableModule, HubModule, ABC):
             new[row, : len(generated)] = input_ids.new_tensor(generated)
         return torch.cat([input_ids.repeat_interleave(sampling.get("n", 1), 0), new], 1)
 
-    def activation_checkpointing_enable(
-        self,
-        activation_checkpointing_kwargs: Mapping[str, Any] | None = None,
-        every_n_layers: int = 1,
-        offload: bool = False,
-    ) -> None:
-        """Enables activation checkpointing in every n-th block, under the name that the Hub's trainers call.
-
-        Raises ValueError for reentrant checkpointing, which the fused nodes do not support, and for offloading.
-        """
-        if (activation_checkpointing_kwargs or {}).get("use_reentrant"):
-            raise ValueError("activation checkpointing: use_reentrant must be False")
-        if offload:
-            raise ValueError("activation checkpointing: offload is not supported; leave it out")
-        for block in self.blocks[::every_n_layers]:
-            block.checkpoint_activations()
-
-    def gradient_checkpointing_enable(
-        self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None, **options: Any
-    ) -> None:
-        """`activation_checkpointing_enable`, under its older name."""
-        self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **options)
-
-    def activation_checkpointing_disable(self) -> None:
-        """Undoes `checkpoint_activations`."""
-        for block in self.blocks:
-            block.keep_activations()
-
-    def gradient_checkpointing_disable(self) -> None:
-        """`activation_checkpointing_disable`, under its older name."""
-        self.activation_checkpointing_disable()
-
-    def checkpoint_activations(
-        self, count: int | None = None, kept_tensors: int | None = 0, sequence_length: int = 1
-    ) -> None:
-        """Enables activation checkpointing in the first `count` blocks; None for all.
-
-        It takes the first blocks because their backward runs last, when the other blocks have freed their activations.
-        kept_tensors: how many results these blocks keep; None for all that `choose_kept` finds, with sequences of
-        sequence_length tokens.
-        """
-        blocks = self.blocks[:count]
-        for block, kept in zip(blocks, choose_kept(blocks, kept_tensors, sequence_length), strict=True):
-            block.checkpoint_activations({tensor.size for tensor in kept})
-
-    @torch.no_grad()
     def initialize(self, seed: int) -> None:
-        """Random weights: normal with the config's initializer_range; norms act as weight 1, biases and LoRA B are 0.
-        Buffers that a checkpoint stores have the values that their modules name.
-
-        Every rank draws every whole parameter and keeps its shard, so that the weights do not depend on the sharding.
-        The weights of the base do not depend on LoRA either.
-        """
-        device = self.model.embed_tokens.weight.device
-        generator = torch.Generator(device).manual_seed(seed)
-        for name, parameter in self.named_parameters():
-            if is_lora_parameter(name):
-                continue
-            value = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-            owner = self.get_submodule(name.rpartition(".")[0])
-            fills = getattr(owner, "initial_values", {})
-            if (leaf := name.rpartition(".")[2]) in fills:
-                fills[leaf](value, generator)
-            elif name.endswith("bias"):
-                value.zero_()
-            elif parameter.ndim == 1 and name.endswith("weight"):
-                value.fill_(1.0 - getattr(owner, "offset", 0.0))
-            else:
-                value.normal_(0.0, self.config.initializer_range, generator=generator)
-            copy_local_shard(parameter, value)
-        for module in self.modules():
-            if module is not self:
-                for name, initial in getattr(module, "stored_buffers", {}).items():
-                    module.get_buffer(name).fill_(initial)
-        initialize_lora(self, generator)
+        """Random weights, on all ranks the same: see layers/initialization.py."""
+        initialize(self, self.config.initializer_range, self.model.embed_tokens.weight.device, seed)
 
 
 def next_tokens(labels: Tensor, cu_seqlens: Tensor | None) -> Tensor:

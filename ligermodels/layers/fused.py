@@ -7,7 +7,7 @@ dropout: every module is then called, with one tensor. Both paths give the same 
 inference. Must not know what a projection is used for.
 """
 
-from typing import NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from ligermodels.kernels.few_rows_linear import (
 )
 from ligermodels.kernels.gated_activation import gated_activation
 from ligermodels.kernels.gated_linear import gated_linear
-from ligermodels.kernels.linear import LowRank, low_rank_linear
+from ligermodels.kernels.linear import LowRank, gradients_of_linear, low_rank_linear
 from ligermodels.kernels.nf4 import Nf4
 from ligermodels.kernels.norm_linear import norm_linear
 from ligermodels.kernels.plain_activation import plain_activation
@@ -61,16 +61,26 @@ def is_plain(projection: nn.Module) -> TypeGuard[nn.Linear | PackedLinear | Quan
     return is_unmodified(projection, nn.Linear) and not is_quantised(projection.weight)
 
 
+def is_plain_with_lora(projection: nn.Module) -> TypeGuard[LoRALinear]:
+    """Whether a projection is a plain one with LoRA, which has no dropout now."""
+    return is_unmodified(projection, LoRALinear) and is_plain(projection.base_layer) and not projection.dropout_active
+
+
+def is_fusible(projection: nn.Module) -> bool:
+    """Whether a fused node may read the weights of a projection; otherwise it must be called as a module."""
+    return is_plain(projection) or is_plain_with_lora(projection)
+
+
 def is_quantised(weight: Tensor) -> bool:
     """Whether a weight is a tensor subclass that holds other tensors, as torchao's; only its own linear reads it."""
     return type(weight) not in (Tensor, nn.Parameter) and is_traceable_wrapper_subclass(weight)
 
 
 def fusible_weights(projection: nn.Module, dtype: torch.dtype) -> LinearWeights | None:
-    """The weights for a fused node; None if the projection must be called as a module. dtype: of its input."""
+    """The weights for a fused node; None if the projection is not fusible. dtype: of its input."""
     if is_plain(projection):
         return LinearWeights(projection.weight, projection.bias, None)
-    if is_unmodified(projection, LoRALinear) and is_plain(projection.base_layer) and not projection.dropout_active:
+    if is_plain_with_lora(projection):
         base = projection.base_layer
         return LinearWeights(base.weight, base.bias, projection.low_rank(dtype) if projection.enabled else None)
     return None
@@ -95,6 +105,13 @@ def apply_linear(projection: nn.Module, x: Tensor) -> Tensor:
     if x.dtype == weight.dtype and has_few_rows(x, weight, low_rank):
         return few_rows_linear(x, weight, bias)
     return projection(x) if low_rank is None else low_rank_linear(x, weight, bias, low_rank)
+
+
+def linear_without_values(projection: nn.Module, x: Tensor) -> Tensor:
+    """As `apply_linear` of a fusible projection, but the output has no values: only its gradients are computed."""
+    weights = fusible_weights(projection, x.dtype)
+    assert weights is not None
+    return gradients_of_linear(x, *weights)
 
 
 def effective_weight(projection: nn.Module, inputs: int) -> Tensor:
@@ -174,11 +191,11 @@ def rope_then_write(
     return q, k, v
 
 
-def gated_activation_then_linear(gate_up: Tensor, activation: str, projection: nn.Module, fused: bool) -> Tensor:
+def gated_activation_then_linear(gate_up: Tensor, activation: str, projection: Any, fused: bool) -> Tensor:
     """gate_up [B, T, 2 I] -> projection(activation(gate) * up) [B, T, H].
 
-    fused: use one autograd node where possible. No other code may use gate_up: backward overwrites it with its
-    gradient.
+    fused: use one autograd node where possible; otherwise projection may be any function. No other code may use
+    gate_up: backward overwrites it with its gradient.
     """
     weights = fusible_weights(projection, gate_up.dtype) if fused else None
     if weights is None:
@@ -189,7 +206,7 @@ def gated_activation_then_linear(gate_up: Tensor, activation: str, projection: n
     return gated_linear(gate_up, weight, bias, activation, low_rank, inplace=True)
 
 
-def activation_then_linear(x: Tensor, activation: str, projection: nn.Module, fused: bool) -> Tensor:
+def activation_then_linear(x: Tensor, activation: str, projection: Any, fused: bool) -> Tensor:
     """x [B, T, I] -> projection(activation(x)) [B, T, H]. fused: as in `gated_activation_then_linear`."""
     weights = fusible_weights(projection, x.dtype) if fused else None
     if weights is None:
@@ -198,11 +215,13 @@ def activation_then_linear(x: Tensor, activation: str, projection: nn.Module, fu
 
 
 def routed_experts(
-    x: Tensor, expert_index: Tensor, expert_weight: Tensor, gate_up: Tensor, down: Tensor, activation: str,
+    x: Tensor, expert_index: Tensor, expert_weight: Tensor, gate_up: Weight, down: Weight, activation: str,
     gate_up_bias: Tensor | None, down_bias: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """x [tokens, H], expert_index and expert_weight [tokens, k] -> weighted sum of the k experts [tokens, H]."""
-    function = few_rows_experts if has_few_rows(x, gate_up, few=FEW_TOKENS) else experts
-    return function(
-        x, expert_index, expert_weight, gate_up, down, activation, gate_up_bias=gate_up_bias, down_bias=down_bias
-    )
+    routing = x, expert_index, expert_weight
+    data, layout = operand(gate_up)
+    fewer = layout is None or expert_index.numel() < gate_up.shape[0]  # experts to dequantise: one for each slot
+    if fewer and has_few_rows(x, data, few=FEW_TOKENS):
+        return few_rows_experts(*routing, gate_up, down, activation, gate_up_bias, down_bias)
+    return experts(*routing, gate_up, down, activation, gate_up_bias=gate_up_bias, down_bias=down_bias)

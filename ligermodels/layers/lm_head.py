@@ -26,7 +26,12 @@ class LMHead(nn.Linear):
 
     All are computed by the head's own forward, because FSDP gathers a weight only when the module that owns it is
     called.
+
+    low_memory_loss: cross-entropies form their gradients in the inputs' dtype, with few logits at a time: `low_memory`
+    of `linear_cross_entropy`.
     """
+
+    low_memory_loss = False
 
     def forward(
         self,
@@ -57,7 +62,9 @@ class LMHead(nn.Linear):
             return F.linear(input, weight)
         if row_loss is not None:
             return linear_logprobs_loss(input, weight, targets, row_loss, **options)
-        return (linear_logprobs if logprobs else linear_cross_entropy)(input, weight, targets, **options)
+        if logprobs:
+            return linear_logprobs(input, weight, targets, **options)
+        return linear_cross_entropy(input, weight, targets, low_memory=self.low_memory_loss, **options)
 
 
 class ScoreHead(nn.Linear):

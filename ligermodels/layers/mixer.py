@@ -10,19 +10,21 @@ from torch import Tensor
 
 from ligermodels.generation.cache import Kept
 from ligermodels.generation.cross_features import CrossFeatures
-from ligermodels.kernels.attention import attention
+from ligermodels.kernels.attention import DocumentRun, attention, attention_by_run
 from ligermodels.kernels.shared_keys import SharedKeys, gather_keys
 from ligermodels.layers.context_parallel import ContextGroup
 from ligermodels.layers.norm import PreNorm
 from ligermodels.layers.packed import PackingModule
 
+KeysAndValues = tuple[Tensor, Tensor]  # each [B, T, Hkv, D]
+
 
 class KeysReadLater:
-    """Keys and values that later layers read, by layer type: (k, v), each [B, T, Hkv, D], written by the layer that
-    computes them. Neither a dict nor a dataclass: of those FSDP2 passes copies to a block."""
+    """Keys and values that later layers read, by layer type, written by the layer that computes them. Neither a dict
+    nor a dataclass: of those FSDP2 passes copies to a block."""
 
     def __init__(self) -> None:
-        self.of_type: dict[str, tuple[Tensor, Tensor]] = {}
+        self.of_type: dict[str, KeysAndValues] = {}
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Positions:
     cross: CrossFeatures | None = None  # images that cross-attention reads; None without
     read_later: KeysReadLater | None = None  # None where no layer reads the keys of another
     context: ContextGroup | None = None  # the ranks that share the row, whose offsets cu_seqlens are; None for one
+    runs: tuple[DocumentRun, ...] | None = None  # the packed documents, where their lengths are known on the host
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None, **options: Any) -> Tensor:
         """Attention within rows or packed documents. sinks, options: as those of `attention`."""
@@ -51,6 +54,8 @@ class Positions:
         if shared is not None:
             k, v = (gather_keys(x, shared.offsets, shared.places) for x in (k, v))
             documents |= {"cu_seqlens_k": shared.cu_seqlens, "max_seqlen_k": shared.max_seqlen}
+        if self.runs is not None and not torch.compiler.is_compiling():  # which would compile again for other runs
+            return attention_by_run(q, k, v, self.runs, causal=self.causal, sinks=sinks, **options)
         if self.context is not None:
             return self.context.attend(attention, q, k, v, sinks, **documents, **options)
         return attention(q, k, v, sinks=sinks, **documents, **options)
@@ -62,6 +67,7 @@ class Mixer(PackingModule, ABC):
     name_in_block: the module's name in a block. dropout: of attention's probabilities.
     window: how many keys a query attends to, its own included; None for all.
     source: the layer that it has keys and values from; None for itself.
+    is_read: whether later layers read its keys and values.
     """
 
     name_in_block: ClassVar[str]
@@ -69,6 +75,7 @@ class Mixer(PackingModule, ABC):
     dropout: float = 0.0
     window: int | None = None
     source: int | None = None
+    is_read: bool = False
     num_heads: int
 
     @abstractmethod

@@ -125,6 +125,11 @@ def axial_frequencies(rope: Rope, rotary_dim: int, max_position_embeddings: int)
     return default_frequencies(rope, rotary_dim // 2, max_position_embeddings).repeat(2)
 
 
+def axial_shared_frequencies(rope: Rope, rotary_dim: int, max_position_embeddings: int) -> Tensor:
+    """Rows and columns of an image take turns at the frequencies of a head: theta^(-2j/R) for even j, then for odd."""
+    return default_frequencies(rope, rotary_dim, max_position_embeddings).view(-1, 2).T.flatten()
+
+
 def linear_frequencies(rope: Rope, rotary_dim: int, max_position_embeddings: int) -> Tensor:
     """Position interpolation: all wavelengths are stretched by the factor."""
     return default_frequencies(rope, rotary_dim, max_position_embeddings) / rope.factor_or_one
@@ -207,4 +212,5 @@ SCALINGS = {
     "longrope": longrope_frequencies,
     "proportional": proportional_frequencies,
     "axial": axial_frequencies,
+    "axial_shared": axial_shared_frequencies,
 }

@@ -8,13 +8,29 @@ import dataclasses
 import functools
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from ligermodels.hub import list_architectures
 from ligermodels.tokenizer.built_in_templates import BUILT_IN_TEMPLATES
+from ligermodels.training.setting_fields import (
+    DISTILL_ALONE,
+    DPO_ALONE,
+    ON_EXAMPLES,
+    ON_GROUPS,
+    ON_PAIRS,
+    PAIR_POLICIES,
+    REWARD_ALONE,
+    RL,
+    SIMPO_ALONE,
+    SUPERVISED,
+    UNIT_SETTINGS,
+    WITH_IMAGES,
+    WITH_REFERENCE,
+    setting,
+)
 from ligermodels.training.setting_values import (
     ABOVE_ZERO,
     BELOW_HALF,
@@ -30,46 +46,10 @@ from ligermodels.training.setting_values import (
     POSITIVE,
     POSITIVE_FRACTION,
     SEED,
-    Constraint,
     checked_value,
 )
 
 DEFAULT_SIZE = "tiny"
-SUPERVISED = ("sft", "distill")  # what is trained on rows of text
-DISTILL_ALONE, REWARD_ALONE = ("distill",), ("reward",)
-PAIR_POLICIES = ("dpo", "orpo", "cpo", "simpo")
-ON_PAIRS = (*PAIR_POLICIES, *REWARD_ALONE)
-ON_EXAMPLES = ("kto",)  # on judged completions
-RL = ("grpo",)  # on completions that are sampled during training
-OBJECTIVE_NAMES = (*SUPERVISED, *ON_PAIRS, *ON_EXAMPLES, *RL)
-ON_GROUPS = (*ON_PAIRS, *ON_EXAMPLES)  # on groups: a prompt with its completions
-DPO_ALONE, SIMPO_ALONE, WITH_REFERENCE = ("dpo",), ("simpo",), ("dpo", "kto", *RL)
-UNIT_SETTINGS = {  # the setting that says how many units a step takes
-    **dict.fromkeys(SUPERVISED, "batch_size"), **dict.fromkeys(ON_PAIRS, "pairs"),
-    **dict.fromkeys(ON_EXAMPLES, "examples"), **dict.fromkeys(RL, "prompts"),
-}  # fmt: skip
-
-
-def setting(
-    group: str,
-    default: Any,
-    help: str,
-    rule: Constraint | None = None,
-    *,
-    metavar: str | None = None,
-    shown: str | None = None,
-    objectives: Sequence[str] = OBJECTIVE_NAMES,
-) -> Any:
-    """A field of TrainConfig.
-
-    group: the heading of its flag in `--help`. help: one phrase. metavar: the flag's value in the usage. shown: the
-    default as help states it, where the field's own is None or depends on other settings. objectives: those under which
-    the field has an effect; under others it is refused.
-    """
-    metadata = {
-        "group": group, "help": help, "rule": rule, "metavar": metavar, "shown": shown, "objectives": tuple(objectives)
-    }  # fmt: skip
-    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +88,7 @@ class TrainConfig:
         f"file, or {', '.join(BUILT_IN_TEMPLATES)}", metavar="FILE|NAME", shown="the model's own")
     image_tokens: str | None = setting("data", None, "the most tokens of an image, or fewest:most; larger and smaller "
         "images are resized", IMAGE_TOKENS, metavar="MOST", shown="1024, of models whose images have any size",
-        objectives=("sft",))
+        objectives=WITH_IMAGES)
     allow_bad_lines: int = setting("data", 0, "skip up to this many lines that cannot be read", COUNT)
 
     epochs: float | None = setting("training", None, "passes over the data", ABOVE_ZERO,
@@ -126,16 +106,18 @@ class TrainConfig:
         "states", shown="that of the parameters")
     optimizer_in_backward: bool = setting("training", False, "update each parameter as soon as its gradient is "
         "complete, which frees the gradient; clips by the running norm of the steps before", objectives=("sft",))
+    offload: tuple[Literal["optimizer", "activations"], ...] = setting("training", (), "what is kept in pinned host "
+        "memory: optimizer, its states; activations, the inputs of checkpointed blocks")
     learning_rate: float | None = setting("training", None, "peak learning rate", ABOVE_ZERO,
         shown="1e-5; LoRA: 1e-4; new weights: 4.5e-3 at width 128, with images 1e-3, 1/width; of preferences below a "
         "tenth of these")
     train_parts: tuple[Literal["vision", "projector", "text"], ...] | None = setting("training", None, "parts of a "
         "model with images that are trained; the others are frozen", shown="all; with LoRA its updates alone",
-        objectives=("sft",))
+        objectives=WITH_IMAGES)
     vision_learning_rate: float | None = setting("training", None, "peak learning rate of the vision tower", ABOVE_ZERO,
-        shown="--learning-rate", objectives=("sft",))
+        shown="--learning-rate", objectives=WITH_IMAGES)
     projector_learning_rate: float | None = setting("training", None, "peak learning rate of the projector",
-        ABOVE_ZERO, shown="--learning-rate", objectives=("sft",))
+        ABOVE_ZERO, shown="--learning-rate", objectives=WITH_IMAGES)
     schedule: Literal["cosine", "linear", "wsd"] = setting("training", "cosine", "wsd: warmup, stable, decay")
     warmup: int | None = setting("training", None, "steps of linear warmup", COUNT, shown="3 % of the steps; tiny: 30")
     weight_decay: float = setting("training", 0.1, "not applied to norms, biases and embeddings", NOT_NEGATIVE)
@@ -150,6 +132,8 @@ class TrainConfig:
     activation_checkpointing: Literal["none", "auto", "selective", "full"] | None = setting("training", None, "full: "
         "blocks keep only their inputs for the backward pass; selective: attention and the products around it too; "
         "auto: as little of it as memory demands", shown="auto; tiny: none")
+    low_memory_loss: bool = setting("training", False, "few logits at a time and no gradient of the head in fp32; the "
+        "head takes a third more time", objectives=("sft",))
     compile: bool = setting("training", False, "torch.compile each block")
     seed: int = setting("training", 0, "seed of new weights, data order and dropout", SEED)
     deterministic: bool = setting("training", False, "the same bits in every run on the same devices; slower attention")
@@ -280,8 +264,8 @@ class TrainConfig:
         "lm_head, norm", metavar="NAME")
     adapter: str | None = setting("LoRA", None, "continue this adapter in PEFT's format, with its rank, alpha, targets "
         "and base model", metavar="FOLDER")
-    quantize: Literal["nf4"] | None = setting("LoRA", None, "QLoRA: store the frozen linears of the blocks in 4 bits",
-        shown="as they are stored")
+    quantize: Literal["nf4", "fp8", "mxfp4"] | None = setting("LoRA", None, "QLoRA: the format of the frozen linears "
+        "and experts in memory", shown="as they are stored")
     lora_export: Literal["merged", "adapter"] | None = setting("LoRA", None, "a whole model, or an adapter in PEFT's "
         "format", shown="merged; with --adapter: adapter")
 
@@ -388,15 +372,6 @@ def type_of(name: str) -> tuple[Any, bool]:
     if typing.get_origin(kind) is tuple:
         return typing.get_args(kind)[0], True
     return kind, False
-
-
-def help_text(field: dataclasses.Field) -> str:
-    """What a field is, and its default."""
-    default = field.metadata["shown"] or field.default
-    if default is None or default is False or default == ():
-        return field.metadata["help"]
-    shown = "on" if default is True else " ".join(default) if isinstance(default, tuple) else default
-    return f"{field.metadata['help']} (default: {shown})"
 
 
 FIELDS: Mapping[str, dataclasses.Field] = {field.name: field for field in dataclasses.fields(TrainConfig)}

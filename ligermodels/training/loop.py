@@ -125,6 +125,8 @@ def train(config: TrainConfig) -> TrainResult:
         model.train()
 
         optimizer = build(model)
+        if "optimizer" in config.offload:
+            optimizer.offload_states()
         in_backward = OptimizerInBackward(optimizer, config.max_grad_norm) if config.optimizer_in_backward else None
         progress = (checkpoints.restore(model, optimizer, say) if config.resume else None) or Progress()
         before = progress.seconds

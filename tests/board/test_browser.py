@@ -78,6 +78,7 @@ def test_the_page_shows_runs_curves_and_that_one_has_died(window):
 
 
 def test_texts_of_files_stay_texts(window):
+    window.click("[data-run='0:old']")
     tabs = "[...document.querySelectorAll('.inner button')].find((b) => b.textContent === arguments[0])"
     for tab, shown in (
         ("samples", ".sample"),

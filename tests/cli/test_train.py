@@ -31,7 +31,7 @@ FLAGS = {
     "learning_rate": None, "train_parts": None, "vision_learning_rate": None, "projector_learning_rate": None,
     "schedule": "cosine", "warmup": None, "weight_decay": 0.1, "max_grad_norm": 1.0,
     "dtype": None, "param_dtype": None, "param_rounding": "nearest", "float8": False,
-    "optimizer_in_backward": False,
+    "optimizer_in_backward": False, "low_memory_loss": False, "offload": (),
     "activation_checkpointing": None, "compile": False, "seed": 0,
     "deterministic": False, "lora_rank": None, "lora_alpha": None, "lora_dropout": 0.0,
     "lora_targets": ("all-linear",), "modules_to_save": (), "adapter": None, "quantize": None, "lora_export": None,

@@ -3,7 +3,7 @@ from functools import partial
 import pytest
 import torch
 
-from ligermodels.kernels import gated_linear as module
+from ligermodels.kernels import activated_linear as module
 from ligermodels.kernels.gated_linear import gated_linear, gated_linear_reference
 from ligermodels.kernels.linear import LowRank
 from tests.conftest import DEVICE

@@ -43,6 +43,23 @@ def test_gradients_are_bit_identical_and_the_last_matrix_product_is_not_recomput
     assert recomputed - once == 3 * ROWS * LENGTH * per_token
 
 
+@pytest.mark.parametrize("kept_tensors", [0, None])
+def test_recomputation_drops_what_the_forward_pass_dropped_of_lora(kept_tensors):
+    """The gradients of a dropout that draws other numbers are those of another loss."""
+
+    def change(model):
+        ligermodels.add_lora(model, rank=RANK, dropout=0.5)
+        for name, parameter in model.named_parameters():
+            if name.endswith("lora_B"):
+                torch.nn.init.normal_(parameter)
+        torch.manual_seed(1)
+        return model.train()
+
+    (expected, _), (got, _) = step(False, change=change), step(True, change=change, kept_tensors=kept_tensors)
+    for a, b in zip(expected, got, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 @pytest.mark.usefixtures("kernels")
 def test_with_lora_the_last_matrix_product_is_not_recomputed_either():
     (expected, once), (got, recomputed) = step(False, change=adapt), step(True, change=adapt)

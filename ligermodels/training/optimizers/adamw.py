@@ -17,6 +17,7 @@ from torch.optim.adamw import adamw as torch_adamw
 from ligermodels.errors import InputError
 from ligermodels.kernels.adamw import adamw_
 from ligermodels.kernels.dispatch import runs_kernels
+from ligermodels.training.optimizers.offloaded import OffloadedStates
 
 
 class AdamW(torch.optim.AdamW):
@@ -29,11 +30,13 @@ class AdamW(torch.optim.AdamW):
     grad_scale, found_inf: fp32 device scalars, as torch's GradScaler sets them; `clip_and_step` sets both. The step
     divides gradients by grad_scale, and writes nothing if found_inf is 1.0.
     running_norm: of the gradients, a fp32 device scalar; None unless `OptimizerInBackward` sets it.
+    offloaded: the states where they are in host memory: see `offload_states`.
     """
 
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
     running_norm: Tensor | None = None
+    offloaded: OffloadedStates | None = None
 
     def __init__(
         self,
@@ -58,12 +61,33 @@ class AdamW(torch.optim.AdamW):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            self.update([p for p in group["params"] if p.grad is not None], group)
+            self.update_by_states([p for p in group["params"] if p.grad is not None], group)
         return loss
 
     @torch.no_grad()
+    def offload_states(self) -> None:
+        """Keeps the states in host memory from now on. Call it before the first step, for whole parameters."""
+        self.offloaded = OffloadedStates([group["params"] for group in self.param_groups], self.new_state)
+
+    def update_by_states(self, params: Sequence[nn.Parameter], group: dict[str, Any]) -> None:
+        """`update`, wherever the states are."""
+        if self.offloaded is None:
+            self.update(params, group)
+            return
+        for p in params:
+            host = self.state_of(p)
+            with self.offloaded.on_device(p) as self.state[p]:
+                self.update([p], group)
+            self.state[p] = host
+
+    @torch.no_grad()
     def create_states(self) -> None:
-        """Creates the initial state of every parameter that has none yet, so that it can be filled in place."""
+        """Creates the initial state of every parameter that has none yet, so that it can be filled in place.
+
+        All states are then complete, and may be read and changed.
+        """
+        if self.offloaded is not None:
+            self.offloaded.synchronize()
         for group in self.param_groups:
             for p in group["params"]:
                 self.state_of(p)
@@ -74,11 +98,18 @@ class AdamW(torch.optim.AdamW):
         Raises InputError if the state is another optimizer's.
         """
         super().load_state_dict({**state_dict, "state": {}})
+        if self.offloaded is not None:
+            self.offloaded.reset()
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
         params = [p for group in self.param_groups for p in group["params"]]
         for index, p in zip(saved, params, strict=True):
             if index in state_dict["state"]:
                 self.fill_state(p, state_dict["state"][index])
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.offloaded is not None:
+            self.offloaded.synchronize()
+        return super().state_dict()
 
     @torch.no_grad()
     def fill_state(self, p: nn.Parameter, saved: dict[str, Tensor]) -> None:
@@ -94,7 +125,7 @@ class AdamW(torch.optim.AdamW):
     def state_of(self, p: nn.Parameter) -> dict[str, Tensor]:
         state = self.state[p]
         if not state:
-            state.update(self.new_state(p))
+            state.update(self.new_state(p) if self.offloaded is None else self.offloaded.host[p])
         return state
 
     def new_state(self, p: nn.Parameter) -> dict[str, Tensor]:

@@ -54,7 +54,7 @@ class OptimizerInBackward:
             raise RuntimeError("OptimizerInBackward: backward without begin(), or twice in one step")
         self.norms[p] = torch.linalg.vector_norm(p.grad, dtype=torch.float32)
         optimizer.found_inf = torch.maximum(optimizer.found_inf, 1.0 - self.norms[p].isfinite().float())
-        optimizer.update([p], self.groups[p])
+        optimizer.update_by_states([p], self.groups[p])
         p.grad = None
 
     @torch.no_grad()

@@ -1,12 +1,15 @@
 """Settings that contradict each other, refused before any file is read and any memory is allocated."""
 
 from ligermodels.aliases import TRAIN_ALIASES, flag_of
+from ligermodels.distributed import ranks_of_host
 from ligermodels.errors import InputError
+from ligermodels.layers.host_memory import available_host_memory
+from ligermodels.memory import TrainingMemory
 from ligermodels.training.config import DEFAULT_SIZE, FIELDS, SUPERVISED, UNIT_SETTINGS, RunConfig, TrainConfig
 from ligermodels.training.data.embedded import RANDOM
 from ligermodels.training.data.opening import missing_data
 from ligermodels.training.data.sources import BUILT_IN_SOURCES, parse_spec
-from ligermodels.units import counted
+from ligermodels.units import counted, memory_size
 
 LORA_SETTINGS = ("lora_alpha", "lora_dropout", "lora_targets", "modules_to_save", "lora_export")
 
@@ -49,6 +52,8 @@ def refuse_contradictions(config: TrainConfig) -> None:
             "--on-nan skip: --optimizer-in-backward has updated some parameters before it sees a gradient that is not "
             "finite; leave one of the two out"
         )
+    if "activations" in config.offload:
+        refuse_unused_offload(config)
     if config.float8 and not config.compile:
         raise InputError("--float8 takes twice the time of bfloat16 unless blocks are compiled: add --compile")
     if config.quantize:
@@ -97,6 +102,16 @@ def refuse_unfit_quantisation(config: TrainConfig) -> None:
         raise InputError(f"{given}: --float8 quantises the same linears for its products; leave one of them out")
 
 
+def refuse_unused_offload(config: TrainConfig) -> None:
+    """Raises InputError where no block saves its input alone, outside of compiled code."""
+    if config.activation_checkpointing == "none" or (config.activation_checkpointing is None and config.is_tiny):
+        raise InputError(
+            "--offload activations: keeps inputs of checkpointed blocks: add --activation-checkpointing full"
+        )
+    if config.compile:
+        raise InputError("--offload activations: compiled blocks save other tensors; leave --compile out")
+
+
 def refuse_unused_rounding(config: TrainConfig) -> None:
     """Raises InputError if --param-rounding has no effect, as far as the parameter dtype is known."""
     given = f"--param-rounding {config.param_rounding}"
@@ -129,6 +144,25 @@ def refuse_unfit_optimizer_in_backward(config: RunConfig, ranks: int, micro_batc
         raise InputError(
             f"--optimizer-in-backward: parameters in {config.param_dtype} and products in {compute} need FSDP2, which "
             f"keeps gradients; add --param-dtype {compute}"
+        )
+
+
+def refuse_unfit_offload(config: RunConfig, ranks: int, memory: TrainingMemory, checkpointed_blocks: int) -> None:
+    """Raises InputError where ranks share optimizer states, or the host has no room. memory: of one rank."""
+    if "optimizer" in config.offload and ranks > 1:
+        raise InputError(
+            f"--offload optimizer: runs on one process; {ranks} ranks share the states already; leave it out"
+        )
+    needed, available = memory.host * ranks_of_host(), available_host_memory()
+    if "activations" in config.offload and checkpointed_blocks and not memory.offloads_every:
+        raise InputError(
+            f"--offload activations: the host has {memory_size(available)} available, and beside a copy of weights and "
+            "optimizer states no room for the input of a block; shorten --sequence-length, or leave it out"
+        )
+    if needed > available:
+        raise InputError(
+            f"--offload {' '.join(config.offload)}: takes {memory_size(needed)} of host memory, which has "
+            f"{memory_size(available)} available; use --optimizer adamw8bit, or offload less"
         )
 
 

@@ -15,6 +15,7 @@ from ligermodels.aliases import flag_of
 from ligermodels.distributed import World
 from ligermodels.training.config import SUPERVISED, RunConfig, TrainConfig
 from ligermodels.training.data import Data
+from ligermodels.training.data.preferences import PreferenceData
 from ligermodels.training.optimizers.schedules import default_image_learning_rate, default_learning_rate
 
 TORCH_DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bfloat16": torch.bfloat16}
@@ -91,12 +92,18 @@ def image_choices(config: TrainConfig, data: Data, hidden_size: int) -> dict[str
     """What differs where the data have images: the rate of new weights, and the limits of images of any size."""
     if data.processor is None:
         return {}
-    chosen, limits = {}, data.processor.images.token_range
+    chosen = image_limits(data)
     if config.has_new_weights:
         chosen["learning_rate"] = Choice(default_image_learning_rate(hidden_size))
-    if limits is not None:
-        chosen["image_tokens"] = Choice("{}:{}".format(*limits), "other images are resized")
     return chosen
+
+
+def image_limits(data: Data | PreferenceData) -> dict[str, Choice]:
+    """The limits of images of any size; empty for data without such images."""
+    limits = None if data.processor is None else data.processor.images.token_range
+    if limits is None:
+        return {}
+    return {"image_tokens": Choice("{}:{}".format(*limits), "other images are resized")}
 
 
 def length_reason(data: Data, length: int) -> str:

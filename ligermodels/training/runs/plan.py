@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 
 from ligermodels.aliases import flag_of
-from ligermodels.distributed import World
+from ligermodels.distributed import World, ranks_of_host, smallest
 from ligermodels.layers.decoder import CausalLM
+from ligermodels.layers.host_memory import available_host_memory
 from ligermodels.memory import (
     Parameters,
     TrainingMemory,
@@ -31,6 +32,7 @@ from ligermodels.training.config import RL, SUPERVISED, UNIT_SETTINGS, RunConfig
 from ligermodels.training.data.batches import split_global_batch
 from ligermodels.training.data.opening import DocumentLengths
 from ligermodels.training.optimizers.adamw import AdamW
+from ligermodels.training.optimizers.offloaded import bytes_where_offloaded
 from ligermodels.training.reporting.flops import flops_per_token
 from ligermodels.training.runs.folder import CHECKPOINTS
 from ligermodels.training.runs.image_load import NO_IMAGES, ImageLoad
@@ -149,8 +151,8 @@ class Plan:
         yield "the run", f"{self.steps}, {tokens:,} tokens"
         yield "compute", f"{self.flops:.3g} FLOPs a token, {self.flops * tokens:.3g} in all"
         if self.images.tokens:
-            of_all = self.images.tokens / (self.rows * self.config.sequence_length)
-            share = f"{of_all:.0%} of the tokens of the rows, {self.images.flops / self.flops:.0%} of the FLOPs"
+            of_flops = self.images.flops / self.flops
+            share = f"{self.images.share:.0%} of the tokens of the rows, {of_flops:.0%} of the FLOPs"
             yield "images", f"{share}; at most {self.images.most_patches:,} patches in a row"
         if self.config.packing:
             yield "attention", self.attention
@@ -169,6 +171,12 @@ class Plan:
                 f"  peak{f', {phase}' if len(self.phases) > 1 else ''}",
                 f"{memory_size(size):>10}" + (f" of {memory_size(total)}" if total else ""),
             )
+        if self.memory.host:
+            inputs, every = memory_size(self.memory.offloaded_inputs), self.memory.offloads_every
+            blocks = "every checkpointed block" if every == 1 else f"one of {every} checkpointed blocks"
+            of_them = f", {inputs} of them the inputs of {blocks}" if every else ""
+            available = memory_size(available_host_memory())
+            yield "  host memory", f"{memory_size(self.memory.host):>10} of {available}{of_them}"
         if self.cut:
             yield "cut", self.cut
         for line in self.chosen:
@@ -246,11 +254,13 @@ class Plan:
 
     def host_memory_warnings(self) -> Iterator[str]:
         """Warns where the host has no room for the copy that each rank makes of its part of a checkpoint."""
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        ranks = ranks_of_host()
         copies = ranks * self.checkpoint // dp_shard_size(self.world, self.config.dp_replicate)
-        if self.world.device.type == "cuda" and self.checkpoints and copies > host_memory():
+        offloaded = ranks * self.memory.host
+        if self.world.device.type == "cuda" and self.checkpoints and copies + offloaded > host_memory():
+            beside = f" beside {memory_size(offloaded)} that are offloaded" if offloaded else ""
             yield (
-                f"a checkpoint is copied to host memory first, {memory_size(copies)}, but this host has "
+                f"a checkpoint is copied to host memory first, {memory_size(copies)}{beside}, but this host has "
                 f"{memory_size(host_memory())}; --checkpoint-every 0 saves none"
             )
 
@@ -297,7 +307,7 @@ def make_plan(
     images: what they add. model: with its LoRA, not sharded yet; it may be on the meta device.
     """
     trained = trained_parameters(model)
-    states = memory.optimizer_states * dp_shard_size(world, config.dp_replicate)
+    states = memory.offloaded_states or memory.optimizer_states * dp_shard_size(world, config.dp_replicate)
     checkpoint = sum(parameter.nbytes for parameter in trained) + states
     attention = model.attention_implementation(world.device, dtype)
     return Plan(
@@ -354,10 +364,18 @@ def memory_needs(
     that of `training_memory`. The result takes the micro-batch size as `batch_size`.
     """
     optimizer.create_states()
+    on_device, on_host, room = state_bytes(optimizer), 0, 0
+    # A checkpoint copies weights and states to the host, so that it can be written beside the next steps.
+    copied = (sum(p.nbytes for p in trained_parameters(model)) + on_device) // dp_shard_size(world, config.dp_replicate)
+    if "optimizer" in config.offload:
+        on_device, on_host = bytes_where_offloaded(optimizer)
+    if "activations" in config.offload:
+        free = torch.tensor(available_host_memory() // ranks_of_host(), dtype=torch.float64, device=world.device)
+        room = max(0, int(smallest(free).item()) - copied - on_host)
     estimate = functools.partial(
         training_memory, model, sequence_length=config.sequence_length, dtype=dtype,
-        shards=dp_shard_size(world, config.dp_replicate), optimizer_states=state_bytes(optimizer),
-        beside=beside, context=world.context, expert_ranks=config.expert_parallel, fp32_logits=fp32_logits,
-        step_in_backward=config.optimizer_in_backward,
+        shards=dp_shard_size(world, config.dp_replicate), optimizer_states=on_device, offloaded_states=on_host,
+        room_for_inputs=room, beside=beside, context=world.context, expert_ranks=config.expert_parallel,
+        fp32_logits=fp32_logits, low_memory_loss=config.low_memory_loss, step_in_backward=config.optimizer_in_backward,
     )  # fmt: skip
     return lambda *, batch_size, **options: estimate(batch_size, patches=batch_size * row_patches, **options)

@@ -28,6 +28,7 @@ from ligermodels.training.reporting.loggers import check_logger_packages
 from ligermodels.training.runs.continuing import with_base_of_adapter
 from ligermodels.training.runs.contradictions import (
     refuse_contradictions,
+    refuse_unfit_offload,
     refuse_unfit_optimizer_in_backward,
     refuse_unused_profile,
     refuse_unused_rounding,
@@ -107,6 +108,8 @@ def prepare(config: TrainConfig, world: World) -> Run:
         )  # fmt: skip
 
     train_parts(model, config, compute_dtype)
+    if config.low_memory_loss:
+        model.lm_head.low_memory_loss = True
     refuse_unfit_model(model, world.context)
     refuse_unfit_experts(model, config, world)
 
@@ -149,6 +152,9 @@ def prepare(config: TrainConfig, world: World) -> Run:
     reshard_after_forward = must_reshard_after_forward(world, estimate, checkpointed_blocks)
     estimate = partial(estimate, keep_unsharded=not reshard_after_forward)
     memory = estimate(checkpointed_blocks=checkpointed_blocks)
+    refuse_unfit_offload(config, world.size, memory, checkpointed_blocks)
+    if memory.offloads_every:
+        model.offload_inputs(checkpointed_blocks, memory.offloads_every)
     made = make_plan(
         model, config, world, description=data.description, rows=len(data.training),
         passes=data.training.mixture.rows_per_epoch, validation_rows=len(data.validation),

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from ligermodels.distributed import world_size
 from ligermodels.errors import InputError, exhausted_memory, first_line
 from ligermodels.training.config import RunConfig
 from ligermodels.training.scaling.activation_checkpointing import MemoryEstimator
@@ -76,12 +77,18 @@ def memory_saving_flags(
         half = micro_batch_size // 2
         peak = memory_size(estimate(batch_size=half, checkpointed_blocks=checkpointed_blocks).peak)
         yield f"--micro-batch-size {half} ({peak}), with gradient accumulation"
+    if config.objective == "sft" and not config.low_memory_loss:
+        lower = estimate(checkpointed_blocks=checkpointed_blocks, low_memory_loss=True).peak
+        if lower < estimate(checkpointed_blocks=checkpointed_blocks).peak:
+            yield f"--low-memory-loss ({memory_size(lower)})"
     if config.dtype != "bfloat16":
         yield "--dtype bfloat16"
     elif config.param_dtype == "float32" and not config.with_lora:
         yield "--param-dtype bfloat16"
     if config.optimizer == "adamw":
         yield "--optimizer adamw8bit or --optimizer-state-dtype bfloat16"
+    if not config.with_lora and "optimizer" not in config.offload and world_size() == 1:
+        yield "--offload optimizer"
     if not config.with_lora:
         yield "--lora-rank 16"
     shorter = estimate(sequence_length=config.sequence_length // 2, checkpointed_blocks=checkpointed_blocks).peak

@@ -64,13 +64,17 @@ def test_document_lengths_do_not_recompile_blocks_and_results_are_equal():
     assert graphs == [2, 4, 4, 4]  # first block and later blocks; once for static, once for dynamic lengths
 
 
-@pytest.mark.parametrize("raw", [SHORT_CONV, KEYS_READ_LATER], ids=itemgetter("model_type"))
-def test_compiled_blocks_with_convolutions_or_the_keys_of_others_give_equal_gradients(raw):
+@pytest.mark.parametrize(
+    ("raw", "kept_tensors"),
+    [(SHORT_CONV, 0), (KEYS_READ_LATER, 0), (KEYS_READ_LATER, None)],
+    ids=["convolutions", "keys that other layers read", "the same, with results kept"],
+)
+def test_compiled_blocks_with_convolutions_or_the_keys_of_others_give_equal_gradients(raw, kept_tensors):
     """Of packed documents, with the first blocks checkpointed."""
     torch._dynamo.reset()
     plain, compiled = (ligermodels.create(raw, dtype=torch.float64) for _ in range(2))
     compiled.load_state_dict(plain.state_dict())
-    compiled.checkpoint_activations(raw["num_hidden_layers"] - 1)
+    compiled.checkpoint_activations(raw["num_hidden_layers"] - 1, kept_tensors)
     with compiling_by("eager"):
         compile_blocks(compiled, CPU)
     ids = torch.randint(97, (1, 12), generator=torch.Generator().manual_seed(0))

@@ -1,0 +1,179 @@
+"""Optimizer states in pinned host memory: those of a few parameters at a time are on the device.
+
+While a parameter is updated, the states of the next ones come to the device on one stream, and those of the parameters
+before go back on another. They pass through a ring of device memory, whose parts are reused in turn. The order of the
+parameters is that of their last updates. The update itself does not change. The step counts stay on the device.
+
+On a CPU the states are copied to the ring and back too, without streams. Must not know models.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ligermodels.layers.host_memory import pinned_memory
+
+STATE_ALIGNMENT = 256  # bytes, of the states in the host's memory and in the ring
+AHEAD = 2  # parameters whose states are copied to the device before their update
+STAYS_ON_DEVICE = "step"  # the state that is not moved: of one element
+
+TensorState = dict[str, Tensor]
+
+
+def packed_bytes(state: Mapping[str, Tensor]) -> int:
+    """Bytes of a parameter's states that are moved, one behind the other."""
+    return sum(padded_bytes(tensor.nbytes) for name, tensor in state.items() if name != STAYS_ON_DEVICE)
+
+
+def ring_bytes(groups: Sequence[Sequence[int]]) -> int:
+    """Bytes of the ring for the packed bytes of parameters, by group.
+
+    It has room for three neighbours: one arrives, one is updated, one leaves.
+    """
+    return max((sum(sizes[first : first + 3]) for sizes in groups for first in range(len(sizes))), default=0)
+
+
+def bytes_where_offloaded(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
+    """Bytes on the device and in host memory of an optimizer's states, which may be on the meta device."""
+    states = [[optimizer.state[p] for p in group["params"]] for group in optimizer.param_groups]
+    sizes = [[packed_bytes(state) for state in group] for group in states]
+    staying = sum(state[STAYS_ON_DEVICE].nbytes for group in states for state in group if STAYS_ON_DEVICE in state)
+    return ring_bytes(sizes) + staying, sum(map(sum, sizes))
+
+
+def padded_bytes(nbytes: int) -> int:
+    return -(-nbytes // STATE_ALIGNMENT) * STATE_ALIGNMENT
+
+
+@dataclass(eq=False)
+class RingPart:
+    """The states of a parameter in the ring. copied: the event behind the last copy. needed: until they are back."""
+
+    start: int
+    stop: int
+    copied: Any = None
+    needed: bool = True
+
+
+class OffloadedStates:
+    """The states of an optimizer in host memory; `on_device` brings those of one parameter to its device.
+
+    host: the states by parameter, plain tensors.
+    """
+
+    def __init__(
+        self, groups: Sequence[Sequence[nn.Parameter]], new_state: Callable[[nn.Parameter], TensorState]
+    ) -> None:
+        """groups: parameters on one device, whole. new_state: the initial state of one, zeros."""
+        params = [p for group in groups for p in group]
+        self.device = params[0].device
+        on_meta = {p: moved_to_meta(new_state(p)) for p in params}
+        sizes = {p: packed_bytes(on_meta[p]) for p in params}
+        self.memory = pinned_memory(sum(sizes.values()), self.device)
+        self.packed = dict(zip(params, self.memory.split(list(sizes.values())), strict=True))
+        self.host = {p: unpacked(self.packed[p], on_meta[p]) for p in params}
+
+        self.module = torch.get_device_module(self.device)  # the streams and events of torch.cpu do nothing
+        self.inward, self.outward = self.module.Stream(self.device), self.module.Stream(self.device)
+        size = ring_bytes([[sizes[p] for p in group] for group in groups])
+        self.ring = torch.empty(size, dtype=torch.uint8, device=self.device)
+        self.end = 0  # of the newest part
+        self.parts: list[RingPart] = []
+        self.fetched: dict[nn.Parameter, RingPart] = {}
+        self.returned: dict[nn.Parameter, Any] = {}  # the event behind each parameter's last copy to the host
+        self.following: dict[nn.Parameter, nn.Parameter] = {}
+        self.last: nn.Parameter | None = None
+
+    @contextmanager
+    def on_device(self, p: nn.Parameter) -> Iterator[TensorState]:
+        """The states of a parameter on its device, which are copied back behind the block."""
+        part = self.fetched.pop(p, None) or self.fetch(p)
+        self.fetch_following(p)
+        packed, current = self.ring[part.start : part.stop], self.module.current_stream(self.device)
+        current.wait_event(part.copied)
+        yield unpacked(packed, self.host[p])
+        self.outward.wait_stream(current)
+        with self.module.stream(self.outward):
+            self.packed[p].copy_(packed, non_blocking=True)
+        part.copied = self.returned[p] = self.event_on(self.outward)
+        part.needed = False
+
+    def synchronize(self) -> None:
+        """Waits until the states in host memory are complete. They may be changed until the next update."""
+        self.module.synchronize(self.device)
+        self.fetched, self.parts = {}, []
+
+    def reset(self) -> None:
+        """Gives all states their initial values."""
+        self.synchronize()
+        self.memory.zero_()
+        for state in self.host.values():
+            if STAYS_ON_DEVICE in state:
+                state[STAYS_ON_DEVICE].zero_()
+
+    def fetch_following(self, p: nn.Parameter) -> None:
+        """Fetches the parameters that were updated behind `p`, as far as the ring has room."""
+        if self.last is not None:
+            self.following[self.last] = p
+        self.last = next_one = p
+        for _ in range(AHEAD):
+            next_one = self.following.get(next_one, p)
+            if next_one is p or (next_one not in self.fetched and not self.has_room(next_one)):
+                return
+            if next_one not in self.fetched:
+                self.fetched[next_one] = self.fetch(next_one)
+
+    def has_room(self, p: nn.Parameter) -> bool:
+        return not any(old.needed for old in self.overlapping(self.next_part(p)))
+
+    def fetch(self, p: nn.Parameter) -> RingPart:
+        """Starts to copy the states of a parameter into the ring. What was fetched there is given up."""
+        part = self.next_part(p)
+        replaced = self.overlapping(part)
+        for event in (*(old.copied for old in replaced), self.returned.get(p)):
+            if event is not None:
+                self.inward.wait_event(event)
+        with self.module.stream(self.inward):
+            self.ring[part.start : part.stop].copy_(self.packed[p], non_blocking=True)
+        part.copied = self.event_on(self.inward)
+        self.fetched = {q: old for q, old in self.fetched.items() if old not in replaced}
+        self.parts = [*(old for old in self.parts if old not in replaced), part]
+        self.end = part.stop
+        return part
+
+    def next_part(self, p: nn.Parameter) -> RingPart:
+        """Behind the newest part, or at the beginning of the ring."""
+        size = len(self.packed[p])
+        start = self.end if self.end + size <= len(self.ring) else 0
+        return RingPart(start, start + size)
+
+    def overlapping(self, part: RingPart) -> list[RingPart]:
+        return [old for old in self.parts if old.start < part.stop and part.start < old.stop]
+
+    def event_on(self, stream: Any) -> Any:
+        event = self.module.Event()
+        event.record(stream)
+        return event
+
+
+def moved_to_meta(state: TensorState) -> TensorState:
+    """The state, with the tensors that are moved on the meta device; of DTensors their local part."""
+    own = {name: x.to_local() if isinstance(x, DTensor) else x for name, x in state.items()}
+    return {name: x if name == STAYS_ON_DEVICE else x.to("meta") for name, x in own.items()}
+
+
+def unpacked(packed: Tensor, state: Mapping[str, Tensor]) -> TensorState:
+    """The states packed in uint8 memory, in the dtypes and shapes of `state`; what is not moved is that of `state`."""
+    result, start = {}, 0
+    for name, tensor in state.items():
+        if name == STAYS_ON_DEVICE:
+            result[name] = tensor
+        else:
+            result[name] = packed[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            start += padded_bytes(tensor.nbytes)
+    return result

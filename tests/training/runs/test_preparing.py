@@ -1,0 +1,82 @@
+"""What `prepare` does with a run's settings before any memory is allocated."""
+
+import pytest
+
+import ligermodels
+from ligermodels import distributed
+from ligermodels.errors import InputError
+from ligermodels.training import TrainConfig
+from ligermodels.training.runs import contradictions, plan
+from ligermodels.training.runs.contradictions import refuse_unfit_offload
+from ligermodels.training.runs.preparing import prepare
+
+SETTINGS = {"model": "llama", "data": ("random",), "steps": 4, "sequence_length": 32}
+
+
+def prepared(**settings):
+    return prepare(TrainConfig(**SETTINGS | settings), distributed.start())
+
+
+def test_the_low_memory_loss_reaches_the_head_and_the_plan():
+    run, lean = (prepared(low_memory_loss=low) for low in (False, True))
+    assert (run.model.lm_head.low_memory_loss, lean.model.lm_head.low_memory_loss) == (False, True)
+    assert lean.plan.memory.loss == run.estimate(checkpointed_blocks=0, low_memory_loss=True).loss
+    assert lean.plan.memory.loss != run.plan.memory.loss
+    with pytest.raises(InputError, match="--low-memory-loss has no effect under --objective dpo"):
+        prepared(low_memory_loss=True, objective="dpo")
+
+
+def test_offloaded_states_are_counted_on_the_host_and_their_ring_on_the_device():
+    run, lean = prepared(), prepared(offload=("optimizer",))
+    memory = lean.plan.memory
+    optimizer = lean.build(ligermodels.create("llama", size="tiny"))
+    optimizer.offload_states()
+    assert memory.host == len(optimizer.offloaded.memory) >= run.plan.memory.optimizer_states - 2**10
+    assert memory.optimizer_states == len(optimizer.offloaded.ring) + 4 * len(optimizer.offloaded.host)
+    assert memory.optimizer_states < run.plan.memory.optimizer_states
+    assert lean.plan.checkpoint == pytest.approx(run.plan.checkpoint, rel=1e-3)
+    assert "host memory" in lean.plan.text() and "host memory" not in run.plan.text()
+
+
+def test_offloading_that_cannot_work_is_refused(monkeypatch):
+    run = prepared(offload=("optimizer",))
+    with pytest.raises(InputError, match="--offload optimizer: runs on one process; 2 ranks share the states already"):
+        refuse_unfit_offload(run.config, 2, run.plan.memory, 0)
+    monkeypatch.setattr(contradictions, "available_host_memory", lambda: 2**20)
+    with pytest.raises(InputError, match=r"--offload optimizer: takes .* of host memory, which has .* available; use"):
+        prepared(offload=("optimizer",))
+    assert prepared().plan.memory.host == 0
+
+
+def test_offloaded_inputs_are_counted_on_the_host_and_offloaded_as_far_as_it_has_room(monkeypatch):
+    full = {"activation_checkpointing": "full"}
+    usual, run = prepared(**full), prepared(**full, offload=("activations",))
+    tokens, hidden, blocks = run.plan.micro_batch_size * 32, run.model.config.hidden_size, len(run.model.blocks)
+    one = tokens * hidden * 4
+    assert (run.plan.memory.host, run.plan.memory.offloads_every) == (blocks * one, 1)
+    assert run.plan.memory.activations == usual.plan.memory.activations - (blocks - 1) * one  # one arrives
+    assert all(block.offloaded_inputs is not None for block in run.model.blocks)
+    assert all(block.offloaded_inputs is None for block in usual.model.blocks)
+    assert "inputs of every checkpointed block" in run.plan.text()
+
+    monkeypatch.setattr(plan, "available_host_memory", lambda: run.plan.checkpoint + one)
+    run = prepared(**full, offload=("activations",))
+    assert (run.plan.memory.host, run.plan.memory.offloads_every) == (one, blocks)
+    assert [block.offloaded_inputs is not None for block in run.model.blocks] == [True] + [False] * (blocks - 1)
+    assert f"inputs of one of {blocks} checkpointed blocks" in run.plan.text()
+    monkeypatch.setattr(plan, "available_host_memory", lambda: run.plan.checkpoint + one - 1)
+    with pytest.raises(InputError, match=r"--offload activations: the host has .* no room for the input of a block"):
+        prepared(**full, offload=("activations",))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({}, "add --activation-checkpointing full"),
+        ({"activation_checkpointing": "none"}, "add --activation-checkpointing full"),
+        ({"activation_checkpointing": "full", "compile": True}, "leave --compile out"),
+    ],
+)
+def test_inputs_that_no_block_saves_alone_are_not_offloaded(settings, words):
+    with pytest.raises(InputError, match=f"--offload activations: .*{words}"):
+        prepared(offload=("activations",), **settings)
