@@ -17,7 +17,7 @@ from torch import Tensor
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
 from ligermodels.layers.decoder import IGNORE_INDEX, next_tokens
-from ligermodels.training.data.decoding import ImageDecoder
+from ligermodels.training.data.decoding import ImageDecoder, images_of
 from ligermodels.training.data.mixture import Mixture
 from ligermodels.training.data.packing import ConcatenatedRows, Segment
 from ligermodels.training.data.stored_states import StoredStates, is_supervised
@@ -93,11 +93,13 @@ def collate(
     masked = any(store.supervised is not None for row in rows for store, _, _ in row)
     places = supervised_rows(labels, pinned, world.context_rank, world.context) if masked else None
     if not packing:
-        images = decoder.arguments(rows, input_ids, None, pinned) if decoder else {}
+        images = decoder.arguments([*map(images_of, rows)], input_ids, labels, None, pinned) if decoder else {}
         return Batch(input_ids, labels, None, None, places, images)
     input_ids, labels = input_ids.view(1, -1), labels.view(1, -1)
     cu_seqlens = torch.tensor(offsets, dtype=torch.int32, pin_memory=pinned)
-    images = decoder.arguments([list(itertools.chain(*rows))], input_ids, cu_seqlens, pinned) if decoder else {}
+    images = (
+        decoder.arguments([images_of(itertools.chain(*rows))], input_ids, labels, cu_seqlens, pinned) if decoder else {}
+    )
     return Batch(input_ids, labels, cu_seqlens, length, places, images)
 
 
@@ -272,8 +274,8 @@ class ValidationRows:
         """The images in that prompt, under the names of arguments of `forward`; empty if it has none."""
         store, start, _ = self.sample_segment()
         ids = self.sample_prompt()
-        shorter = [[Segment(store, start, len(ids))]]
-        return self.decoder.pixel_inputs(shorter, torch.tensor([ids])) if self.decoder else {}
+        images = images_of([Segment(store, start, len(ids))])
+        return self.decoder.pixel_inputs([images], torch.tensor([ids])) if self.decoder else {}
 
     def sample_segment(self) -> Segment:
         segments = (segment for row in range(len(self)) for segment in self.rows.segments(row))

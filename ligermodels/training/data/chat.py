@@ -27,7 +27,7 @@ from ligermodels.errors import InputError
 from ligermodels.images.inputs import Processor
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.tokenizer.chat_template import Rendered, choose_template
-from ligermodels.training.data.image_documents import ImageChats
+from ligermodels.training.data.image_documents import ImageChats, as_prefix, plan_images, prefix_document
 from ligermodels.training.data.image_store import DocumentImage
 from ligermodels.training.data.records import BadLines, Completion, Conversation, GroupRecord, Record, Text
 from ligermodels.training.data.run_tokenizer import template_advice
@@ -63,7 +63,8 @@ def tokenize_records(
         if kind is Text:
             yield from text_documents(cast(Iterator[Text], group), tokenizer, end)
         elif kind is Completion:
-            yield from completion_documents(cast(Iterator[Completion], group), tokenizer, end)
+            completions = cast(Iterator[Completion], group)
+            yield from completion_documents(completions, tokenizer, end, bad_lines, processor)
         else:
             chats = cast(Iterator[Conversation], group)
             yield from conversation_documents(chats, tokenizer, end, bad_lines, processor)
@@ -107,14 +108,37 @@ def encode_texts(texts: Sequence[Text], tokenizer: Tokenizer) -> Iterator[list[i
             yield tokenizer.encode(text.text, add_special_tokens=False)
 
 
-def completion_documents(completions: Iterable[Completion], tokenizer: Tokenizer, end: int) -> Iterator[Document]:
+def completion_documents(
+    completions: Iterable[Completion], tokenizer: Tokenizer, end: int, bad_lines: BadLines, processor: ReadProcessor
+) -> Iterator[Document]:
     """Supervised are the tokens that contain a character of the completion, and the end-of-text token."""
     for batch in record_batches(completions):
-        encodings = tokenizer.encode_with_offsets([prompt + completion for prompt, completion, _ in batch])
-        for (prompt, _, place), encoding in zip(batch, encodings, strict=True):
-            ids = encoding.ids[:-1] if encoding.ids[-1:] == [end] else encoding.ids
-            supervised = [stop > len(prompt) for _, stop in encoding.offsets[: len(ids)]]
-            yield Document([*ids, end], [*supervised, True], place)
+        encodings = iter(tokenizer.encode_with_offsets([r.prompt + r.completion for r in batch if not r.images]))
+        for record in batch:
+            if record.images:
+                document = bad_lines.attempt(completion_with_images, record, end, processor)
+            else:
+                document = completion_document(record, next(encodings), end)
+            if document is not None:
+                yield document
+
+
+def completion_with_images(record: Completion, end: int, processor: ReadProcessor) -> Document:
+    return prefix_document(record, end, processor_for(record, processor))
+
+
+def processor_for(record: Conversation | Completion, processor: ReadProcessor) -> Processor:
+    """The processor for a record with images. Raises InputError naming the place if the model reads none."""
+    try:
+        return processor()
+    except InputError as error:
+        raise InputError(f"{record.place}: {error}") from None
+
+
+def completion_document(record: Completion, encoding: Encoding, end: int) -> Document:
+    ids = encoding.ids[:-1] if encoding.ids[-1:] == [end] else encoding.ids
+    supervised = [stop > len(record.prompt) for _, stop in encoding.offsets[: len(ids)]]
+    return Document([*ids, end], [*supervised, True], record.place)
 
 
 def conversation_documents(
@@ -123,21 +147,34 @@ def conversation_documents(
     added = tokenizer.tokenizer.get_added_tokens_decoder().values()
     special = tuple(token.content for token in added if token.special)
     for batch in record_batches(conversations):
-        if not tokenizer.templates:
+        without = next((chat for chat in batch if not (tokenizer.templates or is_prefix(chat, processor))), None)
+        if without is not None:
             raise InputError(
-                f"{batch[0].place}: {tokenizer.file.parent} has no chat template for messages; "
+                f"{without.place}: {tokenizer.file.parent} has no chat template for messages; "
                 f"{template_advice(tokenizer)}"
             )
         rendered = (
-            bad_lines.attempt(render_with_images, conversation, tokenizer, special, processor) or []
+            bad_lines.attempt(render_with_images, conversation, tokenizer, special, end, processor) or []
             for conversation in batch
         )
         chats = list(itertools.chain.from_iterable(rendered))
-        encodings = tokenizer.encode_with_offsets([chat.text for chat in chats], add_special_tokens=False)
-        for chat, encoding in zip(chats, encodings, strict=True):
-            document = bad_lines.attempt(chat_document, chat, encoding, end)
-            if document is not None:
-                yield document
+        texts = [chat.text for chat in chats if isinstance(chat, RenderedChat)]
+        encodings = iter(tokenizer.encode_with_offsets(texts, add_special_tokens=False))
+        for chat in chats:
+            if isinstance(chat, RenderedChat):
+                document = bad_lines.attempt(chat_document, chat, next(encodings), end)
+                if document is not None:
+                    yield document
+            else:
+                yield chat
+
+
+def is_prefix(conversation: Conversation, processor: ReadProcessor) -> bool:
+    """Whether a conversation has images, and the model takes such a one as a prompt of its own form."""
+    try:
+        return bool(conversation.images) and processor().placeholder.prefix
+    except InputError:  # which rendering says, with the place
+        return False
 
 
 class RenderedChat(NamedTuple):
@@ -154,13 +191,17 @@ class RenderedChat(NamedTuple):
 
 
 def render_with_images(
-    conversation: Conversation, tokenizer: Tokenizer, special: tuple[str, ...], processor: ReadProcessor
-) -> list[RenderedChat]:
-    """As `render_conversation`, with the text of images in place of their placeholders."""
+    conversation: Conversation, tokenizer: Tokenizer, special: tuple[str, ...], end: int, processor: ReadProcessor
+) -> Sequence[RenderedChat | Document]:
+    """As `render_conversation`, with the text of images in place of their placeholders; or the document of a prefix."""
     if not conversation.images:
         return render_conversation(conversation, tokenizer, special)
+    reader = processor_for(conversation, processor)
+    prefix = as_prefix(conversation, reader)
+    if prefix is not None:
+        return [prefix_document(prefix, end, reader)]
     try:
-        images = ImageChats(processor(), conversation.images)
+        images = ImageChats(reader, plan_images(conversation.images, reader))
     except InputError as error:
         raise InputError(f"{conversation.place}: {error}") from None
     return [chat._replace(images=images) for chat in render_conversation(conversation, images, special)]
@@ -267,8 +308,7 @@ def chat_document(chat: RenderedChat, encoding: Encoding, end: int) -> Document:
     ids, supervised = encoding.ids, overlap_mask(encoding.offsets, chat.answers)
     images: Sequence[DocumentImage] = ()
     if chat.images is not None:
-        never = chat.images.processor.image_ids
-        supervised = [kept and token not in never for kept, token in zip(supervised, ids, strict=True)]
+        supervised = chat.images.unsupervised(ids, supervised)
         try:
             images = chat.images.locate(ids)
         except InputError as error:

@@ -18,6 +18,8 @@ from ligermodels.images.reading import ImageSource, image_size
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.tokenizer.chat_template import Rendered
 from ligermodels.training.data.image_store import DocumentImage
+from ligermodels.training.data.records import IMAGES_BESIDE_TEXT, Completion, Conversation
+from ligermodels.training.data.store import Document
 
 
 class PlannedImage(NamedTuple):
@@ -30,6 +32,7 @@ class PlannedImage(NamedTuple):
 
 
 def plan_images(sources: Sequence[ImageSource], processor: Processor) -> list[PlannedImage]:
+    """Raises InputError, which names the image, if a header cannot be read or a size does not fit the model."""
     planned = []
     for number, source in enumerate(sources):
         place = f"image {number + 1}"
@@ -39,14 +42,11 @@ def plan_images(sources: Sequence[ImageSource], processor: Processor) -> list[Pl
 
 
 class ImageChats(Tokenizer):
-    """A processor's tokenizer for one conversation: what it renders has the texts of these images.
+    """A processor's tokenizer for one conversation: what it renders has the texts of these images."""
 
-    Raises InputError, which names the image, if a header cannot be read or a size does not fit the model.
-    """
-
-    def __init__(self, processor: Processor, images: Sequence[ImageSource]) -> None:
+    def __init__(self, processor: Processor, images: Sequence[PlannedImage]) -> None:
         self.__dict__.update(processor.tokenizer.__dict__)
-        self.processor, self.images = processor, plan_images(images, processor)
+        self.processor, self.images = processor, images
         self.texts = [processor.placeholder.text(image.plan) for image in self.images]
 
     def render(self, messages: Sequence[Any], **options: Any) -> Rendered:
@@ -54,8 +54,54 @@ class ImageChats(Tokenizer):
         rendered = super().render(self.processor.contents(messages), **options)
         return expanded(rendered, self.processor.placeholder.printed, self.texts)
 
+    def expand(self, text: str) -> str:
+        """A text without a chat, with its placeholders replaced. Raises InputError unless it has one for each image."""
+        return self.processor.placeholder.expand(text, [image.plan for image in self.images])
+
+    def unsupervised(self, ids: Sequence[int], supervised: Sequence[bool]) -> list[bool]:
+        """The mask without the tokens of images, which a model never writes."""
+        never = self.processor.image_ids
+        return [kept and token not in never for kept, token in zip(supervised, ids, strict=True)]
+
     def locate(self, ids: Sequence[int]) -> list[DocumentImage]:
         return locate_images(ids, self.images, self.processor.feature_id)
+
+
+def prefix_document(record: Completion, end: int, processor: Processor) -> Document:
+    """The document of a prompt with images and its completion, which is supervised, and end, the end-of-text token.
+
+    Raises InputError, which names the place, for a model whose prompts are no prefixes, and as `ImageChats` does.
+    """
+    try:
+        if not processor.placeholder.prefix:
+            raise InputError(IMAGES_BESIDE_TEXT)
+        images = plan_images(record.images, processor)
+        completion = [*processor.encode_completion(record.completion), end]
+    except InputError as error:
+        raise InputError(f"{record.place}: {error}") from None
+    prompt = processor.encode(record.prompt, [image.plan for image in images], record.place)
+    supervised = [False] * len(prompt) + [True] * len(completion)
+    return Document(
+        [*prompt, *completion], supervised, record.place, locate_images(prompt, images, processor.feature_id)
+    )
+
+
+def as_prefix(record: Conversation, processor: Processor) -> Completion | None:
+    """The prompt and the completion of a conversation with images; None for a model whose prompts are no prefixes.
+
+    Raises InputError, which names the place, for a conversation of another form.
+    """
+    if not processor.placeholder.prefix:
+        return None
+    options = {"tools": record.tools, **(record.template_kwargs or {})}
+    given = {name: value for name, value in options.items() if value is not None}
+    try:
+        if record.messages[-1]["role"] != "assistant" or not record.messages[-1].get("weight", 1):
+            raise InputError("field messages: no assistant message with a weight other than 0: nothing is supervised")
+        prompt, completion = processor.prefix(record.messages, **given)
+    except InputError as error:
+        raise InputError(f"{record.place}: {error}") from None
+    return Completion(prompt, completion or "", record.place, record.images)
 
 
 def expanded(rendered: Rendered, placeholder: str, texts: Sequence[str]) -> Rendered:
@@ -85,7 +131,7 @@ def locate_images(ids: Sequence[int], images: Sequence[PlannedImage], feature_id
         taken += plan.features
         assert isinstance(source, bytes | str | Path)
         reference = str(source) if isinstance(source, Path) else source
-        located.append(DocumentImage(mine[0], mine[-1] + 1, reference, height, width))
+        located.append(DocumentImage(mine[0], mine[-1] + 1, reference, height, width, plan.features))
     if taken != len(places):
         raise InputError(f"has {len(places)} image tokens for images of {taken} features")
     return located

@@ -3,11 +3,12 @@
 This module knows nothing about images or tokens.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from ligermodels.errors import InputError
 from ligermodels.images.reading import ImageSource
-from ligermodels.training.data.records import Conversation, Record
+from ligermodels.training.data.records import Completion, Conversation, GroupRecord, Record
 
 
 def with_image_paths(record: Record, folder: Path | None) -> Record:
@@ -15,9 +16,15 @@ def with_image_paths(record: Record, folder: Path | None) -> Record:
 
     Raises InputError for a path that leaves the folder: a data set must not choose among all files of this machine.
     """
-    if not isinstance(record, Conversation) or not record.images:
+    if not isinstance(record, Conversation | Completion | GroupRecord) or not record.images:
         return record
-    return record._replace(images=[whole_path(image, folder, record.place) for image in record.images])
+    if isinstance(record, GroupRecord):
+        return record._replace(images=tuple(whole_paths(images, folder, record.place) for images in record.images))
+    return record._replace(images=whole_paths(record.images, folder, record.place))
+
+
+def whole_paths(images: Sequence[ImageSource], folder: Path | None, place: str) -> list[ImageSource]:
+    return [whole_path(image, folder, place) for image in images]
 
 
 def whole_path(image: ImageSource, folder: Path | None, place: str) -> ImageSource:

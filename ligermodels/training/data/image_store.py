@@ -4,6 +4,8 @@ A reference takes some 40 bytes beside its path. An image that was given as byte
 stays where it is. Nothing is decoded here. This module knows nothing about rows or models.
 """
 
+import hashlib
+import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
@@ -14,15 +16,16 @@ import numpy as np
 
 IMAGE_SOURCES = "image_sources"
 IMAGE_ARRAYS = {
-    "starts": np.int64, "stops": np.int64, "heights": np.int32, "widths": np.int32, "source_ends": np.int64,
-    "is_path": np.bool_,
+    "starts": np.int64, "stops": np.int64, "heights": np.int32, "widths": np.int32, "features": np.int32,
+    "source_ends": np.int64, "is_path": np.bool_,
 }  # fmt: skip
 
 
 class DocumentImage(NamedTuple):
-    """An image of a document, whose tokens are ids[start:stop]. source: the bytes of a file, or its path.
+    """An image of a document, whose tokens are ids[start:stop], between them those of text about its parts.
 
-    height, width: of the upright image, from which its tokens were planned.
+    source: the bytes of a file, or its path. height, width: of the upright image, from which its tokens were planned.
+    features: how many of the tokens stand for the image.
     """
 
     start: int
@@ -30,13 +33,14 @@ class DocumentImage(NamedTuple):
     source: bytes | str
     height: int
     width: int
+    features: int
 
 
 @dataclass(frozen=True)
 class StoredImages:
     """The I images of a store, in the order of their tokens, tokens[starts:stops]. starts, stops: [I] int64.
 
-    heights, widths: [I] int32. sources: the bytes of all images or paths; number i ends at source_ends[i].
+    heights, widths, features: [I] int32. sources: the bytes of all images or paths; number i ends at source_ends[i].
     is_path: [I] bool, whether a source is the path of a file.
     """
 
@@ -44,6 +48,7 @@ class StoredImages:
     stops: np.ndarray
     heights: np.ndarray
     widths: np.ndarray
+    features: np.ndarray
     source_ends: np.ndarray
     is_path: np.ndarray
     sources: np.ndarray
@@ -56,6 +61,18 @@ class StoredImages:
         begin = 0 if number == 0 else int(self.source_ends[number - 1])
         content = self.sources[begin : int(self.source_ends[number])].tobytes()
         return content.decode("utf-8", "surrogateescape") if self.is_path[number] else content
+
+    @property
+    def file_versions(self) -> str:
+        """A hash of the files' sizes and times of change: another one where an image may be another."""
+        digest = hashlib.sha256()
+        for number in np.flatnonzero(self.is_path).tolist():
+            try:
+                status = os.stat(self.source(number))
+                digest.update(f"{status.st_size} {status.st_mtime_ns},".encode())
+            except OSError:  # reading the image will say what is wrong
+                digest.update(b"missing,")
+        return digest.hexdigest()
 
 
 def source_bytes(source: bytes | str) -> bytes:
@@ -84,7 +101,8 @@ class ImageWriter:
         columns = {
             "starts": [first + image.start for image in images], "stops": [first + image.stop for image in images],
             "heights": [image.height for image in images], "widths": [image.width for image in images],
-            "source_ends": ends, "is_path": [isinstance(image.source, str) for image in images],
+            "features": [image.features for image in images], "source_ends": ends,
+            "is_path": [isinstance(image.source, str) for image in images],
         }  # fmt: skip
         for name, column in columns.items():
             self.files[f"image_{name}"].write(np.array(column, IMAGE_ARRAYS[name]).data)

@@ -24,6 +24,12 @@ class ImageTokens(NamedTuple):
     printed: str
 
 
+IDEFICS_TOKENS = ImageTokens(
+    (
+        "<fake_token_around_image>", "<global-img>",
+        *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)), "<image>",
+    ), "<image>", "<image>",
+)  # fmt: skip
 TOKENS_OF_PROCESSOR = {
     "Qwen2VLImageProcessor": ImageTokens(
         ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
@@ -33,7 +39,11 @@ TOKENS_OF_PROCESSOR = {
     "Gemma3ImageProcessor": ImageTokens(
         ("<start_of_image>", "<end_of_image>", "<image_soft_token>"), "<image_soft_token>", "<start_of_image>"
     ),
+    "PixtralImageProcessor": ImageTokens(("[IMG_BREAK]", "[IMG_END]", "[IMG]"), "[IMG]", "[IMG]"),
     "CLIPImageProcessor": ImageTokens(("<image>",), "<image>", "<image>"),
+    "SiglipImageProcessor": ImageTokens(("<image>",), "<image>", "<image>"),
+    "Idefics3ImageProcessor": IDEFICS_TOKENS,
+    "SmolVLMImageProcessor": IDEFICS_TOKENS,
 }
 CONTENT = r"""
 {%- macro content(message) %}

@@ -25,6 +25,7 @@ from ligermodels.training.data.packing import pack_documents
 from ligermodels.training.data.reader import SourceDocuments, SourceReader
 from ligermodels.training.data.sources import SourceSpec, parse_spec
 from ligermodels.training.data.split import Selection, exclude_validation
+from ligermodels.training.data.store import TokenStore
 from ligermodels.units import counted
 
 DEFAULT_SEQUENCE_LENGTH = 2048
@@ -126,7 +127,7 @@ def open_data(
         names, describe_data(specs, reader.skipped, excluded), training, validation, document_lengths(sizes, length),
         reader.used_tokenizer, reader.new_tokenizer, validation_floor(validation_sources, held_out), questions or None,
         decoder.processor if decoder else None, images if reader.new_tokenizer else None,
-        sample_pictures([*itertools.chain(*kept)], decoder.processor) if decoder else (),
+        sample_pictures([part.store for part in itertools.chain(*kept)], decoder.processor) if decoder else (),
     )  # fmt: skip
 
 
@@ -163,10 +164,10 @@ def refuse_cut_images(parts: Sequence[Selection], length: int) -> None:
                 )
 
 
-def sample_pictures(parts: Sequence[Selection], processor: Processor) -> list[tuple[int, int]]:
-    """The sizes of pictures as the model gets them, of images that are spread over the stores of these documents."""
+def sample_pictures(stores: Sequence[TokenStore], processor: Processor) -> list[tuple[int, int]]:
+    """The sizes of pictures as the model gets them, of images that are spread over these stores."""
     sizes: list[tuple[int, int]] = []
-    for images in (part.store.images for part in parts):
+    for images in (store.images for store in stores):
         if images is not None:
             for number in np.linspace(0, len(images.starts) - 1, SAMPLED_IMAGES).astype(int):
                 plan = processor.plan_size(int(images.heights[number]), int(images.widths[number]))

@@ -66,7 +66,7 @@ class Rows:
         images = self.store.images
         if images is None:
             return np.zeros(len(self), np.int64)
-        before = np.concatenate([[0], np.cumsum(images.stops - images.starts)])
+        before = np.concatenate([[0], np.cumsum(images.features)])
         first, last = (np.searchsorted(images.starts, at) for at in (self.starts, self.starts + self.lengths))
         of_segments = np.concatenate([[0], np.cumsum(before[last] - before[first])])
         return np.diff(of_segments[self.ends])

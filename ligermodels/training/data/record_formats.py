@@ -11,7 +11,8 @@
     {"content": "…"}                                                                                the same as text
 
 Beside messages may be "images", of which each {"type": "image"} in their contents takes the next (TRL); with "image" or
-"images", the mark <image> in a text means the same (LLaVA, LLaMA-Factory). `images/parts.py` says what an image may be.
+"images", the mark <image> in a text means the same (LLaVA, LLaMA-Factory). Beside a prompt and a completion they are of
+the prompt, for models whose prompts are prefixes. `images/parts.py` says what an image may be.
 
 A record has the first of these formats whose fields are all present and not null; its other fields are ignored. A
 completion continues its prompt as raw text; an output, a response or an answer is a message of the assistant. Fields
@@ -25,7 +26,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 from ligermodels.errors import InputError
-from ligermodels.images.parts import IMAGE_PART, take_images
+from ligermodels.images.parts import IMAGE_PART, parse_source, take_images
 from ligermodels.training.data.messages import (
     json_type,
     parse_messages,
@@ -33,7 +34,7 @@ from ligermodels.training.data.messages import (
     parse_tools,
     require_string,
 )
-from ligermodels.training.data.records import Completion, Conversation, Record, Text
+from ligermodels.training.data.records import IMAGES_BESIDE_TEXT, Completion, Conversation, Record, Text
 
 RECORD_EXAMPLE = '{"text": "…"} or {"messages": [{"role": "user", "content": "…"}, …]}'
 # Names that are often those of a prompt and of its completion: only to suggest flags.
@@ -208,8 +209,10 @@ def from_prompt_completion(
 ) -> Record:
     """Both fields are strings, or both are lists of messages. Assistant messages of the prompt are context only."""
     if not isinstance(value[prompt], list):
-        refuse_images(value)
-        return Completion(require_string(value[prompt], prompt), require_string(value[completion], completion), place)
+        images = tuple(parse_source(image, f"images[{number}]") for number, image in enumerate(record_images(value)))
+        return Completion(
+            require_string(value[prompt], prompt), require_string(value[completion], completion), place, images
+        )
     context = [
         message | {"weight": 0} if message["role"] == "assistant" else message
         for message in parse_messages(value[prompt], prompt, images=True)
@@ -231,7 +234,7 @@ def from_known_prompt(value: RecordFields, place: str) -> Record:
 def refuse_images(value: RecordFields) -> None:
     """Raises InputError for a text with images: only messages say where they belong."""
     if record_images(value):
-        raise InputError("has images beside a text; give them in messages, or name the text alone with --text-field")
+        raise InputError(IMAGES_BESIDE_TEXT)
 
 
 def from_text(value: RecordFields, place: str) -> Record:

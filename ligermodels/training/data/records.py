@@ -11,6 +11,7 @@ from ligermodels.images.reading import ImageSource
 
 MAX_RECORD_BYTES = 2**26  # of a JSON line, decompressed; for an array element and a CSV row, characters
 MAX_RECORD_VALUES = 2_000_000  # JSON values of a record; one that Python has parsed takes 50 to 250 bytes
+IMAGES_BESIDE_TEXT = "has images beside a text; give them in messages, or name the text alone with --text-field"
 
 
 class Text(NamedTuple):
@@ -45,11 +46,12 @@ class Conversation(NamedTuple):
 
 
 class Completion(NamedTuple):
-    """A prompt with its completion; the loss is computed on the completion only."""
+    """A prompt with its completion; the loss is computed on the completion only. images: of the prompt."""
 
     prompt: str
     completion: str
     place: str
+    images: Sequence[ImageSource] = ()
 
     @property
     def texts(self) -> list[str]:
@@ -61,7 +63,8 @@ class GroupRecord(NamedTuple):
 
     completions: chosen and rejected of a pair, one that was judged, or none. value: the margin of a pair, 1 or 0 for a
     good or a bad completion; None if there is none. columns: of a prompt alone, all fields but the prompt, for reward
-    functions.
+    functions. images: of the prompt, then of each completion; empty where there are none. A text has image tokens where
+    they belong, messages have image parts.
     """
 
     prompt: str | list[dict[str, Any]]
@@ -71,6 +74,12 @@ class GroupRecord(NamedTuple):
     template_kwargs: dict[str, Any] | None = None
     value: float | None = None
     columns: dict[str, Any] | None = None
+    images: tuple[Sequence[ImageSource], ...] = ()
+
+    def side(self, number: int) -> "GroupRecord":
+        """The prompt with one of its completions."""
+        images = self.images and (self.images[0], self.images[1 + number])
+        return self._replace(completions=(self.completions[number],), images=images)
 
     @property
     def texts(self) -> list[str]:

@@ -79,6 +79,14 @@ class TokenStore:
     def __len__(self) -> int:
         return len(self.hashes)
 
+    @property
+    def features_before(self) -> np.ndarray:
+        """The number of image tokens before each document, and of all: int64 [D + 1]."""
+        if self.images is None:
+            return np.zeros(len(self.offsets), np.int64)
+        before = np.concatenate([[0], np.cumsum(self.images.features, dtype=np.int64)])
+        return before[np.searchsorted(self.images.starts, self.offsets)]
+
     def place(self, token: int) -> str:
         """Where the document that contains tokens[token] was read."""
         if isinstance(self.places, str):

@@ -24,10 +24,11 @@ from ligermodels.training.checkpoints import Progress
 from ligermodels.training.config import UNIT_SETTINGS, RunConfig
 from ligermodels.training.data.preferences import GroupOptions, PreferenceBatch, PreferenceData, Step, open_preferences
 from ligermodels.training.data.preferences.formats import GroupKind
+from ligermodels.training.objectives.image_options import image_options
 from ligermodels.training.objectives.objective import Objective, StepTotals, Work
 from ligermodels.training.reporting.evaluation import start_stop_check
 from ligermodels.training.reporting.metrics import Validation
-from ligermodels.training.runs.defaults import MIN_STEPS_PER_EPOCH, VALIDATIONS, Choice
+from ligermodels.training.runs.defaults import MIN_STEPS_PER_EPOCH, VALIDATIONS, Choice, image_limits
 from ligermodels.training.runs.stopping import Stop
 from ligermodels.units import counted
 
@@ -65,7 +66,8 @@ class GroupObjective(Objective):
             too_long=config.too_long, row_length=config.sequence_length,
             share_prompts=config.share_prompts and model.shares_keys,
         )  # fmt: skip
-        self.data = open_preferences(config, options, folder, model.config.vocab_size, adapter)
+        inputs = image_options(model, folder)
+        self.data = open_preferences(config, options, folder, model.config.embedded_tokens, adapter, *inputs)
 
     def choices(self, hidden_size: int) -> dict[str, Choice]:
         config, groups = self.config, len(self.data.training)
@@ -90,6 +92,7 @@ class GroupObjective(Objective):
             "warmup": Choice(warmup, f"{LONGER_WARMUP:.0%} of the steps"),
             "eval_every": Choice(math.ceil(length / VALIDATIONS), f"{VALIDATIONS} validations"),
             "activation_checkpointing": Choice("auto", "as much as memory demands"),
+            **image_limits(self.data),
         }
 
     def complete(self, config: RunConfig) -> None:

@@ -101,9 +101,18 @@ class PrecomputedReference(Reference):
             "rows": [config.units, config.sequence_length, config.share_prompts, config.seed, self.world.size],
             "dtype": [config.dtype, str(self.world.device.type)],
             "ld_alpha": self.ld_alpha,
+            "images": self.image_versions(),
             "code": package_hash(),
         }
         return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:32]
+
+    def image_versions(self) -> list[str]:
+        """What decides about the pixels of images beside their names."""
+        if self.data.processor is None:
+            return []
+        parts = (*self.data.training.groups.parts, *self.data.validation.groups.parts)
+        images = (part.store.tokens.images for part in parts)
+        return [repr(self.data.processor.images), *(found.file_versions for found in images if found is not None)]
 
     def read(self, file: Path) -> np.ndarray:
         """The sums in the cache; as they are where it has none, or a damaged file."""

@@ -1,29 +1,21 @@
 """Supervised training: the cross-entropy of the next token, over the supervised tokens of a step."""
 
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from ligermodels import distributed
 from ligermodels.layers.decoder import CausalLM
-from ligermodels.layers.multimodal import VisionLanguageModel
 from ligermodels.training.checkpoints import Progress
 from ligermodels.training.config import RunConfig
 from ligermodels.training.data import Data, count_supervised, open_data, refuse_short_epoch
-from ligermodels.training.data.new_image_tokenizer import NewImages
+from ligermodels.training.objectives.image_options import image_options
 from ligermodels.training.objectives.objective import Objective, Share, Work
 from ligermodels.training.reporting.evaluation import evaluate
 from ligermodels.training.reporting.metrics import Validation
 from ligermodels.training.runs.defaults import Choice, image_choices, schedule
 from ligermodels.training.runs.stopping import Stop
-
-
-def new_images(model: CausalLM) -> NewImages | None:
-    """What a model fixes about images; None for one that reads none."""
-    if not isinstance(model, VisionLanguageModel):
-        return None
-    return NewImages(model.config.image_token_id, *model.processor_settings)
 
 
 class SFT(Objective):
@@ -34,9 +26,8 @@ class SFT(Objective):
 
     def open(self, folder: Path | None, model: CausalLM, adapter: Path | None) -> None:
         positions = model.config.max_position_embeddings
-        images = new_images(model) if folder is None else None
-        prepare = cast(Any, model).prepare_images if model.takes_images else None
-        self.data = open_data(self.config, folder, model.config.embedded_tokens, positions, adapter, images, prepare)
+        inputs = image_options(model, folder)
+        self.data = open_data(self.config, folder, model.config.embedded_tokens, positions, adapter, *inputs)
 
     def choices(self, hidden_size: int) -> dict[str, Choice]:
         chosen = schedule(self.config, self.data, hidden_size, self.world)

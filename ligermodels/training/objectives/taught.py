@@ -40,6 +40,10 @@ class Taught(Objective):
 
     def open(self, folder: Path | None, model: CausalLM, adapter: Path | None) -> None:
         super().open(folder, model, adapter)  # type: ignore[safe-super]  # that of the data's objective
+        if self.data.processor is not None:
+            raise InputError(
+                f"--data {self.data.names}: has images, which a teacher does not see; take text for --objective distill"
+            )
         self.teacher = self.make_teacher()
         names = self.config.title, str(self.config.teacher)
         self.vocab = common_vocabulary(model, self.teacher.model, names, (self.data.tokenizer, self.teacher.tokenizer))

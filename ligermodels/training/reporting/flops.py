@@ -1,27 +1,25 @@
 """Model FLOPs per token and the peak FLOP/s of a GPU, for model FLOPs utilisation (MFU).
 
-Per token, each element of a weight matrix costs 2 FLOPs in forward, 2 in backward for the gradient of the input, and
-2 for the gradient of the matrix if it is trained. Attention costs, per head and key, 2 FLOPs for each column of a query
+Per token, each element of a weight matrix costs 2 FLOPs in forward, 2 in backward for the gradient of the input, and 2
+for the gradient of the matrix if it is trained. Attention costs, per head and key, 2 FLOPs for each column of a query
 and of a value in forward, and twice that in backward; a query attends to itself and the keys before it, within the
 window. A state costs 6 FLOPs per element in forward with the gated delta rule, 4 with Mamba-2, and twice that in
-backward. A row counts as one document. Embedding, norms and activation functions do not count, nor does recomputation
-by activation checkpointing: these are FLOPs of the model, not of the hardware.
+backward. A row counts as one document. Blocks of cross-attention count with images alone: see `image_flops`. Embedding,
+norms and activation functions do not count, nor does recomputation by activation checkpointing: these are FLOPs of the
+model, not of the hardware.
 Source: Chowdhery et al. 2022, appendix B, https://arxiv.org/abs/2204.02311. There every query attends to all keys of
 its row, which doubles the attention FLOPs.
 Must not know how a run is trained.
 """
 
-from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 import torch
-from torch import nn
 
+from ligermodels.layers.cross_attention import CrossAttention
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mixer import mean_attended_keys
 from ligermodels.layers.moe import MoE
-from ligermodels.layers.multimodal import VisionLanguageModel, is_trained
-from ligermodels.layers.vision_positions import Grid
 from ligermodels.memory import decoder_blocks
 from ligermodels.weights.module import named_weights
 
@@ -89,36 +87,15 @@ def matrix_flops(model: CausalLM) -> int:
         for name in named_weights(moe.experts)
     }
     flops = 0
+    layers = enumerate(decoder_blocks(model))
+    left_out = ("embed_tokens", *(f"layers.{n}." for n, block in layers if isinstance(block.mixer, CrossAttention)))
     weights = {
         name: weight
         for name, weight in named_weights(model.model).items()
-        if not (name.endswith("bias") or name.startswith("embed_tokens"))
+        if not (name.endswith("bias") or name.startswith(left_out))
     }
     for name, weight in (*weights.items(), ("head", model.head.weight)):
         if weight.ndim >= 2:
             active, experts = routed.get(name, (1, 1))
             flops += (6 if weight.requires_grad else 4) * weight.numel() * active // experts
-    return flops
-
-
-def flops_per_patch(model: VisionLanguageModel, grids: Sequence[Grid]) -> float:
-    """Returns the model FLOPs per patch of a training step on images with these grids: of the tower and the projector.
-
-    A tower of which nothing is trained has no backward pass.
-    """
-    tower, backward = model.visual, is_trained(model.visual)
-    flops = 0.0
-    vision, patches = model.config.vision, sum(grid.patches for grid in grids)
-    rows = vision.rows_of(patches)
-    mergers = nn.ModuleList([model.projector, *model.deepstack])
-    for part, to_input in ((tower.patch_embed, False), (tower.blocks, backward), (mergers, backward)):
-        weights = (weight for weight in part.parameters() if weight.ndim >= 2)
-        of_part = sum(weight.numel() * (2 + 2 * to_input + 2 * weight.requires_grad) for weight in weights)
-        of_part *= rows / patches if part is tower.blocks else 1
-        flops += of_part / (tower.patches_per_feature if part is mergers else 1)
-    layout, _ = model.patch_layout(grids)
-    for index in range(len(tower.blocks)):
-        spans = layout.windows if index in tower.windowed and layout.windows is not None else layout.frames
-        keys = float(spans.cu_seqlens.diff().double().square().sum()) / patches
-        flops += (12 if backward else 4) * vision.hidden_size * keys
     return flops

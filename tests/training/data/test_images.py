@@ -3,6 +3,7 @@
 import base64
 import dataclasses
 import json
+import shutil
 
 import datasets
 import numpy as np
@@ -170,7 +171,11 @@ def test_images_prepared_with_the_batch_are_those_that_forward_prepares(folder, 
     tokens = {"vocab_size": VOCABULARY, "image_token_id": 256, "video_token_id": 257}
     model = ligermodels.create(ARCHITECTURES["qwen2_vl"].SIZES["tiny"] | tokens)
     file, losses = written(tmp_path, *conversations(pictures)), []
-    for prepare, packing in ((None, True), (model.prepare_images, True), (model.prepare_images, False)):
+    for prepare, packing in (
+        (None, True),
+        (model.prepare_training_images, True),
+        (model.prepare_training_images, False),
+    ):
         data = opened(file, folder, prepare, packing=packing)
         batches = data.training.micro_batches(0, len(data.training), 1, CPU)
         assert any(("images" in batch.arguments()) == (prepare is not None) for batch in batches)
@@ -212,6 +217,9 @@ BAD = {
     "no image": ({"messages": asked([IMAGE], "a")}, r"content\[0\] is an image, but field images has only 0"),
     "one too many": ({"messages": asked("x", "a"), "images": ["a.png"]}, "field images has 1 images, 1 more than"),
     "a text": ({"text": "x", "image": "pictures/0.png"}, "data.jsonl:1: has images beside a text"),
+    "a prompt": (
+        {"prompt": "x", "completion": "y", "images": ["pictures/0.png"]}, "data.jsonl:1: has images beside a text",
+    ),
     "both columns": ({"messages": asked("<image>", "a"), "image": "a", "images": ["b"]}, "both fields images and"),
     "a token": (
         {"messages": asked([IMAGE, text("<|image_pad|>")], "a"), "images": ["pictures/0.png"]},
@@ -255,3 +263,78 @@ def test_a_model_without_an_image_processor_refuses_images(folder, tmp_path, pic
     with pytest.raises(InputError, match=r"data.jsonl:1: has images, but the model has no image processor"):
         opened(written(tmp_path, *conversations(pictures)), plain)
     assert np.all(opened(written(tmp_path, {"messages": asked("x", "y")}), plain).training.tokens > 0)
+
+
+@pytest.fixture(scope="module")
+def prefixes(tmp_path_factory):
+    """A folder of a model whose prompts are prefixes."""
+    folder = write_folder(tmp_path_factory.mktemp("prefixes"), *SMALL["paligemma"], QWEN_TEMPLATE)
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": 258}))
+    return folder
+
+
+PREFIX_FORMS = {
+    "a completion": {"prompt": "what?", "completion": "a"},
+    "a completion with a mark": {"prompt": "<image>what?", "completion": "a"},
+    "messages": {"messages": asked([IMAGE, text("what?")], "a")},
+    "a question": {"question": "what?", "answer": "a"},
+    "LLaVA": {"conversations": [{"from": "human", "value": "<image>\nwhat?"}, {"from": "gpt", "value": "a"}]},
+}
+
+
+@pytest.mark.parametrize("form", PREFIX_FORMS)
+def test_prompts_that_are_prefixes(form, prefixes, tmp_path, pictures):
+    """Ids and what is supervised are those that the processor makes of the prompt and its suffix."""
+    data = opened(written(tmp_path, PREFIX_FORMS[form] | {"images": [pictures[0]]}), prefixes)
+    inputs = ligermodels.load_processor(prefixes)("what?", [tmp_path / pictures[0]], suffix="a")
+    [(ids, supervised, images)] = documents(data)
+    assert ids == inputs["input_ids"][0].tolist()
+    assert supervised == (inputs["labels"][0] >= 0).tolist()
+    assert images == [(0, 4, str(tmp_path / pictures[0]))]
+
+
+def test_packed_prefixes_have_the_loss_of_each_by_itself(prefixes, tmp_path, pictures):
+    """Prompts of one and of two images, an empty one, and a text between them, which is causal."""
+    raw = ARCHITECTURES["paligemma"].SIZES["tiny"]
+    raw = raw | {"image_token_index": 256, "vision_config": raw["vision_config"] | {"image_size": 28}}
+    raw = raw | {"text_config": raw["text_config"] | {"vocab_size": VOCABULARY}}
+    model = ligermodels.create(raw).double()
+    folder = shutil.copytree(prefixes, tmp_path / "model")
+    settings = json.loads((folder / "preprocessor_config.json").read_text())
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings | {"size": {"height": 28, "width": 28}}))
+    processor = ligermodels.load_processor(folder)
+    records = [("one", "a", pictures[:1]), ("text", "b", []), ("", "cd", pictures[1:])]
+    file = written(tmp_path, *({"prompt": p, "completion": c, "images": names} for p, c, names in records))
+    losses = []
+    for packing in (True, False):
+        data = opened(file, folder, model.prepare_training_images, packing=packing, sequence_length=30)
+        batches = [batch.arguments() for batch in data.training.micro_batches(0, len(data.training), 1, CPU)]
+        losses.append(sum(model(**batch, num_items_in_batch=1).loss.item() for batch in batches))
+    apart = 0.0
+    for prompt, completion, names in records:
+        row = processor(prompt, [tmp_path / name for name in names], suffix=completion)
+        apart += model(**row, num_items_in_batch=1).loss.item()
+    assert len(batches) == 3 and losses == pytest.approx([apart, apart], rel=1e-6)
+
+
+BAD_PREFIXES = {
+    "two turns": (
+        {"messages": [*asked([IMAGE, text("x")], "a"), *asked("y", "b")], "images": ["pictures/0.png"]},
+        "data.jsonl:1: messages: have the roles user, assistant, user, assistant",
+    ),
+    "an image in an answer": (
+        {"messages": asked("x", [IMAGE]), "images": ["pictures/0.png"]}, "data.jsonl:1: completion: has <image>",
+    ),
+    "no answer": ({"messages": asked([IMAGE], "a")[:1], "images": ["pictures/0.png"]}, "nothing is supervised"),
+    "too few images": (
+        {"prompt": "<image><image>", "completion": "a", "images": ["pictures/0.png"]}, "<image> 2 times, but there",
+    ),
+    "no file": ({"prompt": "x", "completion": "a", "images": ["gone.png"]}, ":1: image 1: .*gone.png: cannot"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", BAD_PREFIXES)
+def test_bad_prefixes_are_refused(fault, prefixes, tmp_path, pictures):
+    record, message = BAD_PREFIXES[fault]
+    with pytest.raises(InputError, match=message):
+        opened(written(tmp_path, record), prefixes)

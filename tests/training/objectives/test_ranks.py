@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from tests.images.folders import picture, png
+from tests.images.models import save_image_model
 from tests.training.launching import Launcher, records
 from tests.training.small_models import save_model
 
@@ -19,6 +21,9 @@ KINDS = {
     # Every number of ranks writes states of its own.
     "distill": ("--objective", "distill", "--model", "student", "--teacher", "teacher", "--data", "texts.jsonl",
                 "--batch-size", "6", "--sequence-length", "32", "--micro-batch-size", "1"),
+    # A trained tower; some steps have images on one rank alone.
+    "images": ("--data", "pictures.jsonl", "--objective", "dpo", "--model", "reader", "--pairs", "2", "--reference",
+               "model", "--max-length", "100"),
     "model": (*PAIRS, "--objective", "dpo", "--pairs", "1", "--reference", "model"),  # one rank has padding alone
 }  # fmt: skip
 CLOCKS = ("tokens_per_second", "step_time", "time/sample", "time/reward", "time/score")
@@ -36,6 +41,14 @@ def launcher(tmp_path_factory):
     (folder / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
     save_model(folder / "student", texts)
     save_model(folder / "teacher", texts, seed=1)
+    for number, size in enumerate([(12, 20), (8, 8)]):
+        (folder / f"{number}.png").write_bytes(png(picture(*size, seed=number)))
+    sides = {name: [{"role": "assistant", "content": name}] for name in ("chosen", "rejected")}
+    pictures = [{"prompt": [{"role": "user", "content": f"{n}?"}], "images": [f"{n % 2}.png"] * (n % 3 > 0)} | sides
+                for n in range(40)]  # fmt: skip
+    (folder / "pictures.jsonl").write_text("\n".join(map(json.dumps, pictures)))
+    (folder / "reader").mkdir()
+    save_image_model(folder / "reader", "qwen2_5_vl")
     (folder / "rewards.py").write_text(
         "def even(completion_ids, **_):\n    return [sum(t % 2 for t in ids) / len(ids) for ids in completion_ids]\n"
     )
@@ -49,7 +62,7 @@ def test_two_ranks_have_the_losses_and_metrics_of_one(launcher, kind):
         states = ("--teacher-states", f"states-{ranks}") if kind == "distill" else ()
         launcher.succeed(*RUN, *KINDS[kind], *states, "--output", f"{kind}-{ranks}", ranks=ranks)
     alone, shared = (records(launcher.folder / f"{kind}-{ranks}") for ranks in (1, 2))
-    assert len(alone) == len(shared) == 4 + (kind == "distill")  # which is validated before the first step too
+    assert len(alone) == len(shared) == 4 + (kind in ("distill", "images"))  # pretrained weights are validated first
     for one, other in zip(alone, shared, strict=True):
         names = {name for name in one if name not in CLOCKS}
         assert {name: other[name] for name in names} == pytest.approx({name: one[name] for name in names}, abs=5e-4)

@@ -4,15 +4,17 @@ This module knows models only by the arguments of their `forward`.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from ligermodels.kernels.shared_keys import SharedKeys
+from ligermodels.training.data.decoding import ImageDecoder
 from ligermodels.training.data.preferences.dealing import pack_units
 from ligermodels.training.data.preferences.formats import GroupKind
 from ligermodels.training.data.preferences.groups import Group, unshared
@@ -32,6 +34,8 @@ class PreferenceBatch:
     rows: int64 [N], the places whose next token is supervised, by completion, in order; N is a multiple of 128, and
     what is beyond M is padding, the last place, whose next token is not supervised. Values of N tokens, such as
     log-probabilities, are in this order.
+    images: those of the row, in order, under the names of arguments of `forward`; empty if there are none. An image of
+    a prompt that is shared is there once.
 
     For the losses:
     completions: int32 [S + 1], offsets of the completions in the first M of N values: `cu_seqlens` of the losses. Of
@@ -68,19 +72,20 @@ class PreferenceBatch:
     supervised: int
     tokens: int
     tokens_unshared: int
+    images: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def model_inputs(self) -> dict[str, Any]:
         """The arguments of `CausalLM.logprobs`, or of `forward`."""
         names = ("input_ids", "labels", "position_ids", "cu_seqlens", "max_seqlen", "shared_keys", "rows")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in names} | dict(self.images)
 
     def to(self, device: torch.device) -> "PreferenceBatch":
         """Copies the batch to a device; copies from pinned memory do not block the host."""
         return self.map_tensors(lambda x: x.to(device, non_blocking=True))
 
     def map_tensors(self, function: Callable[[Tensor], Tensor]) -> "PreferenceBatch":
-        changed: dict[str, Any] = {}
+        changed: dict[str, Any] = {"images": tree_map_only(Tensor, function, dict(self.images))}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, Tensor):
@@ -118,8 +123,12 @@ def collate_row(
     values: Sequence[float] = (),
     kind: GroupKind | None = None,
     pinned: bool = False,
+    decoder: ImageDecoder | None = None,
 ) -> PreferenceBatch:
-    """A row in host memory. values: of each piece, its margin or label, as `kind` says; NaN for no margin."""
+    """A row in host memory. values: of each piece, its margin or label, as `kind` says; NaN for no margin.
+
+    decoder: of the images; None if no group has any. Raises InputError as `ImageDecoder.prepare` does.
+    """
     layout = lay_out(pieces, share, ROW_MULTIPLE)
     groups = [piece.group for piece in pieces]
     supervised = len(layout.rows)
@@ -139,8 +148,19 @@ def collate_row(
         teacher_ids=teacher_ids, teacher_logprobs=teacher_logprobs,
         numbers=completion_numbers(pieces), supervised=supervised,
         tokens=sum(piece.tokens(share) for piece in pieces), tokens_unshared=unshared(groups),
+        images=image_arguments(layout, decoder) if decoder else {},
     )  # fmt: skip
     return batch.map_tensors(Tensor.pin_memory) if pinned else batch
+
+
+def image_arguments(layout: RowLayout, decoder: ImageDecoder) -> dict[str, Any]:
+    """Those of `forward` for the images of a row."""
+    images = [(image.store, image.number) for image in layout.images]
+    ids, cu_seqlens = torch.from_numpy(layout.input_ids)[None], torch.from_numpy(layout.cu_seqlens)
+    arguments = decoder.arguments([images], ids, None, cu_seqlens, pinned=False)
+    if layout.shares and "images" in arguments:
+        arguments["images"] = arguments["images"].continuing(layout.cu_seqlens.tolist(), layout.prefixes)
+    return arguments
 
 
 def padded(count: int) -> int:

@@ -5,8 +5,9 @@
     prompts    {"prompt": …, …}     all other fields are kept for reward functions
     distillation     any record of supervised training, with "teacher_ids" and "teacher_logprobs" or without
 
-prompt, chosen, rejected and completion are strings, or all are lists of messages. "margin", "tools" and
-"chat_template_kwargs" may be beside them. Errors name the field and the remedy. Must not know files or tokens.
+prompt, chosen, rejected and completion are strings, or all are lists of messages. "margin", "tools",
+"chat_template_kwargs" and "images" may be beside them: see `record_images.py`. Errors name the field and the remedy.
+Must not know files or tokens.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -14,7 +15,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ligermodels.errors import InputError
 from ligermodels.training.data.messages import json_type, parse_messages, parse_template_kwargs, parse_tools
+from ligermodels.training.data.preferences.record_images import Part, take_group_images
 from ligermodels.training.data.record_formats import (
+    IMAGE_FIELDS,
     KNOWN_FIELDS,
     LIKE_PROMPTS,
     OPTIONS_OF_CHATS,
@@ -24,7 +27,6 @@ from ligermodels.training.data.record_formats import (
 from ligermodels.training.data.records import GroupRecord, Record, TeacherRecord
 
 GroupKind: TypeAlias = Literal["pairs", "judged", "prompts", "distillation"]
-Part: TypeAlias = str | list[dict[str, Any]]  # a text, or messages
 
 PAIR = ("chosen", "rejected")
 JUDGED = ("prompt", "completion", "label")
@@ -69,7 +71,7 @@ class GroupFormats(NamedTuple):
             return parse_distillation(value, place)
         present = {name: content for name, content in value.items() if content is not None}
         self.refuse_missing(present, "field")
-        if record_images(present):
+        if self.kind == "prompts" and record_images(present):
             raise InputError("has images, but this objective trains on text alone; leave the field out")
         return GROUP_PARSERS[self.kind](present, place)
 
@@ -129,7 +131,7 @@ def parse_prompt(value: RecordFields, place: str) -> GroupRecord:
     for name in REWARD_ARGUMENTS:
         if name in value:
             raise InputError(f"field {name} has the name of an argument of reward functions; rename it")
-    prompt = parse_part(value, "prompt")
+    prompt = parse_part(value, "prompt", images=False)
     columns = {name: content for name, content in value.items() if name != "prompt"}
     return group(value, prompt, {}, place, columns=columns)
 
@@ -168,16 +170,17 @@ def group(
         )
     if isinstance(prompt, str) and completions:
         for field in OPTIONS_OF_CHATS:
-            if record.get(field):
+            if record.get(field) and field not in IMAGE_FIELDS:
                 raise InputError(f"field {field} has no effect on strings; make prompt and answers lists of messages")
     for field, completion in completions.items():
         if is_empty(completion):
             raise InputError(f"field {field} is empty; remove the record, or skip it with --allow-bad-lines")
         if isinstance(completion, list) and completion[-1]["role"] != "assistant":
             raise InputError(f"field {field} must end with a message of the assistant")
+    (prompt, *answers), images = take_group_images({"prompt": prompt, **completions}, record_images(record))
     return GroupRecord(
-        prompt, tuple(completions.values()), place, parse_tools(record.get("tools")),
-        parse_template_kwargs(record.get("chat_template_kwargs")), **others,
+        prompt, tuple(answers), place, parse_tools(record.get("tools")),
+        parse_template_kwargs(record.get("chat_template_kwargs")), images=images, **others,
     )  # fmt: skip
 
 
@@ -187,7 +190,8 @@ def is_empty(completion: Part) -> bool:
     return not any(message["content"] or message.get("tool_calls") for message in completion)
 
 
-def parse_part(value: RecordFields, field: str) -> Part:
+def parse_part(value: RecordFields, field: str, *, images: bool = True) -> Part:
+    """images: image parts are allowed in messages."""
     content = value[field]
     if isinstance(content, str):
         return content
@@ -195,7 +199,7 @@ def parse_part(value: RecordFields, field: str) -> Part:
         raise InputError(f"field {field} is a single message; make it a list of messages: [{{…}}]")
     if not isinstance(content, list):
         raise InputError(f"field {field} is {json_type(content)}; must be a string or a list of messages")
-    return parse_messages(content, field)
+    return parse_messages(content, field, images=images)
 
 
 def refuse_mixed(parts: Mapping[str, Part]) -> None:

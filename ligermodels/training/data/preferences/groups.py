@@ -8,6 +8,7 @@ import numpy as np
 
 from ligermodels.errors import InputError
 from ligermodels.training.data.preferences.formats import GroupKind
+from ligermodels.training.data.store import TokenStore
 
 
 class Teacher(NamedTuple):
@@ -17,18 +18,29 @@ class Teacher(NamedTuple):
     logprobs: np.ndarray
 
 
+class GroupImage(NamedTuple):
+    """An image of a store, by its number there. Its tokens are ids[start:stop] of a prompt or of a completion."""
+
+    store: TokenStore
+    number: int
+    start: int
+    stop: int
+
+
 class Group(NamedTuple):
     """A prompt with its G completions, as token ids.
 
     prompt: integers [P], at least one; the last of them predicts each completion's first token. completions: integers
     [n] each, the end token among them. supervised: bool [n] for each completion, whether the loss reads the token; None
-    for all. teacher: for each completion, or none.
+    for all. teacher: for each completion, or none. images: of the prompt, then of each completion, in the order of
+    their tokens; empty where the group has none.
     """
 
     prompt: np.ndarray
     completions: tuple[np.ndarray, ...]
     supervised: tuple[np.ndarray | None, ...]
     teacher: tuple[Teacher, ...] | None = None
+    images: tuple[tuple[GroupImage, ...], ...] = ()
 
     @property
     def lengths(self) -> list[int]:
@@ -43,7 +55,12 @@ class Group(NamedTuple):
             self.completions[part],
             self.supervised[part],
             None if self.teacher is None else self.teacher[part],
+            self.images and (self.images[0], *self.images[1 + first : 1 + last]),
         )
+
+    def images_of(self, part: int) -> tuple[GroupImage, ...]:
+        """Those of the prompt, part 0, or of completion number part - 1."""
+        return self.images[part] if self.images else ()
 
 
 class GroupPrompt(NamedTuple):

@@ -5,7 +5,8 @@
 Each bracket is a packed document. A completion's document has the first one as its prefix: its positions go on from
 there, and it reads the keys of the prefix before its own (`SharedKeys`). The last prompt token is repeated, so that
 each completion's first token is predicted within its own document. Results equal those of separate sequences, a prompt
-with a completion each. A group with one completion, or with nothing to share, is laid out as separate sequences.
+with a completion each. A group with one completion, or with nothing to share, is laid out as separate sequences; so is
+one whose prompt ends with an image, of which the last token would be repeated.
 Must not know devices or models.
 """
 
@@ -15,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ligermodels.layers.decoder import IGNORE_INDEX
-from ligermodels.training.data.preferences.groups import Group
+from ligermodels.training.data.preferences.groups import Group, GroupImage
 
 
 class GroupPiece(NamedTuple):
@@ -39,19 +40,21 @@ class GroupPiece(NamedTuple):
 
 class RowDocument(NamedTuple):
     """position: of its first token. prefix: the document whose keys it reads before its own. context: how many tokens
-    come before the completion; of a prefix, all."""
+    come before the completion; of a prefix, all. images: in the order of their tokens."""
 
     ids: np.ndarray
     position: int
     prefix: int | None
     context: int
     supervised: np.ndarray | None
+    images: tuple[GroupImage, ...] = ()
 
 
 class RowLayout(NamedTuple):
     """A row of T tokens with D documents, of which S have a completion; arrays as in `PreferenceBatch`.
 
-    offsets [T + 1] and places [K] are those of `SharedKeys`, cu_seqlens_k [D + 1] its cu_seqlens.
+    offsets [T + 1] and places [K] are those of `SharedKeys`, cu_seqlens_k [D + 1] its cu_seqlens. prefixes: the number
+    of each document's prefix. images: of all documents, in the order of their tokens.
     """
 
     input_ids: np.ndarray
@@ -65,10 +68,13 @@ class RowLayout(NamedTuple):
     places: np.ndarray
     cu_seqlens_k: np.ndarray
     shares: bool
+    prefixes: list[int | None]
+    images: list[GroupImage]
 
 
 def shares(group: Group, share: bool) -> bool:
-    return share and len(group.completions) > 1 and len(group.prompt) > 1
+    ends_with_image = any(image.stop == len(group.prompt) for image in group.images_of(0))
+    return share and len(group.completions) > 1 and len(group.prompt) > 1 and not ends_with_image
 
 
 def split_group(piece: GroupPiece, length: int, share: bool) -> list[GroupPiece]:
@@ -125,6 +131,7 @@ def lay_out(pieces: Sequence[GroupPiece], share: bool, multiple: int) -> RowLayo
         ids, labels, positions, cumulated(sizes), np.concatenate([*rows, np.arange(0)]), cumulated(counts),
         np.array(last_tokens, np.int64), cumulated(np.bincount(keys, minlength=len(ids))),
         np.argsort(keys, kind="stable").astype(np.int32), cumulated(key_sizes), any(map(len, prefixes)),
+        [document.prefix for document in documents], [image for document in documents for image in document.images],
     )  # fmt: skip
 
 
@@ -138,12 +145,13 @@ def row_documents(pieces: Sequence[GroupPiece], share: bool) -> list[RowDocument
 def group_documents(group: Group, share: bool, number: int) -> Iterator[RowDocument]:
     """number: of documents in the row before this group."""
     prompt = group.prompt
-    before, position, prefix = prompt, 0, None
+    before, position, prefix, images = prompt, 0, None, group.images_of(0)
     if share:
-        yield RowDocument(prompt[:-1], 0, None, len(prompt) - 1, None)
-        before, position, prefix = prompt[-1:], len(prompt) - 1, number
-    for completion, mask in zip(group.completions, group.supervised, strict=True):
-        yield RowDocument(np.concatenate([before, completion]), position, prefix, len(before), mask)
+        yield RowDocument(prompt[:-1], 0, None, len(prompt) - 1, None, images)
+        before, position, prefix, images = prompt[-1:], len(prompt) - 1, number, ()
+    for part, (completion, mask) in enumerate(zip(group.completions, group.supervised, strict=True), 1):
+        ids = np.concatenate([before, completion])
+        yield RowDocument(ids, position, prefix, len(before), mask, (*images, *group.images_of(part)))
 
 
 def cumulated(sizes: Sequence[int] | np.ndarray) -> np.ndarray:

@@ -10,18 +10,21 @@
 Everything that can be wrong with the data raises InputError here, before weights are loaded. Must not know models.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from ligermodels.errors import InputError
+from ligermodels.images.inputs import Processor
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.training.config import TrainConfig
+from ligermodels.training.data.decoding import ImageDecoder
 from ligermodels.training.data.embedded import EMBEDDED_GROUPS, VALIDATION_QUESTIONS, Question
-from ligermodels.training.data.opening import mixture_weights, unweighted_name
+from ligermodels.training.data.new_image_tokenizer import NewImages
+from ligermodels.training.data.opening import mixture_weights, sample_pictures, unweighted_name
 from ligermodels.training.data.preferences.formats import GroupFormats
 from ligermodels.training.data.preferences.groups import GroupOptions
 from ligermodels.training.data.preferences.reader import GroupReader, split_by_prompt
@@ -39,7 +42,8 @@ NumberedStore: TypeAlias = tuple[GroupStore, np.ndarray]  # a store, and the num
 @dataclass(frozen=True)
 class PreferenceData:
     """The data of a run. names: of the sources. description: with what was skipped, dropped or cut. lengths: counts of
-    groups that were too long. tokenizer, new_tokenizer: as in `Data`. questions: (prompt, answer) of unseen sums."""
+    groups that were too long. tokenizer, new_tokenizer, processor, new_images, picture_sizes: as in `Data`. questions:
+    (prompt, answer) of unseen sums."""
 
     names: str
     description: str
@@ -49,16 +53,19 @@ class PreferenceData:
     tokenizer: Tokenizer
     new_tokenizer: Tokenizer | None
     questions: list[Question] | None
-    new_images: None = None
+    processor: Processor | None = None
+    new_images: NewImages | None = None
+    picture_sizes: Sequence[tuple[int, int]] = ()
 
 
 def open_preferences(
-    config: TrainConfig, options: GroupOptions, folder: Path | None, vocab_size: int, adapter: Path | None = None
-) -> PreferenceData:
+    config: TrainConfig, options: GroupOptions, folder: Path | None, vocab_size: int, adapter: Path | None = None,
+    images: NewImages | None = None, prepare_inputs: Callable[..., Any] | None = None,
+) -> PreferenceData:  # fmt: skip
     """Opens the data of a run. Every rank must call this, and gets the same data.
 
     config: data, validation_data, validation_fraction, seed, chat_template and allow_bad_lines are read. folder,
-    vocab_size, adapter: as for `open_data`. Sources are files, folders and data sets as for `open_data`, or
+    vocab_size, adapter, images, prepare_inputs: as for `open_data`. Sources are files, folders and data sets, or
     "preferences" (pairs or judged completions) and "sums" (prompts with a column `answer`).
     Raises InputError for data that cannot be read, that are too few, or that do not fit the kind or the model.
     """
@@ -69,7 +76,7 @@ def open_preferences(
     separate = [unweighted_name(text) for text in config.validation_data or []]
     formats = GroupFormats(options.kind)
     names = [spec.name for spec in specs]
-    sources = SourceReader(names, folder, vocab_size, config, options.tokens_per_row, adapter, formats)
+    sources = SourceReader(names, folder, vocab_size, config, options.tokens_per_row, adapter, formats, images)
     reader = GroupReader(sources, options)
 
     split = [split_source(reader, name, config, split=not separate) for name in names]
@@ -87,12 +94,17 @@ def open_preferences(
     selections = number_completions([*kept, held_out])
     *trained, validated = selections
     mixed = trained if weights else [[part for parts in trained for part in parts]]
-    training = TrainingGroups(mixed, weights or [1.0], config.seed, options)
-    validation = ValidationGroups(validated, options)
+    stores = [part.store.tokens for selection in selections for part in selection]
+    has_images = any(store.images is not None for store in stores)
+    decoder = ImageDecoder(sources.processor, prepare_inputs) if has_images else None
+    training = TrainingGroups(mixed, weights or [1.0], config.seed, options, decoder)
+    validation = ValidationGroups(validated, options, decoder)
     tokenizer, _ = sources.tokenizer
     return PreferenceData(
         " ".join(names), describe_groups(specs, reader, excluded), training, validation, reader.lengths, tokenizer,
         sources.new_tokenizer, questions(validation) if "sums" in (separate or names) else None,
+        decoder.processor if decoder else None, images if sources.new_tokenizer else None,
+        sample_pictures(stores, decoder.processor) if decoder else (),
     )  # fmt: skip
 
 

@@ -51,7 +51,7 @@ class GroupReader:
 
         def fill(folder: Path) -> None:
             bad_lines = BadLines(allowed)
-            grouping = GroupTokenizer(tokenizer, end, self.options, bad_lines)
+            grouping = GroupTokenizer(tokenizer, end, self.options, bad_lines, lambda: self.sources.processor)
             with ReadingProgress(f"Tokenising {title}", total_bytes(files) if files else None) as progress:
                 records = self.units(read(bad_lines, progress), title)
                 write_groups(progress.track(grouping.groups(records)), self.sources.vocab_size, folder)
@@ -60,6 +60,7 @@ class GroupReader:
 
         options = dataclasses.asdict(self.options) | {"row_length": None, "share_prompts": None}  # of rows alone
         described = {"groups": options, "tokenizer": tokenizer_hash(tokenizer), "end": end}
+        described |= {"images": self.sources.image_settings}
         folder = cached_folder(self.sources.cache_key(files, **key) | described, fill)
         counts = json.loads((folder / "counts.json").read_text())
         self.sources.skipped += counts["skipped"]
@@ -71,8 +72,8 @@ class GroupReader:
         """The records as units of the kind: of pairs, each side is a judged completion of its own."""
         for record in cast(Iterable[GroupRecord], records):
             if self.options.kind == "judged" and len(record.completions) == 2:
-                for completion, label in zip(record.completions, (1.0, 0.0), strict=True):
-                    yield record._replace(completions=(completion,), value=label)
+                for side, label in enumerate((1.0, 0.0)):
+                    yield record.side(side)._replace(value=label)
             else:
                 refuse_other_kind(record, self.options.kind, title)
                 yield record

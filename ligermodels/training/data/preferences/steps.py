@@ -13,6 +13,7 @@ import numpy as np
 
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
+from ligermodels.training.data.decoding import ImageDecoder
 from ligermodels.training.data.mixture import Mixture
 from ligermodels.training.data.preferences.collation import PreferenceBatch, collate_row
 from ligermodels.training.data.preferences.dealing import deal_units, pack_units
@@ -41,6 +42,20 @@ class GroupSelection(NamedTuple):
     def tokens(self) -> int:
         return sum(self.store.tokens_of(number) for number in self.numbers.tolist())
 
+    def laid_out(self, share_prompts: bool) -> np.ndarray:
+        """Tokens of each group in a row, and those of its images among them: int64 [2, U]."""
+        store, tokens = self.store, self.store.tokens
+        prompts, stops = store.firsts[self.numbers], store.firsts[self.numbers + 1]
+        completions = stops - prompts - 1
+        copies = np.ones_like(completions) if share_prompts else completions
+        of_prompts, rest = (
+            np.stack([before[last] - before[first] for before in (tokens.offsets, tokens.features_before)])
+            for first, last in ((prompts, prompts + 1), (prompts + 1, stops))
+        )  # [2, U]
+        found = of_prompts * copies + rest
+        found[0] += completions - copies  # the last token of a shared prompt is repeated
+        return found
+
     @property
     def longest_prompt(self) -> int:
         """Tokens."""
@@ -68,10 +83,12 @@ class Step(NamedTuple):
 
 
 class Groups:
-    """The groups of several selections, as one sequence, and their rows."""
+    """The groups of several selections, as one sequence, and their rows. decoder: of images; None if there are none."""
 
-    def __init__(self, parts: Sequence[GroupSelection], options: GroupOptions) -> None:
-        self.parts, self.options = list(parts), options
+    def __init__(
+        self, parts: Sequence[GroupSelection], options: GroupOptions, decoder: ImageDecoder | None = None
+    ) -> None:
+        self.parts, self.options, self.decoder = list(parts), options, decoder
         self.ends = np.cumsum([len(part.numbers) for part in parts])
 
     def __len__(self) -> int:
@@ -130,7 +147,7 @@ class Groups:
         batches = [
             collate_row(
                 [pieces[unit] for unit in row], options.share_prompts, values=[values[unit] for unit in row],
-                kind=kind, pinned=pinned,
+                kind=kind, pinned=pinned, decoder=self.decoder,
             )
             for row in rows
         ]  # fmt: skip
@@ -140,17 +157,19 @@ class Groups:
     def mismatched(self, numbers: Sequence[int], world: World, generator: np.random.Generator) -> Step:
         """Each group's prompt with the completion of another group: a cyclic shift of a random order.
 
-        A completion is cut where it would exceed max_length behind the other prompt. For the KL estimate of KTO.
+        A completion without images is cut where it would exceed max_length behind the other prompt. For the KL estimate
+        of KTO.
         """
         own = [self.piece(number, unit) for unit, number in enumerate(numbers)]
         order = generator.permutation(len(own))
         pieces = [own[0]] * len(own)
         for unit, other in zip(order.tolist(), np.roll(order, 1).tolist(), strict=True):
             prompt, source = own[unit].group.prompt, own[other].group
-            room = max(1, self.options.max_length - len(prompt))
+            images = own[unit].group.images_of(0), *map(source.images_of, range(1, 1 + len(source.completions)))
+            room = None if any(images[1:]) else max(1, self.options.max_length - len(prompt))
             masks = tuple(None if mask is None else mask[:room] for mask in source.supervised)
             completions = tuple(completion[:room] for completion in source.completions)
-            pieces[unit] = GroupPiece(Group(prompt, completions, masks), unit)
+            pieces[unit] = GroupPiece(Group(prompt, completions, masks, images=images), unit)
         return self.rows(pieces, [np.nan] * len(pieces), None, world)
 
 
@@ -158,10 +177,11 @@ class TrainingGroups:
     """The groups that a run trains on, in the endless order of a mixture of sources."""
 
     def __init__(
-        self, sources: Sequence[Sequence[GroupSelection]], weights: Sequence[float], seed: int, options: GroupOptions
-    ) -> None:
+        self, sources: Sequence[Sequence[GroupSelection]], weights: Sequence[float], seed: int, options: GroupOptions,
+        decoder: ImageDecoder | None = None,
+    ) -> None:  # fmt: skip
         self.sources = [Groups(parts, options) for parts in sources]
-        self.groups = Groups([part for parts in sources for part in parts], options)
+        self.groups = Groups([part for parts in sources for part in parts], options, decoder)
         self.firsts = np.cumsum([0, *map(len, self.sources)])
         self.mixture, self.seed = Mixture([len(groups) for groups in self.sources], weights, seed), seed
         self.thread = ThreadPoolExecutor(1, "groups")
@@ -175,6 +195,11 @@ class TrainingGroups:
     def fingerprint(self) -> str:
         """A hash of all groups: a cursor has the same meaning only for groups with the same fingerprint."""
         return hashlib.sha256("".join(part.fingerprint for part in self.groups.parts).encode()).hexdigest()
+
+    @property
+    def laid_out(self) -> np.ndarray:
+        """Tokens of each group in a row, and those of its images among them: int64 [2, U]."""
+        return np.concatenate([part.laid_out(self.groups.options.share_prompts) for part in self.groups.parts], 1)
 
     @property
     def labels(self) -> tuple[int, int]:
@@ -229,8 +254,10 @@ class TrainingGroups:
 class ValidationGroups:
     """The groups of the validation split, in their order."""
 
-    def __init__(self, parts: Sequence[GroupSelection], options: GroupOptions) -> None:
-        self.groups = Groups(parts, options)
+    def __init__(
+        self, parts: Sequence[GroupSelection], options: GroupOptions, decoder: ImageDecoder | None = None
+    ) -> None:
+        self.groups = Groups(parts, options, decoder)
 
     def __len__(self) -> int:
         return len(self.groups)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ligermodels.errors import InputError
-from ligermodels.training.data.preferences.groups import Group, GroupPrompt, Teacher
+from ligermodels.training.data.preferences.groups import Group, GroupImage, GroupPrompt, Teacher
 from ligermodels.training.data.preferences.tokenization import TokenGroup
 from ligermodels.training.data.store import Document, TokenStore, map_file, open_store, write_store
 
@@ -55,10 +55,22 @@ class GroupStore:
         documents = range(self.firsts[number], self.firsts[number + 1])
         prompt, *completions = (self.document(document) for document in documents)
         masks = tuple(self.mask(document) for document in documents[1:])
-        return Group(prompt, tuple(completions), masks, self.teacher(number))
+        images = tuple(self.images(document) for document in documents)
+        return Group(prompt, tuple(completions), masks, self.teacher(number), images if any(images) else ())
 
     def document(self, document: int) -> np.ndarray:
         return self.tokens.tokens[self.tokens.offsets[document] : self.tokens.offsets[document + 1]]
+
+    def images(self, document: int) -> tuple[GroupImage, ...]:
+        """Those of a document, with places in it."""
+        images, (begin, end) = self.tokens.images, self.tokens.offsets[document : document + 2].tolist()
+        if images is None:
+            return ()
+        starts, stops = images.starts, images.stops
+        return tuple(
+            GroupImage(self.tokens, number, int(starts[number]) - begin, int(stops[number]) - begin)
+            for number in images.between(begin, end)
+        )
 
     def mask(self, document: int) -> np.ndarray | None:
         if self.tokens.supervised is None:
@@ -143,9 +155,10 @@ class GroupWriter:
     def documents(self, groups: Iterable[TokenGroup]) -> Iterator[Document]:
         for group in groups:
             self.write(group)
-            yield Document(group.prompt, None, group.place)
-            for ids, mask in zip(group.completions, group.supervised, strict=True):
-                yield Document(ids, None if all(mask) else mask, group.place)
+            of_prompt, *of_completions = group.images or ((),) * (1 + len(group.completions))
+            yield Document(group.prompt, None, group.place, of_prompt)
+            for ids, mask, images in zip(group.completions, group.supervised, of_completions, strict=True):
+                yield Document(ids, None if all(mask) else mask, group.place, images)
 
     def write(self, group: TokenGroup) -> None:
         width = len(group.teacher_ids[0]) if group.teacher_ids else 0

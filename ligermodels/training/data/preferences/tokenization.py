@@ -5,6 +5,8 @@ that a token over the border is supervised. Conversations are rendered with each
 the completion is supervised, as in chat.py. All completions of a group begin at the same token: the first that differs
 between them, or the first that is supervised in one of them.
 The end-of-text token is added to strings unless it is there; a chat ends as its template ends it.
+Images of a prompt are on its side of the border, and those of completions behind it, each as a whole. Their tokens are
+never supervised. A group with images is dropped where it would have to be cut.
 Must not know files or rows.
 """
 
@@ -20,20 +22,35 @@ from tokenizers import Encoding
 from ligermodels.errors import InputError
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.training.data.chat import (
+    ReadProcessor,
     RenderedChat,
+    no_images,
     overlap_mask,
     record_batches,
     render,
     render_conversation,
     tokenize_records,
 )
+from ligermodels.training.data.image_documents import ImageChats, plan_images
+from ligermodels.training.data.image_store import DocumentImage
 from ligermodels.training.data.preferences.groups import GroupOptions
 from ligermodels.training.data.records import BadLines, Conversation, GroupRecord, TeacherRecord
 from ligermodels.training.data.run_tokenizer import template_advice
 
 
+class Side(NamedTuple):
+    """A prompt with one completion, or alone: its ids, whether each is supervised, its images."""
+
+    ids: list[int]
+    supervised: list[bool]
+    images: Sequence[DocumentImage] = ()
+
+
 class TokenGroup(NamedTuple):
-    """A tokenised group. Fields as in `Group`; value and columns as in `GroupRecord`, text as in `GroupPrompt`."""
+    """A tokenised group. Fields as in `Group`; value and columns as in `GroupRecord`, text as in `GroupPrompt`.
+
+    images: of the prompt, then of each completion, with places in these; empty where there are none.
+    """
 
     prompt: list[int]
     completions: list[list[int]]
@@ -44,6 +61,7 @@ class TokenGroup(NamedTuple):
     columns: dict[str, Any] | None = None
     teacher_ids: list[list[int]] | None = None
     teacher_logprobs: list[list[float]] | None = None
+    images: tuple[Sequence[DocumentImage], ...] = ()
 
 
 @dataclass
@@ -56,10 +74,17 @@ class Lengths:
 
 
 class GroupTokenizer:
-    """end: the end-of-text token. bad_lines: counts records that cannot be used. lengths: counts those too long."""
+    """end: the end-of-text token. bad_lines: counts records that cannot be used. lengths: counts those too long.
 
-    def __init__(self, tokenizer: Tokenizer, end: int, options: GroupOptions, bad_lines: BadLines) -> None:
+    processor: reads the image processor when there are images.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, end: int, options: GroupOptions, bad_lines: BadLines,
+        processor: ReadProcessor = no_images,
+    ) -> None:  # fmt: skip
         self.tokenizer, self.end, self.options, self.bad_lines = tokenizer, end, options, bad_lines
+        self.processor = processor
         self.lengths = Lengths()
         added = tokenizer.tokenizer.get_added_tokens_decoder().items()
         self.special = {token: entry.content for token, entry in added if entry.special}
@@ -98,11 +123,9 @@ class GroupTokenizer:
 
     def rendered(self, record: GroupRecord) -> list[RenderedChat]:
         """The text of the prompt with each completion, or of the prompt alone. Raises InputError naming the place."""
+        sides = self.image_chats(record)
         if isinstance(record.prompt, str):
-            start, place = len(record.prompt), record.place
-            texts = [record.prompt + cast(str, completion) for completion in record.completions]
-            whole = [RenderedChat(text, [(start, len(text))], False, place) for text in texts]
-            return whole or [RenderedChat(record.prompt, [], False, place)]
+            return self.rendered_strings(record, sides[0])
         if not self.tokenizer.templates:
             raise InputError(
                 f"{record.place}: {self.tokenizer.file.parent} has no chat template for messages; "
@@ -115,19 +138,52 @@ class GroupTokenizer:
             except InputError as error:
                 raise InputError(f"{record.place}: {error}") from None
             return [RenderedChat(text, [], True, record.place)]
-        return [self.rendered_completion(record, cast(list, completion)) for completion in record.completions]
+        return [
+            self.rendered_completion(record, cast(list, completion), images)
+            for completion, images in zip(record.completions, sides, strict=True)
+        ]
 
-    def rendered_completion(self, record: GroupRecord, completion: list[dict[str, Any]]) -> RenderedChat:
+    def image_chats(self, record: GroupRecord) -> list[ImageChats | None]:
+        """For each side, what renders the images of the prompt and of its completion; None for a record without."""
+        if not record.images:
+            return [None] * max(1, len(record.completions))
+        try:
+            processor = self.processor()
+            if processor.placeholder.prefix:
+                raise InputError("has images, and this model trains on preferences about text alone; leave them out")
+            prompt, *completions = (plan_images(images, processor) for images in record.images)
+        except InputError as error:
+            raise InputError(f"{record.place}: {error}") from None
+        return [ImageChats(processor, [*prompt, *images]) for images in completions]
+
+    def rendered_strings(self, record: GroupRecord, images: ImageChats | None) -> list[RenderedChat]:
+        """images: of the prompt; a completion that is a string has none."""
+        prompt, place = cast(str, record.prompt), record.place
+        completions = cast(tuple[str, ...], record.completions)
+        if images is not None:
+            try:
+                prompt = images.expand(prompt)
+                for completion in completions:
+                    images.processor.placeholder.refuse(completion)
+            except InputError as error:
+                raise InputError(f"{place}: {error}") from None
+        texts = [prompt + completion for completion in completions]
+        whole = [RenderedChat(text, [(len(prompt), len(text))], False, place, images) for text in texts]
+        return whole or [RenderedChat(prompt, [], False, place)]
+
+    def rendered_completion(
+        self, record: GroupRecord, completion: list[dict[str, Any]], images: ImageChats | None
+    ) -> RenderedChat:
         prompt = cast(list[dict[str, Any]], record.prompt)
         context = [message | {"weight": 0} if message["role"] == "assistant" else message for message in prompt]
         chat = Conversation([*context, *completion], record.tools, record.place, record.template_kwargs)
-        texts = render_conversation(chat, self.tokenizer, tuple(self.special.values()))
+        texts = render_conversation(chat, images or self.tokenizer, tuple(self.special.values()))
         if len(texts) > 1:
             raise InputError(
                 f"{record.place}: a completion has several answers, and the chat template changes the first when more "
                 "messages follow; keep the last answer, and move those before it to the prompt"
             )
-        return texts[0]
+        return texts[0]._replace(images=images)
 
     def group(
         self, record: GroupRecord, chats: Sequence[RenderedChat], encodings: Sequence[Encoding]
@@ -135,29 +191,39 @@ class GroupTokenizer:
         """None if the group is too long. Raises InputError naming the place."""
         sides = [self.side(chat, encoding) for chat, encoding in zip(chats, encodings, strict=True)]
         if not record.completions:
-            made = TokenGroup(sides[0][0], [], [], record.place, text=record.prompt, columns=record.columns)
+            made = TokenGroup(sides[0].ids, [], [], record.place, text=record.prompt, columns=record.columns)
         else:
-            border = common_border(sides)
+            of_prompt = len(record.images[0]) if record.images else 0
+            border = whole_images_border(common_border(sides), sides, of_prompt)
             if border == 0:
                 raise InputError(
                     f"{record.place}: no token comes before the completions, because the tokenizer writes none at the "
                     "beginning of a text; make the prompt longer"
                 )
-            completions, masks = [ids[border:] for ids, _ in sides], [filled(mask, border) for _, mask in sides]
-            if len(sides) == 2 and completions[0] == completions[1]:
+            completions, masks = [side.ids[border:] for side in sides], [filled(side, border) for side in sides]
+            images = images_around(border, sides) if record.images else ()
+            if has_equal_sides(completions, images):
                 raise InputError(f"{record.place}: fields chosen and rejected have equal tokens, which teaches nothing")
-            made = TokenGroup(sides[0][0][:border], completions, masks, record.place, record.value)
+            made = TokenGroup(
+                sides[0].ids[:border], completions, masks, record.place, record.value, images=images
+            )  # fmt: skip
         return self.fitting(made, lambda: self.head(record, chats[0], encodings[0]))
 
-    def side(self, chat: RenderedChat, encoding: Encoding) -> tuple[list[int], list[bool]]:
-        """The ids of one text, and whether each is supervised. Some tokenizers write the end themselves."""
+    def side(self, chat: RenderedChat, encoding: Encoding) -> Side:
+        """Some tokenizers write the end themselves. Raises InputError for image tokens that do not fit the images."""
         ids = encoding.ids
         if not chat.complete and ids[-1:] == [self.end]:
             ids = ids[:-1]
-        mask = overlap_mask(encoding.offsets[: len(ids)], chat.answers)
+        mask, images = overlap_mask(encoding.offsets[: len(ids)], chat.answers), []
+        if chat.images is not None:
+            mask = chat.images.unsupervised(ids, mask)
+            try:
+                images = chat.images.locate(ids)
+            except InputError as error:
+                raise InputError(f"{chat.place}: {error}") from None
         if chat.complete or not chat.answers:
-            return ids, mask
-        return [*ids, self.end], [*mask, True]
+            return Side(ids, mask, images)
+        return Side([*ids, self.end], [*mask, True], images)
 
     def head(self, record: GroupRecord, chat: RenderedChat, encoding: Encoding) -> int:
         """How many tokens at the beginning stay where a prompt is cut: the system message, or what begins a text."""
@@ -197,15 +263,18 @@ class GroupTokenizer:
 
     def fitting(self, group: TokenGroup, head: Callable[[], int]) -> TokenGroup | None:
         """The group within the limits of length; None if it is dropped. head: how many tokens of a prompt stay."""
-        prompt = self.fitting_prompt(group.prompt, head)
+        whole = any(group.images)
+        prompt = group.prompt if whole else self.fitting_prompt(group.prompt, head)
         room = self.options.max_length - len(prompt)
         too_long = max(map(len, group.completions), default=0) > room
-        if room < 0 or (too_long and (self.options.too_long == "drop" or room == 0)):
+        too_long_prompt = len(prompt) > (self.options.max_prompt_length or len(prompt))
+        never_cut = whole or self.options.too_long == "drop" or room == 0
+        if room < 0 or too_long_prompt or (too_long and never_cut):
             self.lengths.dropped += 1
             return None
         completions, masks = [ids[:room] for ids in group.completions], [mask[:room] for mask in group.supervised]
-        same = len(completions) == 2 and completions[0] == completions[1]
-        if same or not all(map(any, masks)):  # what tells the sides apart, or what is supervised, was cut off
+        # What tells the sides apart, or what is supervised, was cut off.
+        if has_equal_sides(completions, group.images) or not all(map(any, masks)):
             self.lengths.dropped += 1
             return None
         self.lengths.cut_prompts += len(prompt) < len(group.prompt)
@@ -227,19 +296,51 @@ class GroupTokenizer:
         return [*prompt[:kept], *prompt[len(prompt) - limit + kept :]]
 
 
-def common_border(sides: Sequence[tuple[list[int], list[bool]]]) -> int:
+def common_border(sides: Sequence[Side]) -> int:
     """Where the completions begin: the first token that differs between the sides or is supervised in one of them."""
-    firsts = [mask.index(True) for _, mask in sides if True in mask]
-    shortest = min(len(ids) for ids, _ in sides)
-    table = np.array([ids[:shortest] for ids, _ in sides])
+    firsts = [side.supervised.index(True) for side in sides if True in side.supervised]
+    shortest = min(len(side.ids) for side in sides)
+    table = np.array([side.ids[:shortest] for side in sides])
     differs = np.flatnonzero((table != table[0]).any(0))
     return min([*firsts, int(differs[0]) if len(differs) else shortest])
 
 
-def filled(mask: list[bool], border: int) -> list[bool]:
-    """A side's mask from the border on; what comes before its own first supervised token is supervised as well."""
+def whole_images_border(border: int, sides: Sequence[Side], of_prompt: int) -> int:
+    """The last place up to `border` that is neither within an image nor behind an image of a completion.
+
+    of_prompt: how many images of each side are the prompt's; equal tokens behind them may be of other images.
+    """
+    for side in sides:
+        for number, image in enumerate(side.images):
+            if image.start < border and (number >= of_prompt or image.stop > border):
+                border = image.start
+    return border
+
+
+def images_around(border: int, sides: Sequence[Side]) -> tuple[list[DocumentImage], ...]:
+    """The images before the border, which are the same on all sides; of each side those behind it, counted from it."""
+    prompt = [image for image in sides[0].images if image.stop <= border]
+    behind = (
+        [i._replace(start=i.start - border, stop=i.stop - border) for i in side.images if i.start >= border]
+        for side in sides
+    )
+    return prompt, *behind
+
+
+def has_equal_sides(completions: Sequence[list[int]], images: Sequence[Sequence[DocumentImage]]) -> bool:
+    """images: of the prompt, then of each completion; or none."""
+    return len(completions) == 2 and completions[0] == completions[1] and images[1:2] == images[2:]
+
+
+def filled(side: Side, border: int) -> list[bool]:
+    """A side's mask from the border on; text before its own first supervised token is supervised as well."""
+    mask = side.supervised
     first = mask.index(True, border) if True in mask[border:] else len(mask)
-    return [True] * (first - border) + mask[first:]
+    filled = [True] * (first - border) + mask[first:]
+    for image in side.images:
+        if border <= image.start < first:
+            filled[image.start - border : image.stop - border] = mask[image.start : image.stop]
+    return filled
 
 
 def check_teacher_length(group: TokenGroup, documents: int) -> bool:

@@ -62,10 +62,62 @@ def test_distillation_takes_records_of_supervised_training_and_a_teacher():
     assert parse("distillation", messages=[ASKED, GOOD]).teacher_ids is None
 
 
+def with_image(message):
+    return message | {"content": [{"type": "image"}, {"type": "text", "text": message["content"]}]}
+
+
+SHOWN = with_image(ASKED)
+SIDES = {"chosen": [GOOD], "rejected": [BAD]}
+WITH_IMAGES = {
+    "TRL: beside a text": ("pairs", {"prompt": [ASKED], **SIDES, "images": ["a"]}, [SHOWN], (["a"], [], [])),
+    "TRL: one image": ("pairs", {"prompt": [ASKED], **SIDES, "image": "a"}, [SHOWN], (["a"], [], [])),
+    "beside parts": (
+        "pairs", {"prompt": [SHOWN], "chosen": [with_image(GOOD)], "rejected": [BAD], "images": ["a", "b"]},
+        [SHOWN], (["a"], ["b"], []),
+    ),
+    "without a prompt": (
+        "pairs", {"chosen": [SHOWN, GOOD], "rejected": [SHOWN, BAD], "images": ["a"]}, [SHOWN], (["a"], [], []),
+    ),
+    "marks": (
+        "judged", {"prompt": [ASKED | {"content": "<image>" + ASKED["content"]}], "completion": [GOOD], "label": False,
+            "images": [{"bytes": b"x", "path": None}]}, [SHOWN], ([b"x"], []),
+    ),
+    "a text with the model's token": ("pairs", {"prompt": "<i> p", "chosen": "a", "rejected": "b", "images": ["a"]},
+        "<i> p", (["a"], [], [])),
+    "none": ("pairs", {"prompt": [ASKED], **SIDES, "images": []}, [ASKED], ()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", WITH_IMAGES)
+def test_images_belong_to_the_prompt_or_to_a_completion(form):
+    kind, fields, prompt, images = WITH_IMAGES[form]
+    record = parse(kind, **fields)
+    assert (record.prompt, record.images) == (prompt, images)
+
+
+def test_a_side_of_a_pair_keeps_its_own_images():
+    record = parse("pairs", prompt=[SHOWN], chosen=[with_image(GOOD)], rejected=[BAD], images=["a", "b"])
+    chosen, rejected = record.side(0), record.side(1)
+    assert (chosen.completions, chosen.images) == ((record.completions[0],), (["a"], ["b"]))
+    assert (rejected.completions, rejected.images) == (([BAD],), (["a"], []))
+
+
 REFUSED = {
-    "images beside messages": (
-        "pairs", {"prompt": [ASKED], "chosen": [GOOD], "rejected": [BAD], "images": ["a.png"]},
+    "images beside a prompt for rewards": (
+        "prompts", {"prompt": [ASKED], "images": ["a.png"]},
         "d:1: has images, but this objective trains on text alone; leave the field out",
+    ),
+    "more image parts than images": (
+        "pairs", {"prompt": [SHOWN], "chosen": [GOOD], "rejected": [BAD]},
+        "field images has 0 images, but the messages have 1 image parts without an image; give one for each",
+    ),
+    "more images than image parts": (
+        "judged", {"prompt": [SHOWN], "completion": [GOOD], "label": True, "images": ["a.png", "b.png"]},
+        "field images has 2 images, but the messages have 1 image parts without an image; give one for each",
+    ),
+    "an image from the network": (
+        "pairs", {"prompt": [ASKED], "chosen": [GOOD], "rejected": [BAD], "images": ["https://a.b/c.png"]},
+        "field images[0] is the address https://a.b/c.png; download the image",
     ),
     "images in a prompt": (
         "prompts", {"prompt": [{"role": "user", "content": [{"type": "image", "path": "a.png"}]}]},

@@ -5,7 +5,7 @@ import pytest
 from ligermodels.errors import InputError
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.training.data.preferences.groups import GroupOptions
-from ligermodels.training.data.preferences.tokenization import GroupTokenizer, common_border
+from ligermodels.training.data.preferences.tokenization import GroupTokenizer, Side, common_border
 from ligermodels.training.data.records import BadLines, Completion, GroupRecord, TeacherRecord
 from tests.tokenizer.chat_templates import CHAT_TEMPLATES
 from tests.tokenizer.folders import write_folder
@@ -53,9 +53,9 @@ def test_strings_are_tokenised_together_and_end_with_the_end_token_once(qwen):
 
 def test_a_token_over_the_border_is_supervised_on_both_sides():
     """Ids 5 6 | 7 and 5 | 8: the second side's first token has characters of the prompt."""
-    assert common_border([([5, 6, 7], [False, False, True]), ([5, 8], [False, True])]) == 1
-    assert common_border([([5, 6, 7], [False, False, True]), ([5, 6, 9], [False, False, True])]) == 2
-    assert common_border([([5, 6], [False, True])]) == 1
+    assert common_border([Side([5, 6, 7], [False, False, True]), Side([5, 8], [False, True])]) == 1
+    assert common_border([Side([5, 6, 7], [False, False, True]), Side([5, 6, 9], [False, False, True])]) == 2
+    assert common_border([Side([5, 6], [False, True])]) == 1
 
 
 @pytest.mark.parametrize("family", ["qwen 2.5", "llama 3", "gemma 3", "llama 2"])
