@@ -2,8 +2,9 @@
 
     python -m benchmarks.image_step --model gemma-3-4b --batch 8 --images 2 --text 512
 
-Each sequence has its images, then text, all of which is supervised. Weights, tokens and pixels are random; the pixels
-are made before the clock starts. Rows are measured as in `train_step`.
+Each sequence has its images, then text, all of which is supervised. An image of Llama 3.2 Vision is one token, whatever
+its tiles. A Liger row has the number of modules that its patch has put into the model; none is an error. Weights,
+tokens and pixels are random; the pixels are made before the clock starts. Rows are measured as in `train_step`.
 """
 
 import argparse
@@ -17,30 +18,41 @@ from torch import Tensor, nn
 import ligermodels
 from benchmarks import results, timing
 from benchmarks.processes import print_rows_of_providers
-from benchmarks.train_step import time_steps
-from ligermodels.layers.multimodal import VisionLanguageModel
+from benchmarks.train_step import fill_memory, time_steps
+from ligermodels.layers.multimodal import ImageParts
 from ligermodels.layers.pictures import PictureLanguageModel
+from ligermodels.layers.siglip_tiles import TileLanguageModel
+from ligermodels.layers.tiled_model import TiledVisionLanguageModel
 
-# (family, preset, patches along a side of an image; None where the model fixes its size).
+# (family, preset, patches along a side of an image, or its tiles; None where the model fixes its size).
 IMAGE_MODELS = {
     "gemma-3-4b": ("gemma3", "4b", None),
+    "llama-3.2-11b-vision": ("mllama", "11b", 4),
+    "llama-3.2-11b-vision-1-tile": ("mllama", "11b", 1),
+    "llava-1.5-7b": ("llava", "7b", None),
+    "paligemma-3b": ("paligemma", "3b", None),
     "qwen2-vl-2b": ("qwen2_vl", "2b", 64),
     "qwen2-vl-7b": ("qwen2_vl", "7b", 72),
     "qwen2.5-vl-3b": ("qwen2_5_vl", "3b", 64),
     "qwen2.5-vl-7b": ("qwen2_5_vl", "7b", 72),
     "qwen3-vl-4b": ("qwen3_vl", "4b", 64),
+    "smolvlm-500m": ("smolvlm", "500m", None),
 }
 
 
-def skeleton(name: str) -> VisionLanguageModel:
+# Which tokens are of images, under the argument of transformers; other families need none.
+KINDS = {"gemma": "token_type_ids", "qwen": "mm_token_type_ids"}
+
+
+def skeleton(name: str) -> ImageParts:
     """The model on the meta device: its configuration, and how its inputs are made."""
     family, size, _ = IMAGE_MODELS[name]
     model = ligermodels.create(family, size=size, device="meta")
-    assert isinstance(model, VisionLanguageModel)
+    assert isinstance(model, ImageParts)
     return model
 
 
-def hugging_face(model: VisionLanguageModel, checkpointing: bool) -> nn.Module:
+def hugging_face(model: ImageParts, checkpointing: bool) -> nn.Module:
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     raw = {name: value for name, value in model.config.raw.items() if name != "architectures"}
@@ -55,14 +67,22 @@ def hugging_face(model: VisionLanguageModel, checkpointing: bool) -> nn.Module:
     return theirs.train()
 
 
-def hugging_face_liger(model: VisionLanguageModel, checkpointing: bool) -> nn.Module:
+def hugging_face_liger(model: ImageParts, checkpointing: bool) -> nn.Module:
     import liger_kernel.transformers as patches
 
     getattr(patches, f"apply_liger_kernel_to_{model.config.raw['model_type']}")()
-    return hugging_face(model, checkpointing)
+    built = hugging_face(model, checkpointing)
+    if not patched_modules(built):
+        raise SystemExit("the patch of Liger replaced no module of the model")
+    return built
 
 
-def ours(model: VisionLanguageModel, checkpointing: bool) -> nn.Module:
+def patched_modules(model: nn.Module) -> int:
+    """How many modules are Liger's, or run a forward of Liger's."""
+    return sum("liger_kernel" in f"{type(m).__module__} {m.forward.__module__}" for m in model.modules())
+
+
+def ours(model: ImageParts, checkpointing: bool) -> nn.Module:
     built = ligermodels.create(dict(model.config.raw), dtype=torch.bfloat16, device="cuda")
     if checkpointing:
         built.checkpoint_activations()
@@ -72,38 +92,81 @@ def ours(model: VisionLanguageModel, checkpointing: bool) -> nn.Module:
 PROVIDERS = {"ligermodels": ours, "hugging face": hugging_face, "hugging face + liger": hugging_face_liger}
 
 
-def make_inputs(model: VisionLanguageModel, side: int | None, batch: int, images: int, text: int) -> dict[str, Tensor]:
-    """A batch, under the Hub's names. side: patches along a side of an image."""
+def make_inputs(model: Any, size: int | None, batch: int, images: int, text: int) -> dict[str, Tensor]:
+    """A batch, under the Hub's names. size: the last value of IMAGE_MODELS."""
     vision, token, total = model.config.vision, model.config.image_token_id, batch * images
     if isinstance(model, PictureLanguageModel):
         tokens, pixels = model.example_images(total)
+        if isinstance(model, TileLanguageModel):
+            pixels = {name: x.view(batch, images, *x.shape[2:]) for name, x in pixels.items()}
+    elif isinstance(model, TiledVisionLanguageModel):
+        tokens, pixels = 1, {}
     else:
-        assert side is not None
-        tokens = (side // vision.spatial_merge_size) ** 2
+        assert size is not None
+        tokens = (size // vision.spatial_merge_size) ** 2
         pixels = {
-            "pixel_values": torch.randn(total * side**2, vision.pixels_per_patch),
-            "image_grid_thw": torch.tensor([[1, side, side]] * total),
+            "pixel_values": torch.randn(total * size**2, vision.pixels_per_patch),
+            "image_grid_thw": torch.tensor([[1, size, size]] * total),
         }
     image = torch.tensor([5, *[token] * tokens, 6])  # between two tokens of text
-    words = torch.randint(1000, 50_000, (batch, text))
+    words = torch.randint(1000, 49_000, (batch, text))
     ids = torch.cat([image.repeat(images).expand(batch, -1), words], 1)
-    return {"input_ids": ids, "labels": ids.masked_fill(ids == token, -100), **pixels}
+    if isinstance(model, TiledVisionLanguageModel):
+        assert size is not None
+        pixels = make_tiles(model, size, ids, images)
+    labels = ids.masked_fill(ids == token, -100)
+    if model.sees_prompt_ahead:  # the prompt ends with the last image
+        pixels["token_type_ids"] = (torch.arange(ids.shape[1]) >= len(image) * images).long().expand_as(ids)
+        labels = labels.masked_fill(pixels["token_type_ids"] == 0, -100)
+    return {"input_ids": ids, "labels": labels, **pixels}
 
 
-def measure(provider: str, name: str, batch: int, images: int, text: int, checkpointing: bool, steps: int) -> dict:
+def make_tiles(model: TiledVisionLanguageModel, count: int, ids: Tensor, images: int) -> dict[str, Tensor]:
+    """Images of `count` tiles, one or four. A token sees the image before it, up to the next."""
+    vision, batch = model.config.vision, len(ids)
+    most, side = vision.max_num_tiles, vision.image_size
+    there = torch.arange(most) < count
+    number = (ids == model.config.image_token_id).cumsum(1) - 1  # of the image that each token sees
+    seen = number[..., None] == torch.arange(images)
+    return {
+        "pixel_values": torch.randn(batch, images, most, 3, side, side) * there.view(-1, 1, 1, 1),
+        "aspect_ratio_ids": torch.full((batch, images), {1: 1, 4: 6}[count]),  # a tile; two rows of two
+        "aspect_ratio_mask": there.long().expand(batch, images, most).contiguous(),
+        "cross_attention_mask": (seen[..., None] & there).long(),
+    }
+
+
+def count_patches(model: Any, inputs: dict[str, Tensor], image_tokens: int) -> int:
+    """The patches of a batch: of images in tiles those of the most tiles."""
+    if isinstance(model, TiledVisionLanguageModel):
+        vision, (batch, images) = model.config.vision, inputs["pixel_values"].shape[:2]
+        return batch * images * vision.max_num_tiles * vision.patches_per_tile
+    return image_tokens * model.config.vision.patches_per_feature
+
+
+def measure(
+    provider: str, name: str, batch: int, images: int, text: int, checkpointing: str, steps: int, gib: float
+) -> dict:
     torch.manual_seed(0)
-    blueprint = skeleton(name)
-    model = PROVIDERS[provider](blueprint, checkpointing)
+    blueprint: Any = skeleton(name)
+    model: Any = PROVIDERS[provider](blueprint, checkpointing == "full")
     inputs: dict[str, Any] = make_inputs(blueprint, IMAGE_MODELS[name][2], batch, images, text)
     kinds = (inputs["input_ids"] == blueprint.config.image_token_id).long()
+    facts = {"image_tokens": int(kinds.sum())}
+    if checkpointing == "auto":
+        patches = count_patches(blueprint, inputs, facts["image_tokens"])
+        batch, length = kinds.shape
+        facts |= fill_memory(model, batch, length, gib, patches=patches)
     if provider == "ligermodels":  # as a data loader prepares them
-        pixels = {key: inputs.pop(key) for key in ("pixel_values", "image_grid_thw") if key in inputs}
+        pixels = {key: inputs.pop(key) for key in inputs.keys() - {"input_ids", "labels"}}
         prepared = blueprint.prepare_images(inputs["input_ids"], **pixels)
         inputs = {key: value.cuda() for key, value in inputs.items()} | {"images": prepared.to(torch.device("cuda"))}
     else:
-        inputs["token_type_ids" if "gemma" in name else "mm_token_type_ids"] = kinds
+        argument = next((each for family, each in KINDS.items() if name.startswith(family)), None)
+        inputs |= {argument: kinds} if argument else {}
         inputs = {key: value.cuda() for key, value in inputs.items()}
         inputs["pixel_values"] = inputs["pixel_values"].bfloat16()
+        facts |= {"modules_of_liger": patched_modules(model)} if "liger" in provider else {}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
     def step() -> Tensor:
@@ -113,7 +176,7 @@ def measure(provider: str, name: str, batch: int, images: int, text: int, checkp
         optimizer.zero_grad()
         return loss.detach()
 
-    return {"image_tokens": int(kinds.sum())} | time_steps(step, steps, kinds.numel())
+    return facts | time_steps(step, steps, kinds.numel())
 
 
 def main() -> None:
@@ -125,13 +188,16 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5, help="timed steps, after a warm-up of 3")
     parser.add_argument("--output", type=Path, default=results.FOLDER, help="folder for the dated JSON file")
     parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=[*PROVIDERS])
-    parser.add_argument("--activation-checkpointing", choices=("full", "none"), nargs="+", default=["full", "none"])
+    parser.add_argument(
+        "--activation-checkpointing", choices=("full", "auto", "none"), nargs="+", default=["full", "none"]
+    )
+    parser.add_argument("--memory", type=float, default=130.0, help="GiB that auto fills, of ligermodels alone")
     parser.add_argument("--row", nargs=2, metavar=("PROVIDER", "CHECKPOINTING"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     shape = args.batch, args.images, args.text
     if args.row:
         provider, checkpointing = args.row
-        print(json.dumps(measure(provider, args.model, *shape, checkpointing == "full", args.steps)))
+        print(json.dumps(measure(provider, args.model, *shape, checkpointing, args.steps, args.memory)))
         return
     rows = print_rows_of_providers("benchmarks.image_step", args.providers, args.activation_checkpointing)
     settings = {"model": args.model, "batch": args.batch, "images": args.images, "text": args.text}

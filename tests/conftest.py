@@ -16,6 +16,7 @@ import pytest
 
 from ligermodels.kernels import launch, rescale
 from tests import interpreter
+from tests.forking import ScriptServer
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -105,6 +106,13 @@ def poisoned():
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="session")
+def script_server():
+    """Runs scripts as their readers would."""
+    with ScriptServer() as started:
+        yield started
 
 
 @pytest.fixture(scope="session")

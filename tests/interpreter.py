@@ -3,7 +3,7 @@
 Triton 3.7 repeats much of its work. It patches `triton.language` at every call of a device function. For every tensor
 it builds a table of dtypes, for every block a type from its shape and name, and for every operation the arguments of
 two wrappers. For every sum, difference and product of integers it computes an overflow check that it then discards. A
-reduction by a custom function runs one element at a time. Together these took most of the kernels' time.
+reduction or scan by a custom function runs one element at a time. Together these took most of the kernels' time.
 Uses private names of Triton, in the version that constraints.txt pins. Must not know any particular op.
 """
 
@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 
+import numpy as np
 import triton.language as tl
 from triton._utils import validate_block_shape
 from triton.language import core
@@ -27,12 +28,15 @@ def speed_up_interpreter() -> None:
     builder.options = replace(builder.options, sanitize_overflow=False)
     interpreter._get_np_dtype = cache_by_name(interpreter._get_np_dtype)
     interpreter.ReduceOps.generic_reduce = reduce_by_slices
+    interpreter.ScanOps.generic_scan = scan_by_doubling
     core.block_type.__init__ = init_block_type
     core.block_type.name = property(lambda block: f"<{block.shape}, {block.element_ty}>")
     core.block_type.with_element_ty = copy_with_element_ty
     core.block_type.to_ir = lambda block, builder: block
     core.tensor.__init__ = init_tensor
+    core.dtype.__eq__ = equal_names_first(core.dtype.__eq__)
     core._unwrap_if_constexpr = unwrap_common_types_first(core._unwrap_if_constexpr)
+    TritonSemantic.binary_op_type_checking_impl = equal_types_first(TritonSemantic.binary_op_type_checking_impl)
     TritonSemantic.broadcast_impl_value = broadcast_if_unequal(TritonSemantic.broadcast_impl_value)
 
 
@@ -94,6 +98,27 @@ def broadcast_if_unequal(broadcast):
     return broadcast_impl_value
 
 
+def equal_types_first(check):
+    """`check`, skipped if both operands are tensors of one dtype: only a division of halves would change it."""
+
+    def binary_op_type_checking_impl(self, lhs, rhs, left=False, right=False, arithmetic=True, divide=False):
+        equal = type(lhs) is type(rhs) is core.tensor and lhs.dtype is rhs.dtype
+        if equal and not divide and type(lhs.dtype) is core.dtype:  # not a pointer
+            return self.broadcast_impl_value(lhs, rhs)
+        return check(self, lhs, rhs, left, right, arithmetic, divide)
+
+    return binary_op_type_checking_impl
+
+
+def equal_names_first(equal):
+    """`equal` of a dtype, after the common case: another dtype."""
+
+    def __eq__(self, other):
+        return self.name == other.name if type(other) is core.dtype else equal(self, other)
+
+    return __eq__
+
+
 def cache_by_name(get_np_dtype):
     """`get_np_dtype` with a cache."""
     dtypes = {}
@@ -120,3 +145,20 @@ def reduce_by_slices(self, tensors):
         total = total if isinstance(total, tuple | core.tuple) else (total,)  # of one tensor it may be that tensor
     data = [x.handle.data if self.keep_dims else x.handle.data.squeeze(self.axis) for x in total]
     return [self.to_tensor(x, tensor.dtype) for x, tensor in zip(data, tensors, strict=True)]
+
+
+def scan_by_doubling(self, tensors):
+    """Scans along the axis by adding to all elements those 1, 2, 4, ... before them, as the kernels do on a GPU."""
+
+    def as_tensors(data):
+        return [self.to_tensor(x, tensor.dtype) for x, tensor in zip(data, tensors, strict=True)]
+
+    data, step = [x.handle.data for x in tensors], 1
+    place = np.expand_dims(np.arange(data[0].shape[self.axis]), tuple(range(1, data[0].ndim - self.axis)))
+    while step < tensors[0].shape[self.axis]:
+        before = [np.roll(x, step, self.axis) for x in data]  # of the first elements these are the last, and not used
+        total = self.combine_fn.fn(*as_tensors(before), *as_tensors(data))
+        total = total if isinstance(total, tuple | core.tuple) else (total,)
+        data = [np.where(place < step, x, y.handle.data) for x, y in zip(data, total, strict=True)]
+        step *= 2
+    return as_tensors(data)

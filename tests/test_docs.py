@@ -1,14 +1,11 @@
 """The documentation is true: its snippets run, its flags and files exist, and it is complete.
 
-The ```python blocks of a page run one after the other in a fresh process, as a reader would run them. A block that
-cannot run here has an HTML comment with the reason in the line above it: <!-- not run: needs the Hub -->. The commands
-of docs/recipes.md run in test_recipes.py.
+The ```python blocks of a page run one after the other in a process of their own, as a reader would run them. A block
+that cannot run here has an HTML comment with the reason in the line above it: <!-- not run: needs the Hub -->. The
+commands of docs/recipes.md run in test_recipes.py.
 """
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -64,19 +61,16 @@ RUNNABLE = [page for page in PAGES if any(block.reason is None for block in pyth
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
-    """Shared by the pages: matplotlib's list of fonts and the tokenised stories take seconds to make."""
+    """Shared by the pages: the tokenised stories take seconds to make."""
     return tmp_path_factory.mktemp("cache")
 
 
 @pytest.mark.parametrize("page", RUNNABLE, ids=names)
-def test_the_python_snippets_of_a_page_run_one_after_the_other_on_a_cpu(page, cache, tmp_path):
+def test_the_python_snippets_of_a_page_run_one_after_the_other_on_a_cpu(page, script_server, cache, tmp_path):
     script = tmp_path / "snippets.py"  # its folder is searched first for modules: no other's name
     script.write_text(as_script(page), encoding="utf-8")
-    home = {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(ROOT)}
-    on_cpu = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | home | on_cpu
-    result = subprocess.run([sys.executable, script], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    status, output = script_server.run(script, folder=tmp_path, HOME=str(tmp_path), XDG_CACHE_HOME=str(cache))
+    assert status == 0, output
 
 
 @pytest.mark.parametrize("page", PAGES, ids=names)

@@ -24,9 +24,8 @@ FEW_NUMBERS = 16  # the reference's error of fewer may be tiny by chance: they a
 # Cases that together reach every kernel and every option of it; the other cases only change the kernels' inputs.
 ON_KERNELS = [
     "llama", "llama-mlp-bias", "llama-gelu", "qwen2-sliding", "gemma2", "gemma3_text", "olmo2", "glm4",
-    "phi3-longrope-partial", "granite", "mixtral", "qwen2_moe-mlp-only-layers", "gpt_oss", "qwen3_5_text",
-    "qwen3_next",
-    "deepseek_v3", "lfm2", "gemma4_text-moe", "granitemoehybrid",
+    "phi3-longrope-partial", "granite", "mixtral", "qwen2_moe-mlp-only-layers", "gpt_oss", "qwen3_5_text", "qwen3_5",
+    "qwen3_next", "deepseek_v3", "lfm2", "gemma4_text-moe", "granitemoehybrid",
 ]  # fmt: skip
 # Every kind of norm, QK-norm, RoPE and experts. Every token uses all experts: otherwise rounding can flip the choice
 # between two nearly equal experts, an error that cannot be bounded.

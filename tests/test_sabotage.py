@@ -60,7 +60,7 @@ WINDOWS = {
         f"{FAMILIES}.qwen3_moe:Qwen3MoeConfig.is_sliding", "self.use_sliding_window", "True", "qwen3_moe-unused-window"
     ),
     "gemma2: odd layers windowed": Sabotage(
-        f"{FAMILIES}.gemma2:Gemma2Config.is_sliding", "layer % 2 == 0", "layer % 2 == 1", "gemma2"
+        "ligermodels.configs.gemma:Gemma2Config.is_sliding", "layer % 2 == 0", "layer % 2 == 1", "gemma2"
     ),
     "gemma3: pattern shifted": Sabotage(
         f"{FAMILIES}.gemma3:Gemma3Config.is_sliding", "(layer + 1)", "layer", "gemma3_text"
@@ -259,7 +259,7 @@ MODEL = {
         "llama-gelu-tanh",
     ),
     "gemma: gelu read as exact gelu": Sabotage(
-        f"{FAMILIES}.gemma:GemmaConfig.activation", '"gelu_tanh" if', '"gelu" if', "gemma"
+        "ligermodels.configs.gemma:GemmaConfig.activation", '"gelu_tanh" if', '"gelu" if', "gemma"
     ),
     "residual lost": Sabotage(f"{RMS_NORM}:add_rms_norm_reference", "hidden = x + residual", "hidden = x", "llama"),
     "residual_multiplier of attention ignored": Sabotage(
@@ -357,7 +357,9 @@ FAMILIES_OF_2025 = {
     "olmoe: weights renormalised": Sabotage(
         f"{FAMILIES}.olmoe:Olmoe.layer", "normalize=config.norm_topk_prob", "normalize=True", "olmoe"
     ),
-    "correction bias not in the choice": Sabotage(SIGMOID, "choice = scores + bias", "choice = scores", "glm4_moe"),
+    "correction bias not in the choice": Sabotage(
+        SIGMOID, "is None else scores + bias", "is None else scores", "glm4_moe"
+    ),
     "correction bias in the weights": Sabotage(SIGMOID, "scores.gather(", "(scores + bias).gather(", "glm4_moe"),
     "group mask dropped": Sabotage(SIGMOID, "top_groups < groups", "False", "glm4_moe"),
     "groups scored by their best expert": Sabotage(SIGMOID, "topk(2)", "topk(1)", "glm4_moe"),

@@ -2,9 +2,11 @@
 
 import json
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ligermodels import hub
 from ligermodels.cli import main
@@ -149,11 +151,17 @@ def test_gradients_of_experts_have_their_hub_names(tmp_path):
     assert "model.layers.1.block_sparse_moe.experts.2.w3.weight" in gradients
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen3_vl", "gemma3", "llava"])
+@pytest.mark.parametrize(
+    "name", ["qwen2_vl", "qwen3_vl", "gemma3", "llava", "smolvlm", "mistral3", "mllama", "paligemma"]
+)
 def test_models_with_images_are_compared_on_images(name, tmp_path, monkeypatch):
-    """Gradients of all tensors but those that vanish; a break of the image side fails."""
+    """Gradients of all tensors but those that vanish; a break of the image side fails.
+
+    Rows of a tile see all rows nearly alike, where gradients of scores cancel, in torch's flash attention more.
+    """
     save_reference(CASES[name], tmp_path)
-    checks = {check.name: check for check in parity.parity_checks(tmp_path, "cpu", 4)}
+    with sdpa_kernel(SDPBackend.MATH) if name == "mllama" else nullcontext():
+        checks = {check.name: check for check in parity.parity_checks(tmp_path, "cpu", 4)}
     assert all(check.passed for check in checks.values()), checks
     compared = {key.replace(".vision_model", "") for key in checks["fp32 gradients"].measured}
     model = hub.load(tmp_path)
@@ -164,7 +172,8 @@ def test_models_with_images_are_compared_on_images(name, tmp_path, monkeypatch):
 
     def swapped(*args, **options):
         model = load(*args, **options)
-        model.visual.patch_embed.weight.data = model.visual.patch_embed.weight.data.flip(-1)
+        patches = getattr(model.visual, "patch_embed", None) or model.visual.patch_embedding
+        patches.weight.data = patches.weight.data.flip(-1)
         return model
 
     monkeypatch.setattr(hub, "load", swapped)

@@ -17,6 +17,7 @@ from ligermodels.architectures.granite import Granite
 from ligermodels.architectures.granitemoe import GraniteMoe
 from ligermodels.architectures.granitemoehybrid import GraniteMoeHybrid
 from ligermodels.architectures.hunyuan_v1_dense import HunyuanDense
+from ligermodels.architectures.idefics3 import Idefics3, SmolVLM
 from ligermodels.architectures.lfm2 import Lfm2
 from ligermodels.architectures.lfm2_moe import Lfm2Moe
 from ligermodels.architectures.llama import Llama
@@ -29,6 +30,7 @@ from ligermodels.architectures.mllama import Mllama
 from ligermodels.architectures.olmo2 import Olmo2
 from ligermodels.architectures.olmo3 import Olmo3
 from ligermodels.architectures.olmoe import Olmoe
+from ligermodels.architectures.paligemma import Paligemma
 from ligermodels.architectures.phi3 import Phi3
 from ligermodels.architectures.qwen2 import Qwen2
 from ligermodels.architectures.qwen2_5_vl import Qwen25VL
@@ -65,6 +67,7 @@ ARCHITECTURES: dict[str, type[CausalLM]] = {
     "granitemoe": GraniteMoe,
     "granitemoehybrid": GraniteMoeHybrid,
     "hunyuan_v1_dense": HunyuanDense,
+    "idefics3": Idefics3,
     "lfm2": Lfm2,
     "lfm2_moe": Lfm2Moe,
     "llama": Llama,
@@ -77,6 +80,7 @@ ARCHITECTURES: dict[str, type[CausalLM]] = {
     "olmo2": Olmo2,
     "olmo3": Olmo3,
     "olmoe": Olmoe,
+    "paligemma": Paligemma,
     "phi3": Phi3,
     "qwen2": Qwen2,
     "qwen2_5_vl": Qwen25VL,
@@ -93,4 +97,5 @@ ARCHITECTURES: dict[str, type[CausalLM]] = {
     "qwen3_vl_moe": Qwen3VLMoe,
     "seed_oss": SeedOss,
     "smollm3": SmolLM3,
+    "smolvlm": SmolVLM,
 }

@@ -1,4 +1,4 @@
-"""LFM2-8B-A1B: LFM2 with routed experts, chosen by sigmoid scores with a correction bias, behind dense layers."""
+"""LFM2-8B-A1B: LFM2 with routed experts, chosen by sigmoid scores, behind dense layers."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -28,7 +28,6 @@ class Lfm2MoeConfig(ShortConvConfig):
 
     def validate(self) -> None:
         super().validate()
-        check_choice("use_expert_bias", self.use_expert_bias, [True])
         check_choice("num_experts_per_tok", self.num_experts_per_tok, range(1, self.num_experts + 1))
 
 
@@ -52,8 +51,10 @@ class Lfm2Moe(CausalLM):
         mixer = conv_or_attention(config, index)
         if index < config.num_dense_layers:
             return DecoderLayer(config, mixer, GatedMLP(config))
-        scale = config.routed_scaling_factor
-        router = SigmoidRouter(config, config.num_experts, groups=1, top_groups=1, scale=scale, eps=SUM_EPS)
+        router = SigmoidRouter(
+            config, config.num_experts, groups=1, top_groups=1, scale=config.routed_scaling_factor, eps=SUM_EPS,
+            corrected=config.use_expert_bias,
+        )  # fmt: skip
         experts = MoE(
             config, intermediate_size=config.moe_intermediate_size, num_experts=config.num_experts,
             experts_per_token=config.num_experts_per_tok, normalize=config.norm_topk_prob, router=router,

@@ -1,15 +1,20 @@
-"""LLaVA 1.5: Llama, the hidden states of a CLIP tower before its last block, a projector of two linears."""
+"""LLaVA 1.5: Llama, the hidden states of a CLIP tower before its last block, a projector of two linears.
 
-from collections.abc import Sequence
+Pixtral has the same model_type: Mistral and a tower that takes images of any size, with a feature for each patch.
+"""
+
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from ligermodels.configs.base import preset, tiny
-from ligermodels.configs.llava import LlavaConfig
+from ligermodels.configs.llava import LlavaConfig, PixtralConfig, has_pixtral_tower
 from ligermodels.configs.vision import ClipConfig
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer
+from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mlp import GatedMLP
-from ligermodels.layers.pictures import LAYER, PictureLanguageModel, picture_blocks
+from ligermodels.layers.pictures import PictureLanguageModel, picture_blocks
+from ligermodels.layers.pixtral import PixtralLanguageModel
 from ligermodels.layers.vision import VisionTower
 from ligermodels.layers.vision_positions import Grid, PatchLayout, class_token_layout
 from ligermodels.layers.wrapped import LinearProjector
@@ -19,6 +24,15 @@ PATCHES = {"model_type": "clip_vision_model", "patch_size": 14, "projection_dim"
 TOWER = preset(PATCHES, 1024, 4096, 24, 16, 16) | {"image_size": 336}
 TEXT = {"model_type": "llama", "vocab_size": 32064, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
 HUB = BASE | {"pad_token_id": 32001, "vision_config": TOWER}
+
+
+class Pixtral(PixtralLanguageModel):
+    Config = PixtralConfig
+    hub_class = "LlavaForConditionalGeneration"
+    SIZES: ClassVar = {}
+
+    def layer(self, config: PixtralConfig, index: int) -> DecoderLayer:
+        return DecoderLayer(config, Attention(config, window=config.window(index)), GatedMLP(config))
 
 
 class Llava(PictureLanguageModel):
@@ -36,26 +50,26 @@ class Llava(PictureLanguageModel):
         "13b": HUB | {"text_config": preset(TEXT, 5120, 13824, 40, 40, 40)},
     }
 
+    @classmethod
+    def of_config(cls, raw: Mapping[str, Any]) -> type[CausalLM]:
+        return Pixtral if has_pixtral_tower(raw) else cls
+
     def layer(self, config: LlavaConfig, index: int) -> DecoderLayer:
         attention = Attention(config, qkv_bias=config.attention_bias, o_bias=config.attention_bias)
         return DecoderLayer(config, attention, GatedMLP(config, bias=config.mlp_bias))
 
     def tower(self, config: ClipConfig) -> VisionTower:
-        blocks = picture_blocks(config, config.computed_blocks)
-        return VisionTower(config, blocks, table=config.table_side**2 + 1, first_norm=True, class_token=True)
+        table = config.table_side**2 + 1
+        return VisionTower(config, picture_blocks(config), table=table, first_norm=True, class_token=True)
 
     def merger(self, config: ClipConfig) -> LinearProjector:
-        text = self.config
-        return LinearProjector(
-            config.hidden_size, text.hidden_size, text.projector_activation, bias=text.projector_bias,
-            rows_per_image=config.table_side**2 + 1,
-        )  # fmt: skip
+        text, rows = self.config, config.table_side**2 + 1
+        activation, bias = text.projector_activation, text.projector_bias
+        return LinearProjector(config.hidden_size, text.hidden_size, activation, bias=bias, rows_per_image=rows)
 
     def kept_in_tower(self) -> tuple[str, ...]:
         """The blocks behind the features, and the norm of the pooled output."""
-        vision = self.config.vision
-        left_out = range(vision.computed_blocks, vision.num_hidden_layers)
-        return "post_layernorm", *(LAYER.format(index) for index in left_out)
+        return "post_layernorm", *super().kept_in_tower()
 
     def patch_layout(self, grids: Sequence[Grid]) -> tuple[PatchLayout, None]:
         return class_token_layout(len(grids), self.config.vision.table_side), None

@@ -1,23 +1,13 @@
 """Mistral 7B v0.1 to v0.3, Nemo, Devstral: Llama, with a sliding window in every layer (v0.1) or its own head_dim."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from ligermodels.configs.base import preset, tiny
-from ligermodels.configs.features import SlidingWindowConfig
+from ligermodels.configs.mistral import MistralConfig
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mlp import GatedMLP
-
-
-@dataclass(kw_only=True)
-class MistralConfig(SlidingWindowConfig):
-    intermediate_size: int = 14336
-    num_key_value_heads: int = 8
-    max_position_embeddings: int = 131072
-    sliding_window: int | None = 4096
-
 
 BASE = {"model_type": "mistral", "rms_norm_eps": 1e-5}
 V0_3 = BASE | {"sliding_window": None, "rope_theta": 1000000.0, "bos_token_id": 1, "eos_token_id": 2}

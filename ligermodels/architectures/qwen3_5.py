@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ligermodels.configs.base import preset, tiny
-from ligermodels.configs.hybrid import SMALL_HEADS, GatedDeltaConfig, TextPartConfig
+from ligermodels.configs.hybrid import SMALL_HEADS, GatedDeltaConfig
+from ligermodels.configs.multimodal import TextPartConfig
 from ligermodels.layers.block import DecoderLayer
-from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.gated_delta import delta_or_attention
 from ligermodels.layers.mlp import GatedMLP
-from ligermodels.weights.mapping import Rename, Rule, packed_delta_projections
+from ligermodels.layers.wrapped import TextPartModel
+from ligermodels.weights.mapping import Rule, packed_delta_projections
 
 
 @dataclass(kw_only=True)
@@ -31,7 +32,7 @@ BASE = {"model_type": "qwen3_5_text"}
 HUB = BASE | {"max_position_embeddings": 262144, "rope_theta": 10000000.0, "eos_token_id": 248044}
 
 
-class Qwen3_5Text(CausalLM):
+class Qwen3_5Text(TextPartModel):
     config: Qwen3_5Config
     Config = Qwen3_5Config
     hub_class = "Qwen3_5ForCausalLM"
@@ -45,16 +46,8 @@ class Qwen3_5Text(CausalLM):
     def layer(self, config: Qwen3_5Config, index: int) -> DecoderLayer:
         return DecoderLayer(config, delta_or_attention(config, index), GatedMLP(config))
 
-    def layouts(self) -> tuple[tuple[Rule, ...], ...]:
-        """The text side alone, and inside a model with an image side."""
-        text = packed_delta_projections(self.config)
-        return text, (Rename("model.language_model", "model", text),)
-
-    def weight_rules(self) -> tuple[Rule, ...]:
-        return self.layouts()[0]
-
-    def other_weight_rules(self) -> tuple[tuple[Rule, ...], ...]:
-        return self.layouts()[1:]
+    def text_layouts(self) -> tuple[tuple[Rule, ...], ...]:
+        return (packed_delta_projections(self.config),)
 
     def kept_tensors(self) -> tuple[str, ...]:
         return "mtp", "model.visual"
@@ -64,6 +57,4 @@ class Qwen3_5(Qwen3_5Text):
     Config = Qwen3_5MultimodalConfig
     hub_class = "Qwen3_5ForConditionalGeneration"
     SIZES: ClassVar = {}
-
-    def layouts(self) -> tuple[tuple[Rule, ...], ...]:
-        return super().layouts()[::-1]
+    is_part = True

@@ -8,12 +8,13 @@ from typing import ClassVar
 
 from ligermodels.configs.base import preset, tiny
 from ligermodels.configs.features import MoEConfig
-from ligermodels.configs.hybrid import SMALL_HEADS, GatedDeltaConfig, TextPartConfig
+from ligermodels.configs.hybrid import SMALL_HEADS, GatedDeltaConfig
+from ligermodels.configs.multimodal import TextPartConfig
 from ligermodels.layers.block import DecoderLayer
-from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.gated_delta import delta_or_attention
 from ligermodels.layers.moe import MoE
-from ligermodels.weights.mapping import Rename, Rule, packed_delta_projections, packed_gate_up, stacked_experts
+from ligermodels.layers.wrapped import TextPartModel
+from ligermodels.weights.mapping import Rule, packed_delta_projections, packed_gate_up, stacked_experts
 
 
 @dataclass(kw_only=True)
@@ -42,7 +43,7 @@ HUB = BASE | {"max_position_embeddings": 262144, "rope_theta": 10000000.0, "eos_
 LARGE = {"moe_intermediate_size": 1024, "shared_expert_intermediate_size": 1024, "linear_num_value_heads": 64}
 
 
-class Qwen3_5MoeText(CausalLM):
+class Qwen3_5MoeText(TextPartModel):
     config: Qwen3_5MoeConfig
     Config = Qwen3_5MoeConfig
     hub_class = "Qwen3_5MoeForCausalLM"
@@ -61,17 +62,10 @@ class Qwen3_5MoeText(CausalLM):
         )  # fmt: skip
         return DecoderLayer(config, delta_or_attention(config, index), experts)
 
-    def layouts(self) -> tuple[tuple[Rule, ...], ...]:
-        """Experts stacked, as in published files, and one by one; then the same inside a model with an image side."""
+    def text_layouts(self) -> tuple[tuple[Rule, ...], ...]:
+        """Experts stacked, as in published files, and one by one."""
         stacked = (*packed_delta_projections(self.config), packed_gate_up("mlp.shared_expert"))
-        text = stacked, (*stacked, *stacked_experts("mlp.experts", "gate_proj", "up_proj", "down_proj"))
-        return (*text, *((Rename("model.language_model", "model", rules),) for rules in text))
-
-    def weight_rules(self) -> tuple[Rule, ...]:
-        return self.layouts()[0]
-
-    def other_weight_rules(self) -> tuple[tuple[Rule, ...], ...]:
-        return self.layouts()[1:]
+        return stacked, (*stacked, *stacked_experts("mlp.experts", "gate_proj", "up_proj", "down_proj"))
 
     def kept_tensors(self) -> tuple[str, ...]:
         return "mtp", "model.visual"
@@ -81,7 +75,4 @@ class Qwen3_5Moe(Qwen3_5MoeText):
     Config = Qwen3_5MoeMultimodalConfig
     hub_class = "Qwen3_5MoeForConditionalGeneration"
     SIZES: ClassVar = {}
-
-    def layouts(self) -> tuple[tuple[Rule, ...], ...]:
-        *text, stacked, apart = super().layouts()
-        return stacked, apart, *text
+    is_part = True

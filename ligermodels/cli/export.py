@@ -33,7 +33,7 @@ def add_to(commands: Commands) -> None:
     parser.add_argument("--max-shard-size", default=MAX_SHARD_SIZE, help="bytes per file, such as 500MB or 2GiB")
     parser.add_argument("--overwrite", action="store_true", help="replace the model that is in the output folder")
     add_adapter(parser, "to merge into the weights")
-    add_quantize(parser, "write a checkpoint of bitsandbytes in NF4; an adapter cannot be merged into it")
+    add_quantize(parser, "write NF4 as bitsandbytes does, or FP8 by block; an adapter cannot be merged into it")
     add_revision(parser)
 
 

@@ -82,7 +82,7 @@ def add_to(commands: Commands) -> None:
         f"memory holds, of a conversation at most what the model was trained for; on a CPU {CACHE_TOKENS})")
     # fmt: on
     add_dtype(parser, "compute dtype (default: the dtype of the weights)")
-    add_quantize(parser, "store the linears of the blocks in this format while they are loaded")
+    add_quantize(parser, "store the linears and experts of the blocks in this format while they are loaded")
     add_device(parser)
     add_revision(parser)
 
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
     model = load_with_adapter(folder, adapter, dtype=args.dtype, device=args.device, quantize=args.quantize)
     with warnings.catch_warnings(record=True) as caught:
         if args.file is not None:
-            return run_file(model, tokenizer, args, sampling)
+            return run_file(model, reader, args, sampling)
         if args.chat:
             converse(model, reader, args, sampling, caught)
         else:
@@ -125,7 +125,9 @@ def refuse_flag_conflicts(args: argparse.Namespace) -> None:
     if args.file is not None and args.prompt is not None:
         raise InputError("generate: --file and --prompt are both given; leave out one")
     if args.file is not None and args.image:
-        raise InputError("generate: --image belongs to --prompt or --chat, not to the prompts of --file; leave it out")
+        raise InputError(
+            "generate: --image belongs to --prompt or --chat; a line of --file has its images in its field images"
+        )
     for flag, given in (("--output", args.output is not None), ("--logprobs", args.logprobs)):
         if given and args.file is None:
             raise InputError(f"generate: {flag} needs --file")
@@ -142,13 +144,14 @@ def sampling_of(args: argparse.Namespace) -> Sampling:
     return sampling
 
 
-def run_file(model: CausalLM, tokenizer: Tokenizer, args: argparse.Namespace, sampling: Sampling) -> int:
+def run_file(model: CausalLM, reader: PromptReader, args: argparse.Namespace, sampling: Sampling) -> int:
     """Continues the prompts of --file; returns the exit status."""
     from ligermodels.cli.generate_file import STANDARD_STREAM, generate_file, prompt_encoder  # imports training
 
     tokens = args.cache_tokens or default_cache_tokens(model, DEFAULT_ROWS)
-    engine = Engine(model, tokenizer=tokenizer, max_tokens=tokens)
-    encode, target = prompt_encoder(tokenizer, args.chat, args.system), args.output or STANDARD_STREAM
+    engine = Engine(model, tokenizer=reader.tokenizer, max_tokens=tokens)
+    encode = prompt_encoder(reader, args.file, args.chat, args.system)
+    target = args.output or STANDARD_STREAM
     refused = generate_file(engine, encode, args.file, target, args.max_new_tokens, sampling, args.logprobs)
     return UNUSABLE_INPUT if refused else 0
 
@@ -188,14 +191,14 @@ def continue_prompt(
     caught: list[warnings.WarningMessage],
 ) -> None:  # fmt: skip
     """Prints the prompt and its continuation as it is generated; several samples when they have ended."""
-    ids, images = prompt
+    ids, images, end = prompt
     engine = engine_for(model, tokenizer, [ids], args.max_new_tokens, None, sampling, ids, [images])
     if args.num_samples == 1:
-        print(args.prompt, end="", flush=True)
+        print(args.prompt + end, end="", flush=True)
         show(pieces(engine), caught)
         return
     for sample in engine:
-        print(f"--- {sample.sample + 1} ---\n{args.prompt}", end="")
+        print(f"--- {sample.sample + 1} ---\n{args.prompt}{end}", end="")
         show(iter([sample.text or ""]), caught)
 
 
@@ -216,8 +219,8 @@ def converse(
         content = message_content(text, images)
         messages += [{"role": "user", "content": content}] if messages else first_messages(args, text, images)
         images = []
-        ids, pixels = reader.of_messages(messages)
-        engine.submit(ids, max_new_tokens=args.max_new_tokens, shown=(), images=pixels, **sampling)
+        inputs = reader.of_messages(messages)
+        engine.submit(inputs.ids, max_new_tokens=args.max_new_tokens, shown=(), images=inputs.images, **sampling)
         messages.append({"role": "assistant", "content": show(pieces(engine), caught)})
 
 

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -17,12 +17,15 @@ from typing import Any, BinaryIO, NamedTuple, Protocol, Self, TypeVar
 
 from tqdm import tqdm
 
+from ligermodels.cli.generate_images import PromptInputs, PromptReader
 from ligermodels.errors import InputError, print_to_stderr, printable
 from ligermodels.generation import Engine, GeneratedSample, Sampling
-from ligermodels.tokenizer import Tokenizer
+from ligermodels.images.parts import IMAGE_PART, parse_source, take_images
+from ligermodels.training.data.image_paths import whole_path
 from ligermodels.training.data.json_files import decode_json_line, numbered_lines, stream_lines
 from ligermodels.training.data.messages import parse_messages
 from ligermodels.training.data.progress import ReadingProgress
+from ligermodels.training.data.record_formats import record_images, with_marked_images
 from ligermodels.units import counted
 
 STANDARD_STREAM = "-"
@@ -32,9 +35,10 @@ Parsed = TypeVar("Parsed")
 
 
 class Encoder(Protocol):
-    """Turns a prompt, a text or messages, into (token ids, those of them whose text the completion continues)."""
+    """Turns the fields of a line, whose place is given for errors, into (inputs, the tokens whose text the completion
+    continues)."""
 
-    def __call__(self, prompt: Any) -> tuple[list[int], Sequence[int]]: ...
+    def __call__(self, fields: Mapping[str, Any], place: str) -> tuple[PromptInputs, Sequence[int]]: ...
 
 
 @dataclass(frozen=True)
@@ -52,23 +56,29 @@ class Written(NamedTuple):
     samples: set[int]
 
 
-def prompt_encoder(tokenizer: Tokenizer, chat: bool, system: str | None) -> Encoder:
-    """chat: a text is the user's message, after the system message; otherwise it is continued."""
+def prompt_encoder(reader: PromptReader, source: str, chat: bool, system: str | None) -> Encoder:
+    """source: the file, in whose folder images are; of standard input in the current one. chat: a text is the user's
+    message, after the system message; otherwise it is continued."""
+    folder = Path() if source == STANDARD_STREAM else Path(source).parent
 
-    def encode(prompt: Any) -> tuple[list[int], Sequence[int]]:
+    def encode(fields: Mapping[str, Any], place: str) -> tuple[PromptInputs, Sequence[int]]:
+        prompt, beside = fields["prompt"], record_images(fields)
         if isinstance(prompt, str) and not chat:
-            ids = tokenizer.encode(prompt)
-            return ids, ids
+            images = [parse_source(image, f"images[{number}]") for number, image in enumerate(beside)]
+            inputs = reader.of_text(prompt, [whole_path(image, folder, place) for image in images])
+            return inputs, inputs.ids
         if isinstance(prompt, str):
-            messages = [] if system is None else [{"role": "system", "content": system}]
-            messages.append({"role": "user", "content": prompt})
+            messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
+            parts = [*(dict(IMAGE_PART) for _ in beside), {"type": "text", "text": prompt}]
+            messages.append({"role": "user", "content": parts if beside else prompt})
         elif not isinstance(prompt, list):
             raise InputError("field prompt must be a text or a list of messages")
         elif system is not None:
             raise InputError("field prompt is a list of messages; put the message of --system into it")
         else:
-            messages = parse_messages(prompt, "prompt")
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=True), ()
+            messages = parse_messages(prompt, "prompt", images=True)
+        messages, images = take_images(with_marked_images(messages) if beside else messages, beside, "prompt")
+        return reader.of_messages(messages, [whole_path(image, folder, place) for image in images]), ()
 
     return encode
 
@@ -149,7 +159,7 @@ class PromptBatch:
             if index in self.written and len(self.written[index].samples) >= self.samples:
                 self.progress.add_line()
                 continue
-            request = self.attempt(place, self.submit_line, index, fields["prompt"])
+            request = self.attempt(place, self.submit_line, index, fields, place)
             if request is not None:
                 self.submitted[request], self.remaining[request] = PromptLine(index, fields), self.samples
 
@@ -162,10 +172,11 @@ class PromptBatch:
             self.progress.refuse(message if message.startswith(f"{place}:") else f"{place}: {message}")
             return None
 
-    def submit_line(self, index: int, prompt: Any) -> int:
+    def submit_line(self, index: int, fields: Mapping[str, Any], place: str) -> int:
         """The number of the line's request. Its random numbers depend on its index."""
-        ids, shown = self.encode(prompt)
-        return self.engine.submit(ids, max_new_tokens=self.max_new_tokens, shown=shown, stream=index, **self.sampling)
+        inputs, shown = self.encode(fields, place)
+        options: dict[str, Any] = {"shown": shown, "stream": index, "images": inputs.images, **self.sampling}
+        return self.engine.submit(inputs.ids, max_new_tokens=self.max_new_tokens, **options)
 
 
 class PromptProgress:

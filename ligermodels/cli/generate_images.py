@@ -8,16 +8,19 @@ from typing import Any, NamedTuple
 from ligermodels.errors import InputError
 from ligermodels.hub.models import read_preset_or_config, select_architecture
 from ligermodels.images.inputs import Processor
+from ligermodels.images.prefixes import PREFIX_END
 from ligermodels.tokenizer import Tokenizer
 
 IMAGE_COMMAND = "/image "  # begins a line that names an image of the next message
 
 
 class PromptInputs(NamedTuple):
-    """images: the pixel inputs, under the names of a model's arguments; None for none."""
+    """images: the pixel inputs, under the names of a model's arguments; None for none. end: text that was put behind
+    the prompt's."""
 
     ids: list[int]
     images: dict[str, Any] | None = None
+    end: str = ""
 
 
 class PromptReader:
@@ -42,20 +45,23 @@ class PromptReader:
         for image in images:
             self.processor.prepare(image, image)
 
-    def of_text(self, text: str, images: Sequence[str]) -> PromptInputs:
-        """A text to continue; images that it has no placeholders for come before it."""
+    def of_text(self, text: str, images: Sequence[Any]) -> PromptInputs:
+        """A text to continue; images that it has no placeholders for come before it.
+
+        images: as in `images/parts.py`.
+        """
         if not images:
             return PromptInputs(self.tokenizer.encode(text))
         placeholder = self.processor.placeholder
         if placeholder.printed not in text:
             text = placeholder.in_plain_text * len(images) + text
-        return as_prompt(self.processor(text, images))
+        return as_prompt(self.processor(text, images))._replace(end=PREFIX_END if placeholder.prefix else "")
 
-    def of_messages(self, messages: list[dict[str, Any]]) -> PromptInputs:
-        """A conversation up to an answer. Messages with images have lists of parts."""
+    def of_messages(self, messages: list[dict[str, Any]], images: Sequence[Any] = ()) -> PromptInputs:
+        """A conversation up to an answer. Messages with images have lists of parts; images: of parts without one."""
         if all(isinstance(message["content"], str) for message in messages):
             return PromptInputs(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True))
-        return as_prompt(self.processor.apply_chat_template(messages, add_generation_prompt=True))
+        return as_prompt(self.processor.apply_chat_template(messages, images, add_generation_prompt=True))
 
 
 def as_prompt(inputs: dict[str, Any]) -> PromptInputs:

@@ -6,6 +6,7 @@ from typing import Any, Self
 
 from ligermodels.configs.base import kernel_activation
 from ligermodels.configs.features import SlidingWindowConfig
+from ligermodels.configs.multimodal import TextPartConfig
 from ligermodels.configs.rope import FULL_ATTENTION, Rope, object_or_empty, read_ropes_by_layer_type
 from ligermodels.errors import ConfigError
 
@@ -157,11 +158,6 @@ def global_heads(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {names[name]: size for of in sizes[:1] for name, size in of.items()}
 
 
-class Gemma4MultimodalConfig(Gemma4Config):
-    @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
-        """Reads text_config; the file's own tie_word_embeddings counts."""
-        text = {"model_type": "gemma4_text"} | dict(object_or_empty("text_config", raw.get("text_config")))
-        config = super().from_dict(text | {"tie_word_embeddings": raw.get("tie_word_embeddings", True)})
-        config.raw = dict(raw)
-        return config
+class Gemma4MultimodalConfig(TextPartConfig, Gemma4Config):
+    text_type = "gemma4_text"
+    tied_by_default = True

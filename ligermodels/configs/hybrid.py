@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 
 from ligermodels.configs.base import Config
 from ligermodels.configs.fields import check_choice
-from ligermodels.configs.rope import FULL_ATTENTION, object_or_empty
+from ligermodels.configs.rope import FULL_ATTENTION
 from ligermodels.errors import ConfigError
 
 LINEAR_ATTENTION, CONV = "linear_attention", "conv"  # layer types
@@ -71,22 +71,6 @@ class GatedDeltaConfig(Config):
                 f"linear_num_value_heads {self.linear_num_value_heads}"
             )
         check_choice("linear_conv_kernel_dim", self.linear_conv_kernel_dim, CONV_TAPS)
-
-
-class TextPartConfig(Config):
-    """The text side of a multimodal config.json, which has its fields in text_config."""
-
-    text_type: ClassVar[str]  # model_type of text_config
-
-    @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
-        text = dict(object_or_empty("text_config", raw.get("text_config")))
-        check_choice("text_config: model_type", text.setdefault("model_type", cls.text_type), [cls.text_type])
-        outer = {"tie_word_embeddings": raw.get("tie_word_embeddings", False)}
-        outer |= {key: raw[key] for key in ("quantization_config",) if key in raw}
-        config = super().from_dict(text | outer)
-        config.raw = dict(raw)
-        return config
 
 
 @dataclass(kw_only=True)

@@ -1,36 +1,54 @@
-"""LLaVA in config.json: Llama with pictures that CLIP encodes. Must not know layers."""
+"""LLaVA in config.json: Llama with pictures that CLIP encodes, or Pixtral: Mistral with a tower of its own.
+
+Must not know layers.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
-from ligermodels.configs.base import PLAIN_ACTIVATIONS, kernel_activation
-from ligermodels.configs.fields import check_choice, read_field
-from ligermodels.configs.multimodal import MultimodalConfig
+from ligermodels.configs.fields import check_choice
+from ligermodels.configs.mistral import MistralConfig
+from ligermodels.configs.multimodal import LinearProjectorConfig
+from ligermodels.configs.pixtral import PIXTRAL, PixtralVisionConfig
 from ligermodels.configs.rope import object_or_empty
-from ligermodels.configs.vision import ClipConfig
+from ligermodels.configs.vision import ClipConfig, VisionConfig
 
 
 @dataclass(kw_only=True)
-class LlavaConfig(MultimodalConfig):
-    Vision = ClipConfig
+class LlavaConfig(LinearProjectorConfig):
+    """text_type, tower_type: model_type of the text model and of the tower."""
+
+    Vision: ClassVar[type[VisionConfig]] = ClipConfig
+    text_type: ClassVar[str] = "llama"
+    tower_type: ClassVar[str] = "clip_vision_model"
     default_image_token = 32000
+    default_projector_bias = True
     text_may_tie = True
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Self:
         """Raises ConfigError for another text model or another tower."""
         text, vision = (object_or_empty(name, raw.get(name)) for name in ("text_config", "vision_config"))
-        check_choice("text_config: model_type", text.get("model_type", "llama"), ["llama"])
-        check_choice("vision_config: model_type", vision.get("model_type", "clip_vision_model"), ["clip_vision_model"])
-        return super().from_dict({**raw, "text_config": {"model_type": "llama", **text}})
+        check_choice("text_config: model_type", text.get("model_type", "llama"), [cls.text_type])
+        check_choice("vision_config: model_type", vision.get("model_type", "clip_vision_model"), [cls.tower_type])
+        return super().from_dict({**raw, "text_config": {"model_type": cls.text_type, **text}})
 
-    @property
-    def projector_activation(self) -> str:
-        """The kernels' name of it."""
-        name = "projector_hidden_act"
-        return kernel_activation(name, read_field(name, self.raw.get(name, "gelu"), str), PLAIN_ACTIVATIONS)
 
-    @property
-    def projector_bias(self) -> bool:
-        return read_field("multimodal_projector_bias", self.raw.get("multimodal_projector_bias", True), bool)
+@dataclass(kw_only=True)
+class PixtralConfig(MistralConfig, LlavaConfig):
+    Vision = PixtralVisionConfig
+    text_type = "mistral"
+    tower_type = PIXTRAL
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
+        """Raises ConfigError if features are left out, as if there were a class token."""
+        name = "vision_feature_select_strategy"
+        check_choice(name, raw.get(name, "default"), ["full"])
+        return super().from_dict(raw)
+
+
+def has_pixtral_tower(raw: Mapping[str, Any]) -> bool:
+    """Whether this config.json of LLaVA's is Pixtral's."""
+    return object_or_empty("vision_config", raw.get("vision_config")).get("model_type") == PIXTRAL

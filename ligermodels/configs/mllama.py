@@ -38,14 +38,26 @@ class MllamaVisionConfig(VisionConfig):
     }  # fmt: skip
 
     @property
+    def patches_per_tile(self) -> int:
+        return (self.image_size // self.patch_size) ** 2
+
+    @property
     def tokens_per_tile(self) -> int:
         """Patches of a tile, and the class token before them."""
-        return (self.image_size // self.patch_size) ** 2 + 1
+        return self.patches_per_tile + 1
 
     @property
     def rows_per_tile(self) -> int:
         """The same rounded up to a multiple of 8, as the tower was trained."""
         return -(-self.tokens_per_tile // 8) * 8
+
+    def rows_of(self, patches: int) -> int:
+        """Those of whole images, which have rows for the most tiles."""
+        return patches // self.patches_per_tile * self.rows_per_tile
+
+    def states_of(self, patches: int) -> int:
+        """What the tower makes of so many patches of whole tiles."""
+        return patches // self.patches_per_tile * self.tokens_per_tile
 
     def validate(self) -> None:
         super().validate()
@@ -83,14 +95,17 @@ class MllamaConfig(MultimodalConfig):
     alternative_names: ClassVar = {"attention_dropout": "dropout"}
 
     @property
+    def vision(self) -> MllamaVisionConfig:
+        return MllamaVisionConfig.of_model(self.raw)
+
+    @property
     def embedded_tokens(self) -> int:
         return self.vocab_size + UNPREDICTED_TOKENS
 
     @property
     def states_per_image(self) -> int:
         """The most that cross-attention reads of an image."""
-        vision = MllamaVisionConfig.of_model(self.raw)
-        return vision.max_num_tiles * vision.tokens_per_tile
+        return self.vision.max_num_tiles * self.vision.tokens_per_tile
 
     def validate(self) -> None:
         super().validate()

@@ -4,10 +4,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from ligermodels.configs.base import Config
-from ligermodels.configs.fields import read_field
+from ligermodels.configs.base import PLAIN_ACTIVATIONS, Config, kernel_activation
+from ligermodels.configs.fields import check_choice, read_field
 from ligermodels.configs.rope import object_or_empty
 from ligermodels.configs.vision import VisionConfig
+
+
+def text_fields(raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the fields in text_config, the fields at the top level of the file that count for the text model)."""
+    text = dict(object_or_empty("text_config", raw.get("text_config")))
+    return text, {key: raw[key] for key in ("tie_word_embeddings", "quantization_config") if key in raw}
+
+
+class TextPartConfig(Config):
+    """The text side of a file whose image side is kept, not computed. Its fields stand in text_config."""
+
+    text_type: ClassVar[str]  # model_type of text_config
+    tied_by_default: ClassVar[bool] = False
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
+        text, outer = text_fields(raw)
+        check_choice("text_config: model_type", text.setdefault("model_type", cls.text_type), [cls.text_type])
+        config = super().from_dict(text | {"tie_word_embeddings": cls.tied_by_default} | outer)
+        config.raw = dict(raw)
+        return config
 
 
 @dataclass(kw_only=True)
@@ -21,8 +42,7 @@ class MultimodalConfig(Config):
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Self:
-        text = dict(object_or_empty("text_config", raw.get("text_config")))
-        outer = {key: raw[key] for key in ("tie_word_embeddings", "quantization_config") if key in raw}
+        text, outer = text_fields(raw)
         if cls.text_may_tie and text.get("tie_word_embeddings"):
             outer["tie_word_embeddings"] = True
         config = super().from_dict({"model_type": raw.get("model_type"), **text, **outer} if text else dict(raw))
@@ -46,3 +66,21 @@ class MultimodalConfig(Config):
     def token_id(self, kind: str, default: int) -> int:
         found = next((key for key in (f"{kind}_token_id", f"{kind}_token_index") if key in self.raw), None)
         return default if found is None else read_field(found, self.raw[found], int)
+
+
+@dataclass(kw_only=True)
+class LinearProjectorConfig(MultimodalConfig):
+    """A projector of two linears with an activation between them, whose fields stand at the top level of the file."""
+
+    default_projector_bias: ClassVar[bool] = False
+
+    @property
+    def projector_activation(self) -> str:
+        """The kernels' name of it."""
+        name = "projector_hidden_act"
+        return kernel_activation(name, read_field(name, self.raw.get(name, "gelu"), str), PLAIN_ACTIVATIONS)
+
+    @property
+    def projector_bias(self) -> bool:
+        name = "multimodal_projector_bias"
+        return read_field(name, self.raw.get(name, self.default_projector_bias), bool)

@@ -10,7 +10,8 @@ from ligermodels.configs.fields import check_choice, read_field
 from ligermodels.configs.rope import FULL_ATTENTION, Rope, object_or_empty
 from ligermodels.errors import ConfigError
 
-AXIAL = "axial"  # RoPE over the rows and columns of an image
+# RoPE over the rows and columns of an image, each with frequencies of its own range or with every other one of a head.
+AXIAL, AXIAL_SHARED = "axial", "axial_shared"
 
 
 @dataclass(kw_only=True)
@@ -35,6 +36,11 @@ class VisionConfig(Config):
 
     def check_features(self, hidden_size: int) -> None:
         """Raises ConfigError if the features do not have the width of the text model."""
+
+    @property
+    def computed_blocks(self) -> int:
+        """The blocks that features depend on."""
+        return self.num_hidden_layers
 
     @property
     def pixels_per_patch(self) -> int:
@@ -76,7 +82,7 @@ class PictureConfig(VisionConfig):
 
     @property
     def table_side(self) -> int:
-        """Patches along a side of a picture: each has a learned position."""
+        """Patches along a side of a picture: each has a learned position. Pixels behind them are not read."""
         return self.image_size // self.patch_size
 
     @property
@@ -85,11 +91,9 @@ class PictureConfig(VisionConfig):
 
     def validate(self) -> None:
         super().validate()
-        if self.image_size % self.patch_size:
-            raise ConfigError(
-                f"config.json: vision_config: image_size {self.image_size} must be a multiple of patch_size "
-                f"{self.patch_size}"
-            )
+        if self.image_size < self.patch_size:
+            sizes = f"image_size {self.image_size} must be at least patch_size {self.patch_size}"
+            raise ConfigError(f"config.json: vision_config: {sizes}")
 
 
 @dataclass(kw_only=True)
@@ -135,11 +139,41 @@ class SiglipConfig(PictureConfig):
 
 
 @dataclass(kw_only=True)
-class ClipConfig(PictureConfig):
-    """CLIP: a class token before the patches, which the text model does not read.
+class FeatureLayerConfig(VisionConfig):
+    """A tower whose features are the hidden states behind one of its blocks.
 
-    vision_feature_layer: the block behind which features are taken, from 1; counted from the end if negative.
+    vision_feature_layer: that block, from 1; counted from the end if negative. A field of the whole config.json.
     """
+
+    outer_fields: ClassVar[tuple[str, ...]] = ("vision_feature_layer",)  # of the whole config.json
+
+    vision_feature_layer: int = -1
+
+    @classmethod
+    def of_model(cls, raw: Mapping[str, Any]) -> Self:
+        outer = {name: raw[name] for name in cls.outer_fields if name in raw}
+        return cls.from_dict({**vision_fields(raw), **outer})
+
+    @property
+    def computed_blocks(self) -> int:
+        """A checkpoint has the others too."""
+        layer = self.vision_feature_layer
+        return layer if layer >= 0 else self.num_hidden_layers + 1 + layer
+
+    def validate(self) -> None:
+        super().validate()
+        if not 1 <= self.computed_blocks <= self.num_hidden_layers:
+            raise ConfigError(
+                f"config.json: vision_feature_layer {self.vision_feature_layer} must name one of the "
+                f"{self.num_hidden_layers} blocks of vision_config"
+            )
+
+
+@dataclass(kw_only=True)
+class ClipConfig(PictureConfig, FeatureLayerConfig):
+    """CLIP: a class token before the patches, which the text model does not read."""
+
+    outer_fields = ("vision_feature_layer", "vision_feature_select_strategy")
 
     hidden_act: str = "quick_gelu"
     patch_size: int = 32
@@ -147,29 +181,12 @@ class ClipConfig(PictureConfig):
     vision_feature_layer: int = -2
     vision_feature_select_strategy: str = "default"
 
-    @classmethod
-    def of_model(cls, raw: Mapping[str, Any]) -> Self:
-        """The fields of features are those of the whole config.json."""
-        outer = {name: raw[name] for name in ("vision_feature_layer", "vision_feature_select_strategy") if name in raw}
-        return cls.from_dict({**vision_fields(raw), **outer})
-
-    @property
-    def computed_blocks(self) -> int:
-        """The blocks that features depend on; a checkpoint has the others too."""
-        layer = self.vision_feature_layer
-        return layer if layer >= 0 else self.num_hidden_layers + 1 + layer
-
     def rows_of(self, patches: int) -> int:
         return patches + patches // self.table_side**2
 
     def validate(self) -> None:
         super().validate()
         check_choice("vision_feature_select_strategy", self.vision_feature_select_strategy, ["default"])
-        if not 1 <= self.computed_blocks <= self.num_hidden_layers:
-            raise ConfigError(
-                f"config.json: vision_feature_layer {self.vision_feature_layer} must name one of the "
-                f"{self.num_hidden_layers} blocks of vision_config"
-            )
 
 
 @dataclass(kw_only=True)

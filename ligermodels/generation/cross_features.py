@@ -3,7 +3,7 @@
 What models and generation see of each other of such images. Must not know what made the states, nor any family.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -48,6 +48,10 @@ class CrossFeatures(NamedTuple):
     last: Tensor
     counts: Tensor
     sees: Tensor
+
+    def moved(self, new_places: Callable[[Tensor], Tensor]) -> "CrossFeatures":
+        """The same for tokens that stand elsewhere."""
+        return self._replace(places=new_places(self.places))
 
     def insert(self, embeddings: Tensor) -> Tensor:
         """The embeddings as they are: images enter by cross-attention."""

@@ -3,7 +3,7 @@
 What models and generation see of each other of images. Must not know what made the features, nor any family.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -12,17 +12,34 @@ from torch import Tensor
 from ligermodels.generation.cross_features import CrossFeatures, CrossPrompt, cross_features_of_pieces
 
 
+class SeenAhead(NamedTuple):
+    """Tokens that see others behind them. places: int64 [M]. counts: int64 [M], how many each sees."""
+
+    places: Tensor
+    counts: Tensor
+
+    def to_cpu(self) -> "SeenAhead":
+        """The same on the CPU, by place."""
+        order = self.places.argsort()
+        return SeenAhead(self.places[order].cpu(), self.counts[order].cpu())
+
+
 class ImageFeatures(NamedTuple):
     """values [N, H]: the features. places: int64 [N], of their tokens in the flattened batch, each once.
 
     deepstack: further features [N, H], the first of which are added behind the first block, and so on.
-    ahead: int64 [N], how many tokens behind it each of their tokens sees; None for none.
+    ahead: which tokens of the flattened batch see others behind them; None for none.
     """
 
     values: Tensor
     places: Tensor
     deepstack: tuple[Tensor, ...] = ()
-    ahead: Tensor | None = None
+    ahead: SeenAhead | None = None
+
+    def moved(self, new_places: Callable[[Tensor], Tensor]) -> "ImageFeatures":
+        """The same for tokens that stand elsewhere."""
+        ahead = self.ahead and self.ahead._replace(places=new_places(self.ahead.places))
+        return self._replace(places=new_places(self.places), ahead=ahead)
 
     def insert(self, embeddings: Tensor) -> Tensor:
         """Embeddings [B, T, H] with the features at their places. The host does not wait for the device."""
@@ -35,17 +52,17 @@ class ImageFeatures(NamedTuple):
         return hidden.flatten(0, 1).index_add(0, self.places, values).unflatten(0, hidden.shape[:2])
 
     def seen_ahead(self, shape: Sequence[int]) -> Tensor | None:
-        """`ahead` of all tokens of a batch of shape (B, T); None if no token sees one behind it."""
-        if self.ahead is None or not len(self.ahead):
+        """How many tokens behind it each token of a batch of shape (B, T) sees, int64; None if all see none."""
+        if self.ahead is None or not len(self.ahead.places):
             return None
         none = self.places.new_zeros(shape[0] * shape[1])
-        return none.index_copy(0, self.places, self.ahead).view(*shape)
+        return none.index_copy(0, *self.ahead).view(*shape)
 
 
 class PromptImages(NamedTuple):
     """The images of one prompt of T tokens.
 
-    features [N, H], deepstack and ahead: see `ImageFeatures`. places: int64 [N], of their tokens in the prompt,
+    features [N, H], deepstack, ahead: see `ImageFeatures`. places: int64 [N], of their tokens in the prompt,
     ascending. rope_ids: int64 [3, T], None where positions for RoPE are those of the tokens. rope_offset: what
     positions behind the prompt are ahead of the number of tokens. Integers are on the CPU, features on the model's
     device.
@@ -56,18 +73,19 @@ class PromptImages(NamedTuple):
     rope_ids: Tensor | None = None
     rope_offset: int = 0
     deepstack: tuple[Tensor, ...] = ()
-    ahead: Tensor | None = None
+    ahead: SeenAhead | None = None
 
     def last_cut(self, start: int, stop: int) -> int:
         """The last place up to `stop` where the prompt can be cut: no token before it sees one behind it. The place
         after the image that the token `start` begins, if there is no such place behind `start`."""
         if self.ahead is None:
             return stop
-        ends = self.places + self.ahead + 1  # of what each image token sees
-        across = (self.places < stop) & (ends > stop)
+        places, counts = self.ahead
+        ends = places + counts + 1  # of what each of these tokens sees
+        across = (places < stop) & (ends > stop)
         if not across.any():
             return stop
-        cut = int(self.places[across].min())
+        cut = int(places[across].min())
         return cut if cut > start else int(ends[across].max())
 
 
@@ -86,17 +104,22 @@ def features_of_pieces(
     """
     if any(isinstance(prompt, CrossPrompt) for prompt in images):
         return cross_features_of_pieces(cast(Sequence[CrossPrompt | None], images), spans, device)
-    values, places, deepstack, ahead, begin = [], [], [], [], 0
+    values, places, deepstack, begin = [], [], [], 0
+    ahead: list[SeenAhead] = []
     for prompt, (start, stop) in zip(cast(Sequence[PromptImages | None], images), spans, strict=True):
         if prompt is not None:
             first, last = torch.searchsorted(prompt.places, torch.tensor([start, stop])).tolist()
             values.append(prompt.features[first:last])
             deepstack.append([features[first:last] for features in prompt.deepstack])
             places.append(prompt.places[first:last] - start + begin)
-            ahead += [] if prompt.ahead is None else [prompt.ahead[first:last]]
+            if prompt.ahead is not None:
+                first, last = torch.searchsorted(prompt.ahead.places, torch.tensor([start, stop])).tolist()
+                ahead.append(
+                    SeenAhead(prompt.ahead.places[first:last] - start + begin, prompt.ahead.counts[first:last])
+                )
         begin += stop - start
     added = tuple(torch.cat(features) for features in zip(*deepstack, strict=True))
-    seen = torch.cat(ahead).to(device) if ahead else None
+    seen = SeenAhead(*(torch.cat(parts).to(device) for parts in zip(*ahead, strict=True))) if ahead else None
     return ImageFeatures(torch.cat(values), torch.cat(places).to(device), added, seen)
 
 

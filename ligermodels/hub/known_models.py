@@ -23,7 +23,9 @@ NAMES_BY_OWNER = {
     "HuggingFaceTB": """
         SmolLM-135M SmolLM-135M-Instruct SmolLM-360M SmolLM-360M-Instruct SmolLM-1.7B SmolLM-1.7B-Instruct
         SmolLM2-135M SmolLM2-135M-Instruct SmolLM2-360M SmolLM2-360M-Instruct SmolLM2-1.7B SmolLM2-1.7B-Instruct
-        SmolLM3-3B SmolLM3-3B-Base""",
+        SmolLM3-3B SmolLM3-3B-Base SmolVLM-256M-Instruct SmolVLM-500M-Instruct SmolVLM-Instruct
+        SmolVLM2-256M-Video-Instruct SmolVLM2-500M-Video-Instruct SmolVLM2-2.2B-Instruct""",
+    "HuggingFaceM4": "Idefics3-8B-Llama3",
     "LiquidAI": "LFM2-350M LFM2-700M LFM2-1.2B LFM2-2.6B LFM2-8B-A1B",
     "deepseek-ai": """
         DeepSeek-R1-Distill-Llama-8B DeepSeek-R1-Distill-Llama-70B
@@ -34,7 +36,9 @@ NAMES_BY_OWNER = {
         Mistral-Nemo-Base-2407 Mistral-Nemo-Instruct-2407 Mistral-Small-Instruct-2409
         Mistral-Small-24B-Base-2501 Mistral-Small-24B-Instruct-2501
         Mistral-Large-Instruct-2407 Mistral-Large-Instruct-2411 Devstral-Small-2507
-        Mistral-Small-3.1-24B-Instruct-2503 Devstral-Small-2-24B-Instruct-2512 Devstral-2-123B-Instruct-2512
+        Mistral-Small-3.1-24B-Base-2503 Mistral-Small-3.1-24B-Instruct-2503 Mistral-Small-3.2-24B-Instruct-2506
+        Ministral-3-3B-Instruct-2512 Ministral-3-8B-Instruct-2512 Ministral-3-14B-Instruct-2512
+        Devstral-Small-2-24B-Instruct-2512 Devstral-2-123B-Instruct-2512
         Mixtral-8x7B-v0.1 Mixtral-8x7B-Instruct-v0.1 Mixtral-8x22B-v0.1 Mixtral-8x22B-Instruct-v0.1""",
     "Qwen": """
         Qwen3-Next-80B-A3B-Instruct Qwen3-Next-80B-A3B-Thinking
@@ -65,6 +69,8 @@ NAMES_BY_OWNER = {
         gemma-2-2b gemma-2-2b-it gemma-2-2b-jpn-it gemma-2-9b gemma-2-9b-it gemma-2-27b gemma-2-27b-it
         gemma-3-270m gemma-3-270m-it gemma-3-1b-pt gemma-3-1b-it gemma-3-4b-pt gemma-3-4b-it
         gemma-3-12b-pt gemma-3-12b-it gemma-3-27b-pt gemma-3-27b-it gemma-4-E2B-it gemma-4-26B-A4B gemma-4-31B-it
+        paligemma-3b-pt-224 paligemma-3b-pt-448 paligemma-3b-pt-896 paligemma-3b-mix-224 paligemma-3b-mix-448
+        paligemma2-3b-pt-224 paligemma2-3b-pt-448 paligemma2-10b-pt-224 paligemma2-28b-pt-224
         medgemma-4b-pt medgemma-4b-it medgemma-27b-it medgemma-27b-text-it""",
     "microsoft": """
         Phi-3-mini-4k-instruct Phi-3-mini-128k-instruct Phi-3-medium-4k-instruct Phi-3-medium-128k-instruct
@@ -88,6 +94,7 @@ NAMES_BY_OWNER = {
     "CohereLabs": "c4ai-command-r7b-12-2024 c4ai-command-a-03-2025",
     "LGAI-EXAONE": "EXAONE-4.0-1.2B EXAONE-4.0-32B",
     "llava-hf": "llava-1.5-7b-hf llava-1.5-13b-hf",
+    "mistral-community": "pixtral-12b",
     "openai": "gpt-oss-20b gpt-oss-120b",
     "tencent": "Hunyuan-1.8B-Instruct Hunyuan-7B-Instruct",
     "zai-org": "GLM-4.5 GLM-4.5-Air GLM-4.6 GLM-4.7 GLM-4.7-Flash",

@@ -14,7 +14,7 @@ import torch
 
 from ligermodels.architectures import ARCHITECTURES
 from ligermodels.configs.base import Config
-from ligermodels.configs.quantisation import Nf4Weights, read_quantisation
+from ligermodels.configs.quantisation import scheme_of
 from ligermodels.errors import CheckpointError, HubError, InputError, suggest
 from ligermodels.hub.download import MODEL_FILES, adapter_folder, fetch_files, fetch_weights, local_folder
 from ligermodels.hub.known_models import KNOWN_MODELS
@@ -66,8 +66,9 @@ def load(
     allow_unexpected: ignore tensors that the model has no place for, with a warning, instead of raising an error.
     reward_model: the checkpoint of a language model becomes a `RewardModel` too, with a new score head: a warning says
     so. Its head is left out, its values are those of seed 0.
-    quantize: a format for the linears of the blocks, "nf4": they are frozen and quantised while they are read, one at a
-    time; `add_lora` trains on them. The other weights have `dtype`, in which all are used.
+    quantize: a format for the linears and routed experts of the blocks, "nf4" or "fp8": they are frozen and quantised
+    while they are read, one at a time; `add_lora` trains on them. What a checkpoint has in FP8 stays so with "fp8",
+    what it has in MXFP4 with "mxfp4". The other weights have `dtype`, in which all are used.
     Raises HubError, ConfigError or CheckpointError (all are InputError) before memory for the weights is allocated.
     """
     wanted = None if dtype is None else float_dtype(dtype)
@@ -101,25 +102,30 @@ def load_folder(
 
 
 def quantise_as_stored(model: CausalLM, plan: LoadPlan, quantize: str | None) -> None:
-    """Quantises the linears of a model that is still on the meta device: as `quantize` says, or as they are stored.
+    """Quantises the weights of a model that is still on the meta device: as `quantize` says, or as they are stored.
 
-    Raises InputError if a checkpoint in 4 bits is to be quantised otherwise.
+    Weights in FP8 or MXFP4 stay so if `quantize` names their format, and are dequantised otherwise. Raises InputError
+    if a checkpoint in NF4 is to be quantised otherwise.
     """
-    stored = plan.quantised_parameters
-    if stored and quantize not in (None, "nf4"):
+    scheme = scheme_of(model.config.raw)
+    stored = plan.quantised_parameters if scheme is not None and scheme in ("nf4", quantize) else ()
+    if stored and quantize not in (None, scheme):
         raise InputError(
             f"{plan.checkpoint.folder}: is in NF4 already; leave out quantize={quantize!r}, or load the original"
         )
-    if stored or quantize is not None:
-        quantise(model, quantize or "nf4", stored or None)
+    if stored and scheme is not None:
+        quantise(model, scheme, stored, plan.rules)
+    elif quantize is not None:
+        quantise(model, quantize)
 
 
 def quantise_on_meta(model: CausalLM, folder: Path, quantize: str | None) -> bool:
-    """Quantises the linears of a model on the meta device, whose weights `load_weights` will read from `folder`.
+    """Quantises weights of a model on the meta device, whose values `load_weights` will read from `folder`.
 
     Returns whether it has quantised any: as `quantize` says, or as the folder stores them. Raises InputError.
     """
-    if isinstance(read_quantisation(model.config.raw), Nf4Weights):
+    scheme = scheme_of(model.config.raw)
+    if scheme is not None and scheme in ("nf4", quantize):
         quantise_as_stored(model, plan_loading(model, open_checkpoint(folder)), quantize)
         return True
     if quantize is not None:
@@ -233,7 +239,7 @@ def select_architecture(
     model_type = raw.get("model_type")
     if model_type not in list_architectures():
         raise HubError(f"{origin}: model_type {model_type!r} is not supported{suggest(str(model_type), ARCHITECTURES)}")
-    architecture = ARCHITECTURES[model_type]
+    architecture = ARCHITECTURES[model_type].of_config(raw)
     if reward_model or is_classifier(raw):
         return reward_model_class(architecture, model_type), architecture.Config.from_dict(raw)
     return architecture, architecture.Config.from_dict(raw)

@@ -7,7 +7,14 @@ from typing import Any, NamedTuple
 from ligermodels.errors import suggest
 from ligermodels.images import placeholders
 from ligermodels.images.placeholders import Placeholder
-from ligermodels.images.processors import ClipImages, Gemma3Images, ImageProcessor, PixtralImages, QwenImages
+from ligermodels.images.processors import (
+    ClipImages,
+    Gemma3Images,
+    ImageProcessor,
+    PixtralImages,
+    QwenImages,
+    SiglipImages,
+)
 from ligermodels.images.settings import ImageSettings
 from ligermodels.images.tiled import MllamaImages, SmolVlmImages
 
@@ -28,6 +35,7 @@ IMAGE_FAMILIES = {
     "PixtralImageProcessor": ImageFamily(PixtralImages, lambda _: placeholders.pixtral()),
     "CLIPImageProcessor": LLAVA,
     "LlavaImageProcessor": LLAVA,
+    "SiglipImageProcessor": ImageFamily(SiglipImages, lambda _: placeholders.paligemma()),
     "SmolVLMImageProcessor": SMOLVLM,
     "Idefics3ImageProcessor": SMOLVLM,
 }

@@ -15,10 +15,12 @@ from ligermodels.errors import CheckpointError, InputError
 from ligermodels.images.families import read_image_family
 from ligermodels.images.parts import IMAGE_PART, is_image_part, parse_source, take_images
 from ligermodels.images.placeholders import Placeholder
+from ligermodels.images.prefixes import Prefix, prefix_of_messages, prefix_text
 from ligermodels.images.processors import ImagePlan, ImageProcessor, Prepared
 from ligermodels.images.reading import ImageSource, image_size, read_image
 from ligermodels.tokenizer import Tokenizer
 
+NOT_SUPERVISED = -100
 PROBE = "probe5b1c0e9d"  # a message that tells whether a template writes contents that are strings
 
 
@@ -92,20 +94,40 @@ class Processor:
         options: those of `Tokenizer.apply_chat_template`, such as add_generation_prompt. Raises InputError.
         """
         taken, sources = take_images(messages, images)
+        if sources and self.placeholder.prefix:
+            return self.of_prefix(self.prefix(taken, **options), sources)
         text = self.tokenizer.render_chat_template(self.contents(taken), **options)
         return self.inputs([text], [sources], add_special_tokens=False)
+
+    def prefix(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False, **options: Any
+    ) -> Prefix:
+        """The prompt of a conversation with images, of a model that has prefixes. Raises InputError."""
+        if options:
+            raise InputError(f"{', '.join(options)}: belong to a chat template, and prompts with images have none")
+        made = prefix_of_messages(self.contents(messages), self.placeholder.printed)
+        if made.completion is not None and add_generation_prompt:
+            raise InputError("messages: end with an answer, so that there is none to generate; leave it out")
+        return made
+
+    def of_prefix(self, prefix: Prefix, sources: Sequence[ImageSource]) -> dict[str, Tensor]:
+        completion = None if prefix.completion is None else [prefix.completion]
+        return self.inputs([prefix.prompt], [sources], add_special_tokens=False, suffixes=completion)
 
     def __call__(
         self,
         text: str | Sequence[str],
         images: Sequence[Any] | None = None,
         *,
+        suffix: str | Sequence[str] | None = None,
         add_special_tokens: bool = True,
         padding_side: str | None = None,
     ) -> dict[str, Tensor]:
         """A model's inputs: input_ids and attention_mask int64 [B, T], and those of the images, such as pixel_values.
 
-        text: with one placeholder for each image. images: of one text, or a list for each of several.
+        text: with one placeholder for each image. images: of one text, or a list for each of several. suffix: the
+        completion of each text, of models whose prompts with images are prefixes; their inputs have token_type_ids too,
+        1 behind prompts with images, and labels if there is a suffix, -100 but at its tokens.
         add_special_tokens: put the tokenizer's tokens, such as bos, around a text that has no bos.
         Raises InputError, naming the row, if the numbers of placeholders and images differ.
         """
@@ -118,11 +140,19 @@ class Processor:
             [parse_source(image, f"images[{row}][{number}]") for number, image in enumerate(of_row)]
             for row, of_row in enumerate(given)
         ]
-        return self.inputs(texts, sources, add_special_tokens=add_special_tokens, padding_side=padding_side)
+        options: dict[str, Any] = {"add_special_tokens": add_special_tokens, "padding_side": padding_side}
+        if suffix is None:
+            return self.inputs(texts, sources, **options)
+        if not self.placeholder.prefix:
+            raise InputError("suffix: the prompts of this model are no prefixes; put the answer into the text")
+        suffixes = [suffix] if isinstance(suffix, str) else list(suffix)
+        if len(suffixes) != len(texts):
+            raise InputError(f"suffix: has {len(suffixes)} completions for {len(texts)} texts; give one for each")
+        return self.inputs(texts, sources, suffixes=suffixes, **options)
 
     def inputs(
         self, texts: Sequence[str], sources: Sequence[Sequence[ImageSource]], *, add_special_tokens: bool,
-        padding_side: str | None = None,
+        padding_side: str | None = None, suffixes: Sequence[str] | None = None,
     ) -> dict[str, Tensor]:  # fmt: skip
         rows = [
             [self.prepare(image, f"images[{row}][{number}]") for number, image in enumerate(images)]
@@ -132,19 +162,41 @@ class Processor:
             self.encode(text, [plan for plan, _ in prepared], f"texts[{row}]", add_special_tokens=add_special_tokens)
             for row, (text, prepared) in enumerate(zip(texts, rows, strict=True))
         ]
+        prompts = [len(row) for row in ids]
+        if suffixes is not None:
+            end = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
+            ids = [row + self.encode_completion(text) + end for row, text in zip(ids, suffixes, strict=True)]
         if len(ids) == 1:
             input_ids = torch.tensor(ids)
             attention_mask = torch.ones_like(input_ids)
         else:
             input_ids, attention_mask = self.tokenizer.pad(ids, side=padding_side)
-        images = self.images.collate(rows, input_ids == self.feature_id) if any(rows) else {}
-        return {"input_ids": input_ids, "attention_mask": attention_mask} | images
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+        behind = (attention_mask.cumsum(1) > torch.tensor(prompts)[:, None]) & (attention_mask == 1)
+        if suffixes is not None:
+            inputs["labels"] = input_ids.masked_fill(~behind, NOT_SUPERVISED)
+        if not any(rows):
+            return inputs
+        if self.placeholder.prefix:  # a text without images is no prefix
+            alone = torch.tensor([not prepared for prepared in rows])[:, None] & (attention_mask == 1)
+            inputs["token_type_ids"] = (behind | alone).long()
+        return inputs | self.images.collate(rows, input_ids == self.feature_id)
+
+    def encode_completion(self, text: str) -> list[int]:
+        """The tokens of the completion of a prefix, without that of the end. Raises InputError for an image token."""
+        try:
+            self.placeholder.refuse(text)
+        except InputError as error:
+            raise InputError(f"completion: {error}") from None
+        return self.tokenizer.encode(text, add_special_tokens=False)
 
     def encode(
         self, text: str, plans: Sequence[ImagePlan], place: str, *, add_special_tokens: bool = False
     ) -> list[int]:
-        """The tokens of a text whose placeholders stand for images with these plans."""
+        """The tokens of a text whose placeholders stand for images with these plans; of a prefix all but its end."""
         bos = self.tokenizer.bos_token
+        if plans and self.placeholder.prefix:
+            text, add_special_tokens = prefix_text(text, len(plans), self.placeholder.printed, bos or ""), False
         add = add_special_tokens and not (bos and bos in text)
         try:
             ids = self.tokenizer.encode(self.placeholder.expand(text, plans), add_special_tokens=add)

@@ -5,7 +5,7 @@ the processors of transformers 5. Must not know pixels or files.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ligermodels.errors import InputError
 from ligermodels.images.processors import ImagePlan
@@ -17,6 +17,7 @@ class Placeholder:
 
     text: the text of an image with this plan. others: tokens of that text beside `feature`, none of which a model
     writes; their embeddings are their own. around: what chat templates print before and after `printed`.
+    prefix: a text with images is a prompt of its own form, which no chat template writes; see `prefixes.py`.
     """
 
     printed: str
@@ -24,6 +25,7 @@ class Placeholder:
     text: Callable[[ImagePlan], str]
     others: tuple[str, ...] = ()
     around: tuple[str, str] = ("", "")
+    prefix: bool = False
 
     @property
     def in_plain_text(self) -> str:
@@ -87,6 +89,10 @@ def pixtral() -> Placeholder:
 def llava() -> Placeholder:
     token = "<image>"
     return Placeholder(token, token, lambda plan: token * plan.features)
+
+
+def paligemma() -> Placeholder:
+    return replace(llava(), prefix=True)
 
 
 def smolvlm(features: int) -> Placeholder:

@@ -6,6 +6,7 @@ defaults are those of the processor of the same name in transformers 5. Must not
 B rows of text, each with its images; p patch size, m merge size.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -188,6 +189,18 @@ class Gemma3Images(ImageProcessor):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SiglipImages(Gemma3Images):
+    """SigLIP, PaliGemma: stretched to one size."""
+
+    @classmethod
+    def from_settings(cls, settings: ImageSettings) -> "SiglipImages":
+        size = settings.sides("size", {"height": 224, "width": 224})
+        field = "image_seq_length"
+        features = positive_field(settings.image, field, settings.image.get(field, int, None))
+        return cls(**settings.pixels(HALVES, HALVES, resample=3), size=Size(**size), features=features, crops=None)
+
+
+@dataclass(frozen=True, kw_only=True)
 class PixtralImages(ImageProcessor):
     """Pixtral, Mistral 3: no longer than `longest`, both sides multiples of `unit`, which is p m."""
 
@@ -207,6 +220,17 @@ class PixtralImages(ImageProcessor):
             for field, value in fields.items()
         )
         return cls(**settings.pixels(CLIP_MEAN, CLIP_STD, resample=3), longest=longest, unit=patch * merge)
+
+    @property
+    def token_range(self) -> tuple[int, int]:
+        return 1, math.prod(math.ceil(side / self.unit) for side in self.longest)
+
+    def with_token_range(self, fewest: int, most: int) -> "PixtralImages":
+        """Images of so many features: a square as large as the longest one has the most. They are never enlarged."""
+        if fewest > 1:
+            raise InputError("the images of this model are never enlarged; give the most tokens alone")
+        side = math.isqrt(most) * self.unit
+        return replace(self, longest=Size(side, side))
 
     def plan(self, height: int, width: int) -> ImagePlan:
         size = within(height, width, self.longest, self.unit)

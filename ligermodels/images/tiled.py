@@ -40,6 +40,10 @@ class MllamaImages(ImageProcessor):
         canvas = Size(grid[0] * self.tile, grid[1] * self.tile)
         return ImagePlan(in_canvas(height, width, canvas, self.tile), grid, features=1)
 
+    def picture_size(self, plan: ImagePlan) -> Size:
+        """The size of the canvas."""
+        return Size(plan.grid[0] * self.tile, plan.grid[1] * self.tile)
+
     def pixels(self, image: Tensor, plan: ImagePlan) -> Tensor:
         """[tiles, 3, s, s]: what is not the image is black, not zero."""
         size, (rows, columns) = plan.resized, plan.grid
@@ -114,6 +118,9 @@ class SmolVlmImages(ImageProcessor):
         if not self.split or (rows, columns) == (1, 1):
             return ImagePlan(size, (0, 0), self.features)
         return ImagePlan(size, (rows, columns), self.features * (rows * columns + 1))
+
+    def picture_size(self, plan: ImagePlan) -> Size:
+        return Size(self.tile, self.tile)
 
     def pixels(self, image: Tensor, plan: ImagePlan) -> Tensor:
         """[tiles, 3, s, s], the whole image last. Each size is made of the one before it, as in the reference."""

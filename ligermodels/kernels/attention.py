@@ -19,7 +19,8 @@ Documents of equal length are computed as rows. Implementations:
 
 import functools
 import warnings
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -134,6 +135,28 @@ def are_equally_long(q: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | Non
     if cu_seqlens is None or max_seqlen is None or torch.compiler.is_compiling():
         return False
     return (cu_seqlens.shape[0] - 1) * max_seqlen == q.shape[1]
+
+
+class DocumentRun(NamedTuple):
+    """Neighbouring documents with equal numbers of queries and of keys each."""
+
+    documents: int
+    queries: int
+    keys: int
+
+
+def attention_by_run(q: Tensor, k: Tensor, v: Tensor, runs: Sequence[DocumentRun], **options: Any) -> Tensor:
+    """`attention` of packed documents, each run as rows, which are faster. Needs nothing from the device.
+
+    runs: of all documents, in order; those without queries may have keys. options: as those of `attention`, without the
+    documents' offsets.
+    """
+    queries, keys = [run.documents * run.queries for run in runs], [run.documents * run.keys for run in runs]
+    outputs = []
+    for run, *tensors in zip(runs, q[0].split(queries), k[0].split(keys), v[0].split(keys), strict=True):
+        rows = (x.unflatten(0, (run.documents, -1)) for x in tensors)
+        outputs += [attention(*rows, **options).flatten(0, 1)] if run.queries else []
+    return torch.cat(outputs)[None]
 
 
 def attention_on_gpu(

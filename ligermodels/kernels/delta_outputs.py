@@ -7,12 +7,11 @@ state at its end and X = MᵀdV', all from delta_states.py:
     dQ = (e^G∘dO) Sᵀ + (dP∘Γ) K
     dK = (dP∘Γ)ᵀQ + (r∘V') dSᵀ - (β e^G∘X) Sᵀ + (N + Nᵀ) K
     dV = β∘X        y = -Σ (e^G∘X)∘(K S)        dβ = Σ X∘V + y + rowsum(dA∘Γ∘K Kᵀ)
-    dG = Σ (e^G∘dO)∘(Q S) + β∘y + rowsum(Z) - colsum(Z) - z,  Z = dP∘P + dA∘A,  z = Σ (r∘V')∘(K dS)
-    dG_C += Σ z + e^{G_C} <S, dS>        dg = reverse cumsum of dG
+dg is the sum of what passes over its token, by `log_decay_gradient`: Σ (e^G∘dO)∘(Q S) + β∘y from the chunk's start to
+later tokens, Σ (r∘V')∘(K dS) from earlier tokens to its end, dP∘P + dA∘A between two tokens, e^{G_C} <S, dS> over all.
 dQ and dK are sums over the value heads that share a key head; then follow the scale and the gradient of the norm.
 dQ and dK do not fit in registers beside dP and dA. One kernel computes dβ and dg with thin products of its own, and
-leaves dP∘Γ and N to the other, which accumulates dQ and dK. Z is subtracted from itself in the same fp32 values:
-where decay is strong dg is as small as it should be.
+leaves dP∘Γ and N to the other, which accumulates dQ and dK.
 """
 
 import functools
@@ -28,6 +27,7 @@ from ligermodels.kernels.document_chunks import (
     has_wide_units,
     load_rows,
     locate_slot,
+    log_decay_gradient,
     number_of_slots,
     pair_decay,
     tile_columns,
@@ -138,8 +138,7 @@ def _gate_gradient_kernel(
             overlap += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1)
     if G_GRAD:
         pairs = load_rows(pairs_ptr + here * SPAN, rows, index, VALUE_HEADS * SPAN, index, SPAN, True)
-        z = dpairs * pairs.to(tl.float32)
-        ddecay = tl.sum(z, 1) - tl.sum(z, 0)
+        overlaps = dpairs * pairs.to(tl.float32)
     at = index[:, None] * (VALUE_HEADS * SPAN) + index[None, :]
     if QKV_GRAD:
         dpairs *= pair_decay(decay[:, None] - decay[None, :], rows, False)
@@ -156,13 +155,10 @@ def _gate_gradient_kernel(
         dbeta += from_state + tl.sum(dlower, 1)
         tl.store(dbeta_ptr + place, dbeta.to(dbeta_ptr.dtype.element_ty), inside)
     if G_GRAD:
-        dlower *= beta[:, None]
-        moved *= tl.exp(tl.where(inside, last - decay, 0.0)) * k_norm
-        ddecay += tl.sum(dlower, 1) - tl.sum(dlower, 0) - moved
-        ddecay += tl.exp(decay) * q_norm * scale * from_output + beta * from_state
-        ddecay += tl.where(index == end, tl.sum(moved, 0) + tl.exp(last) * tl.sum(overlap, 0), 0.0)
-        later = tl.where(inside, ddecay, 0.0)
-        dg = tl.sum(tl.where(index[:, None] <= index[None, :], later[None, :], 0.0), 1)
+        overlaps += beta[:, None] * dlower
+        to_start = tl.exp(decay) * q_norm * scale * from_output + beta * from_state
+        to_end = tl.exp(tl.where(inside, last - decay, 0.0)) * k_norm * moved
+        dg = log_decay_gradient(to_start, to_end, overlaps, tl.exp(last) * tl.sum(overlap, 0))
         tl.store(dg_ptr + place, dg.to(dg_ptr.dtype.element_ty), inside)
 
 

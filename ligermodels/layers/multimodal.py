@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from ligermodels.configs.multimodal import MultimodalConfig
 from ligermodels.errors import InputError
-from ligermodels.generation.image_features import ImageFeatures, PromptImages, no_features
+from ligermodels.generation.image_features import ImageFeatures, PromptImages, SeenAhead, no_features
 from ligermodels.layers.block import Block
 from ligermodels.layers.decoder import CausalLM, CausalLMOutput
 from ligermodels.layers.image_places import TokenGrid, documents_of, place_images, read_grids, split_by_row
@@ -25,7 +25,10 @@ from ligermodels.layers.vision_positions import Grid, PatchLayout, patch_layout
 from ligermodels.weights.mapping import Concat, Rename, Rule, packed_projections
 from ligermodels.weights.sharding import is_sharded
 
-PIXEL_INPUTS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts")
+PIXEL_INPUTS = (
+    "pixel_values", "image_grid_thw", "image_sizes", "pixel_values_videos", "video_grid_thw", "second_per_grid_ts",
+    "pixel_attention_mask",
+)  # fmt: skip
 MODEL_PARTS = ("vision", "projector", "text")
 BLOCK, MERGER = "visual.blocks.{}", "visual.merger"
 # The names of Qwen's towers: ours -> those on the Hub, without the feed-forward layers.
@@ -48,7 +51,8 @@ class Images(NamedTuple):
     layout: of these patches. places: int64 [N], of the tokens of their features in the flattened batch.
     rope_ids: int64 [3, B, T], the positions of all tokens, from 0 in each row or packed document.
     rope_offsets: int64 [B, 1], of unpacked rows: what positions behind them are ahead of the number of tokens.
-    The last two are None where the tokens' own positions are those of RoPE.
+    These two are None where the tokens' own positions are those of RoPE.
+    ahead: which tokens of the flattened batch see others behind them; None for none.
     """
 
     pixels: Tensor
@@ -56,6 +60,21 @@ class Images(NamedTuple):
     places: Tensor
     rope_ids: Tensor | None = None
     rope_offsets: Tensor | None = None
+    ahead: SeenAhead | None = None
+
+    def continuing(self, offsets: Sequence[int], prefixes: Sequence[int | None]) -> Self:
+        """The same where packed documents share prefixes: the positions of a document go on from those of its prefix.
+
+        offsets: of the documents. prefixes: for each, the number of the document whose keys it reads before its own.
+        """
+        if self.rope_ids is None:
+            return self
+        rope_ids = self.rope_ids.clone()
+        for document, prefix in enumerate(prefixes):
+            if prefix is not None:
+                behind = self.rope_ids[..., offsets[prefix] : offsets[prefix + 1]].max() + 1
+                rope_ids[..., offsets[document] : offsets[document + 1]] += behind
+        return self._replace(rope_ids=rope_ids)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Self:
         return tree_map_only(Tensor, lambda x: x.to(device, non_blocking=non_blocking), self)
@@ -67,6 +86,9 @@ class ImageParts(CausalLM):
     visual: the tower. projector: from its states to the width of the text model. deepstack: further projectors.
     """
 
+    config: Any
+    tower_lists: ClassVar[tuple[str, ...]] = ("visual.blocks",)  # of the tower's blocks, by name
+    sees_prompt_ahead: ClassVar = False  # whether tokens of a prompt see those behind them
     visual: Any
     projector: nn.Module
     deepstack: nn.ModuleList
@@ -75,9 +97,14 @@ class ImageParts(CausalLM):
     def blocks(self) -> list[Block]:
         return [*(self.tower_blocks if is_trained(self.visual) else ()), *super().blocks]
 
+    @abstractmethod
+    def example_images(self, rows: int) -> tuple[int, dict[str, Tensor]]:
+        """Random pixel inputs of one image a row, and the image tokens of each."""
+
     @property
     def tower_blocks(self) -> list[Block]:
-        return [cast(Block, block) for block in self.visual.blocks]
+        """The blocks of the tower, in the order of computation."""
+        return [cast(Block, block) for name in self.tower_lists for block in self.get_submodule(name).children()]
 
     def replicated_parameters(self) -> list[nn.Parameter]:
         """A frozen tower: ranks that hold no image would not gather it together with the others."""
@@ -90,6 +117,10 @@ class ImageParts(CausalLM):
         images = {id(parameter) for parameter in (*vision, *projector)}
         text = [parameter for parameter in self.parameters() if id(parameter) not in images]
         return dict(zip(MODEL_PARTS, (vision, projector, text), strict=True))
+
+    def prepare_training_images(self, input_ids: Tensor, labels: Tensor | None, **inputs: Any) -> Any:
+        """What the model's `prepare_images` returns for ids with these labels."""
+        return cast(Any, self).prepare_images(input_ids, **inputs)
 
     def train_parts(self, names: Collection[str]) -> None:
         """Trains these of MODEL_PARTS and freezes the others. A frozen tower runs without autograd.
@@ -112,6 +143,7 @@ class VisionLanguageModel(ImageParts):
 
     config: Any
     takes_images = True
+    pixel_inputs = PIXEL_INPUTS
     image_processor_type: ClassVar = "Qwen2VLImageProcessor"  # of the Hub's files
     splits_videos: ClassVar[bool] = False  # whether text stands between the frames of a video
     hub_text: ClassVar[str] = "model"  # the Hub's name of the text model
@@ -169,9 +201,11 @@ class VisionLanguageModel(ImageParts):
         images: Images | None = None,
         pixel_values: Tensor | None = None,
         image_grid_thw: Tensor | None = None,
+        image_sizes: Tensor | None = None,
         pixel_values_videos: Tensor | None = None,
         video_grid_thw: Tensor | None = None,
         second_per_grid_ts: Sequence[float] | Tensor | None = None,
+        pixel_attention_mask: Tensor | None = None,
         mm_token_type_ids: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         position_ids: Tensor | None = None,
@@ -183,17 +217,31 @@ class VisionLanguageModel(ImageParts):
         images: what `prepare_images` returned, on the model's device. In its place the tensors of the Hub's processors:
         pixel_values: [P, values of a patch], patches of all images in the order of their tokens. image_grid_thw: int
         [images, 3], patches over time, height and width. pixel_values_videos, video_grid_thw: the same of videos.
+        image_sizes: see `prepare_images` of the models that take it in place of grids.
         second_per_grid_ts: of each video, the seconds between two of its frames; None for one.
+        pixel_attention_mask: of tiles [B, N, side, side], 0 at padding; None for no padding.
         mm_token_type_ids, token_type_ids: not needed; the token ids say it.
         position_ids: as those of `CausalLM.forward`; or [3, B, T], of time, height and width; or [4, B, T], both.
 
         Without `images` the ids are read on the host. Raises InputError for images that do not fit the tokens.
         """
         pixels: dict[str, Any] = {
-            "pixel_values": pixel_values, "image_grid_thw": image_grid_thw, "pixel_values_videos": pixel_values_videos,
-            "video_grid_thw": video_grid_thw, "second_per_grid_ts": second_per_grid_ts,
+            "pixel_values": pixel_values, "image_grid_thw": image_grid_thw, "image_sizes": image_sizes,
+            "pixel_values_videos": pixel_values_videos, "video_grid_thw": video_grid_thw,
+            "second_per_grid_ts": second_per_grid_ts, "pixel_attention_mask": pixel_attention_mask,
         }  # fmt: skip
         pixels = {name: value for name, value in pixels.items() if value is not None}
+        if pixels and self.sees_prompt_ahead:
+            pixels |= {"labels": labels, "token_type_ids": token_type_ids}
+        inputs |= {"position_ids": position_ids, "rope_ids": rope_ids}
+        input_ids, inputs = self.with_features(input_ids, images, pixels, **inputs)
+        return super().forward(input_ids, labels, **inputs)
+
+    def with_features(
+        self, input_ids: Tensor | None, images: Images | None, pixels: Mapping[str, Any], *,
+        position_ids: Tensor | None = None, rope_ids: Tensor | None = None, **inputs: Any,
+    ) -> tuple[Tensor | None, dict[str, Any]]:  # fmt: skip
+        """The ids and other arguments of `forward` as the decoder reads them, with the features of the images."""
         if position_ids is not None and position_ids.ndim == 3:
             rope_ids, position_ids = position_ids[-3:], position_ids[0] if len(position_ids) == 4 else None
         cache = inputs.get("cache")
@@ -206,19 +254,19 @@ class VisionLanguageModel(ImageParts):
         if images is not None:
             inputs["features"] = self.encode_images(images)
             if rope_ids is None and images.rope_ids is not None:
-                rope_ids = images.rope_ids if cache is None else cache.extend_rope(*images[-2:])
+                rope_ids = images.rope_ids if cache is None else cache.extend_rope(images.rope_ids, images.rope_offsets)
         elif "features" not in inputs and is_sharded(self) and (is_trained(self.visual) or is_trained(self.projector)):
             inputs["features"] = no_features(self.encode_grey_image())
         if input_ids is not None and self.config.image_token_id >= self.config.vocab_size:  # it has no embedding
             input_ids = input_ids.masked_fill(input_ids == self.config.image_token_id, 0)
-        return super().forward(input_ids, labels, position_ids=position_ids, rope_ids=rope_ids, **inputs)
+        return input_ids, inputs | {"position_ids": position_ids, "rope_ids": rope_ids}
 
     def encode_images(self, images: Images) -> ImageFeatures:
         """Runs the tower and the projector. A tower of which nothing is trained keeps nothing for backward."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and is_trained(self.visual)):
             x, residual, tapped = self.visual(images.pixels, images.layout)
         deepstack = [merger(states, None) for merger, states in zip(self.deepstack, tapped, strict=True)]
-        return ImageFeatures(self.projector(x, residual), images.places, tuple(deepstack))
+        return ImageFeatures(self.projector(x, residual), images.places, tuple(deepstack), images.ahead)
 
     def encode_prompt(self, images: Images) -> PromptImages:
         """The features of one prompt's images, for generation. images: of the ids [1, T]."""
@@ -228,7 +276,7 @@ class VisionLanguageModel(ImageParts):
         return PromptImages(
             features.values[there], images.places[order], None if rope_ids is None else rope_ids[:, 0],
             0 if offsets is None else int(offsets), tuple(values[there] for values in features.deepstack),
-            None if ahead is None else ahead.cpu()[order],
+            None if ahead is None else ahead.to_cpu(),
         )  # fmt: skip
 
     def encode_grey_image(self) -> ImageFeatures:
@@ -307,12 +355,15 @@ class VisionLanguageModel(ImageParts):
         pixel_values_videos: Tensor | None = None,
         video_grid_thw: Tensor | None = None,
         second_per_grid_ts: Sequence[float] | Tensor | None = None,
+        **others: Any,
     ) -> Images:
         """Everything about the images of a batch that needs no weights, on the CPU but for the pixels.
 
         Arguments as those of `forward`. Uses the configuration alone: the model may be on the meta device.
         Raises InputError if the images are not those that the tokens of each row or packed document stand for.
         """
+        if others:
+            raise InputError(f"{', '.join(others)}: the model takes pixels with grids; leave it out")
         vision, ids = self.config.vision, input_ids.cpu()
         pictures = read_grids("image_grid_thw", image_grid_thw, pixel_values, vision)
         videos = read_grids("video_grid_thw", video_grid_thw, pixel_values_videos, vision)

@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
 from ligermodels.configs.vision import PictureConfig
 from ligermodels.errors import InputError
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer
-from ligermodels.layers.image_places import TokenGrid, documents_of, place_images
+from ligermodels.layers.image_places import Documents, TokenGrid, place_images
 from ligermodels.layers.mlp import MLP
 from ligermodels.layers.multimodal import Images
 from ligermodels.layers.vision_positions import Grid
@@ -40,6 +39,7 @@ TOWER_NAMES = {
 class PictureLanguageModel(WrappedLanguageModel):
     """A causal language model with pictures of one size. `config.vision` is a `PictureConfig`."""
 
+    hub_block = LAYER
     hub_towers = ("vision_tower.vision_model", "vision_tower")
 
     def tower_rules(self, hub: str) -> tuple[Rule, ...]:
@@ -53,28 +53,15 @@ class PictureLanguageModel(WrappedLanguageModel):
         pixels = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
         return vision.features_per_picture, {"pixel_values": pixels}
 
-    @_disable_dynamo
-    def prepare_images(
-        self,
-        input_ids: Tensor,
-        *,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        pixel_values: Tensor | None = None,
-        **others: Any,
-    ) -> Images:
-        """As `VisionLanguageModel.prepare_images`. pixel_values: [pictures, C, side, side], crops as pictures."""
-        if pixel_values is None or others:
-            raise InputError(f"{', '.join(others) or 'images'}: the model takes pixel_values alone, of pictures")
+    def place_pixels(self, documents: Documents, pixels: Tensor, **others: Any) -> Images:
+        """pixels: [pictures, C, side, side], crops as pictures."""
         vision, side = self.config.vision, self.config.vision.image_size
         expected = [vision.in_channels, side, side]
-        if pixel_values.ndim != 4 or list(pixel_values.shape[1:]) != expected:
-            raise InputError(f"pixel_values: has shape {list(pixel_values.shape)}; must be [pictures, *{expected}]")
-        count, token = len(pixel_values), TokenGrid(self.config.image_token_id, Grid(1, 1, vision.features_per_picture))
-        documents = documents_of(input_ids.cpu(), attention_mask, position_ids, cu_seqlens)
+        if pixels.ndim != 4 or list(pixels.shape[1:]) != expected:
+            raise InputError(f"pixel_values: has shape {list(pixels.shape)}; must be [pictures, *{expected}]")
+        count, token = len(pixels), TokenGrid(self.config.image_token_id, Grid(1, 1, vision.features_per_picture))
         layout, _ = self.patch_layout([Grid(1, *[vision.table_side] * 2)] * count)
-        patches = picture_patches(pixel_values, vision.patch_size, vision.spatial_merge_size)
+        patches = picture_patches(pixels, vision.patch_size, vision.spatial_merge_size)
         return Images(patches, layout, place_images(documents, [token] * count).places)
 
     def split_by_row(self, pixels: Mapping[str, Any], ids: Tensor) -> list[dict[str, Any]]:
@@ -88,17 +75,21 @@ class PictureLanguageModel(WrappedLanguageModel):
         return rows
 
 
-def picture_blocks(config: PictureConfig, count: int) -> list[DecoderLayer]:
-    """The first `count` blocks of a tower of CLIP's kind."""
+def picture_blocks(config: PictureConfig) -> list[DecoderLayer]:
+    """The computed blocks of a tower of CLIP's kind."""
 
     def block() -> DecoderLayer:
         attention = Attention(config, qkv_bias=True, o_bias=True, rope=None)
         return DecoderLayer(config, attention, MLP(config, bias=True))
 
-    return [block() for _ in range(count)]
+    return [block() for _ in range(config.computed_blocks)]
 
 
 def picture_patches(pixels: Tensor, patch: int, side: int) -> Tensor:
-    """Pictures [n, C, H, W] -> patches [n patches, C patch patch], square by square of side × side patches."""
+    """Pictures [n, C, H, W] -> patches [n patches, C patch patch], square by square of side × side patches.
+
+    Rows and columns of pixels behind the last patches are left out.
+    """
+    pixels = pixels[..., : pixels.shape[2] // patch * patch, : pixels.shape[3] // patch * patch]
     squares = pixels.unflatten(3, (-1, side, patch)).unflatten(2, (-1, side, patch))  # [n, C, H', s, p, W', s, p]
     return squares.permute(0, 2, 5, 3, 6, 1, 4, 7).reshape(-1, pixels.shape[1] * patch**2)

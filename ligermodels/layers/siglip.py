@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from ligermodels.configs.vision import SiglipConfig
-from ligermodels.generation.image_features import ImageFeatures
+from ligermodels.generation.image_features import SeenAhead
+from ligermodels.layers.fused import apply_linear
 from ligermodels.layers.multimodal import Images
 from ligermodels.layers.norm import RMSNorm
 from ligermodels.layers.pictures import PictureLanguageModel, picture_blocks
@@ -37,16 +39,27 @@ class PooledProjector(nn.Module):
         return self.mm_soft_emb_norm(pooled) @ self.mm_input_projection_weight
 
 
+class PatchProjector(nn.Module):
+    """linear of the rows of a tower: one feature of the text model for each patch."""
+
+    def __init__(self, config: SiglipConfig, hidden_size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(config.hidden_size, hidden_size)
+
+    def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """The tower's normed output [1, P, E] -> features [P, H]."""
+        return apply_linear(self.linear, x.view(-1, x.shape[-1]))
+
+
 class SiglipLanguageModel(PictureLanguageModel):
     """A causal language model whose pictures SigLIP encodes. The tokens of a picture see its later ones too."""
 
     image_processor_type = "Gemma3ImageProcessor"
 
     def tower(self, config: SiglipConfig) -> VisionTower:
-        blocks = picture_blocks(config, config.num_hidden_layers)
-        return VisionTower(config, blocks, patch_bias=True, table=config.table_side**2, final_norm=True)
+        return VisionTower(config, picture_blocks(config), patch_bias=True, table=config.table_side**2, final_norm=True)
 
-    def merger(self, config: SiglipConfig) -> PooledProjector:
+    def merger(self, config: SiglipConfig) -> nn.Module:
         return PooledProjector(config, self.config.hidden_size)
 
     @property
@@ -60,9 +73,11 @@ class SiglipLanguageModel(PictureLanguageModel):
         vision = self.config.vision
         return patch_layout(grids, vision.spatial_merge_size, table=vision.table_side)
 
-    def encode_images(self, images: Images) -> ImageFeatures:
-        ahead = seen_ahead(self.config.vision.mm_tokens_per_image, images.places)
-        return super().encode_images(images)._replace(ahead=ahead)
+    @_disable_dynamo
+    def prepare_images(self, input_ids: Tensor, **inputs: Any) -> Images:
+        images = super().prepare_images(input_ids, **inputs)
+        counts = seen_ahead(self.config.vision.mm_tokens_per_image, images.places)
+        return images._replace(ahead=SeenAhead(images.places, counts))
 
 
 def seen_ahead(count: int, places: Tensor) -> Tensor:

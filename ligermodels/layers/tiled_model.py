@@ -4,8 +4,8 @@
 result to `forward`, which then waits for nothing. Must not know any family, nor files or processors of images.
 """
 
-from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple, Self, cast
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_map_only
 from ligermodels.configs.mllama import MllamaConfig
 from ligermodels.errors import InputError
 from ligermodels.generation.cross_features import CrossFeatures, CrossPrompt, TileSpan, cross_features
-from ligermodels.layers.block import Block
 from ligermodels.layers.decoder import CausalLMOutput
 from ligermodels.layers.image_places import Documents, documents_of
 from ligermodels.layers.multimodal import ImageParts, is_trained
@@ -26,6 +25,7 @@ from ligermodels.weights.sharding import is_sharded
 
 TILE_INPUTS = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask", "cross_attention_mask")
 UNSUPERVISED = -100
+SQUARE_RATIO = 6  # of aspect_ratio_ids: two rows of two tiles
 
 
 class TiledImages(NamedTuple):
@@ -58,11 +58,13 @@ class TiledVisionLanguageModel(ImageParts):
 
     config: MllamaConfig
     takes_images = True
+    pixel_inputs = TILE_INPUTS
     image_processor_type: ClassVar = "MllamaImageProcessor"
+    tower_lists = ("visual.blocks", "visual.global_blocks")
 
     def __init__(self, config: MllamaConfig) -> None:
         super().__init__(config)
-        vision = cast(Any, config.vision)
+        vision = config.vision
         self.visual = TiledVisionTower(vision)
         self.projector = nn.Linear(vision.vision_output_dim, config.hidden_size)
         self.deepstack = nn.ModuleList()
@@ -75,10 +77,6 @@ class TiledVisionLanguageModel(ImageParts):
     @as_transformers.setter
     def as_transformers(self, value: bool) -> None:
         self.visual.taps_after = value
-
-    @property
-    def tower_blocks(self) -> list[Block]:
-        return [cast(Block, block) for block in (*self.visual.blocks, *self.visual.global_blocks)]
 
     def forward(
         self,
@@ -104,7 +102,16 @@ class TiledVisionLanguageModel(ImageParts):
         """
         every = pixel_values, aspect_ratio_ids, aspect_ratio_mask, cross_attention_mask
         pixels = {name: x for name, x in zip(TILE_INPUTS, every, strict=True) if x is not None}
-        if pixel_values is not None:
+        input_ids, inputs = self.with_features(input_ids, images, pixels, **inputs)
+        if labels is not None:  # the image token has no row of the head
+            labels = labels.masked_fill(labels >= self.config.vocab_size, UNSUPERVISED)
+        return super().forward(input_ids, labels, **inputs)
+
+    def with_features(
+        self, input_ids: Tensor | None, images: TiledImages | None, pixels: Mapping[str, Any], **inputs: Any
+    ) -> tuple[Tensor | None, dict[str, Any]]:
+        """The ids and other arguments of `forward`, with what cross-attention reads of the images."""
+        if "pixel_values" in pixels:
             if images is not None or input_ids is None:
                 raise ValueError("forward: pixel_values need input_ids, without images")
             given: dict[str, Any] = {
@@ -117,9 +124,7 @@ class TiledVisionLanguageModel(ImageParts):
             inputs["features"] = images.seen._replace(values=self.encode_tiles(images))
         elif "features" not in inputs and inputs.get("cache") is None and is_sharded(self):
             inputs["features"] = self.unseen_image()
-        if labels is not None:  # the image token has no row of the head
-            labels = labels.masked_fill(labels >= self.config.vocab_size, UNSUPERVISED)
-        return super().forward(input_ids, labels, **inputs)
+        return input_ids, inputs
 
     def encode_tiles(self, images: TiledImages) -> Tensor:
         """The states of the used tiles, [R, N, H]. A tower of which nothing is trained keeps nothing for backward."""
@@ -136,13 +141,21 @@ class TiledVisionLanguageModel(ImageParts):
 
         Where the model is sharded, ranks without images run it too: all ranks gather weights and reduce gradients.
         """
-        vision = cast(Any, self.config.vision)
+        vision = self.config.vision
         pixels = torch.zeros(1, vision.max_num_tiles, vision.in_channels, vision.image_size, vision.image_size)
         layout, one = tile_layout([1], vision), torch.ones(1, dtype=torch.int64)
         spans = (TileSpan(0, ()),)
         seen = cross_features(pixels.new_empty(1, vision.tokens_per_tile, 0), spans, 1, [()], pixels.device)
         images = TiledImages(pixels, one, layout, one - 1, seen, spans).to(self.device)
         return images.seen._replace(values=self.encode_tiles(images))
+
+    def example_images(self, rows: int) -> tuple[int, dict[str, Tensor]]:
+        """Random pixel inputs of one image of the most tiles a row, and the image tokens of each."""
+        vision = self.config.vision
+        shape = rows, 1, vision.max_num_tiles, vision.in_channels, vision.image_size, vision.image_size
+        pixels = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+        ratios, mask = torch.full((rows, 1), SQUARE_RATIO), torch.ones(*shape[:3], dtype=torch.int64)
+        return 1, {"pixel_values": pixels, "aspect_ratio_ids": ratios, "aspect_ratio_mask": mask}
 
     @torch.no_grad()
     def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Tensor:
@@ -182,7 +195,7 @@ class TiledVisionLanguageModel(ImageParts):
             raise InputError(
                 "images: pixel_values need aspect_ratio_ids and aspect_ratio_mask; pass what the processor made"
             )
-        vision, every = cast(Any, self.config.vision), self.as_transformers
+        vision, every = self.config.vision, self.as_transformers
         ids, ratios, mask = input_ids.cpu(), aspect_ratio_ids.cpu(), aspect_ratio_mask.cpu() > 0
         side, most = vision.image_size, vision.max_num_tiles
         rows, slots = ratios.shape

@@ -6,7 +6,6 @@ padding those of its tiles: the attention of the models' training. Source: Llama
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -14,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels.configs.mllama import ASPECT_RATIOS, MllamaVisionConfig
+from ligermodels.kernels.attention import DocumentRun
 from ligermodels.kernels.shared_keys import SharedKeys
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer
@@ -27,41 +27,52 @@ OUTER_NORM_EPS = 1e-5  # of the norms around the blocks, whatever the file says
 
 
 class TileLayout(NamedTuple):
-    """The rows of the images of a batch, an image's own before its padding.
+    """The rows of the images of a batch: images with equally many tiles are neighbours, their own rows come before
+    their padding.
 
     order: int64 [P], the place of each row among the tiles' rows. cu_seqlens: int32 [2 I + 1], offsets of the rows of
-    each image's tiles and of its padding; longest: the most of them. keys: which rows they see.
+    each image's tiles and of its padding; longest: the most of them. runs: the same on the host. keys: which rows they
+    see.
     """
 
     order: Tensor
     cu_seqlens: Tensor
     longest: int
+    runs: tuple[DocumentRun, ...]
     keys: SharedKeys
 
 
 def tile_layout(counts: Sequence[int], config: MllamaVisionConfig) -> TileLayout:
     """counts: of the tiles of each image."""
-    rows, most, own = config.rows_per_tile, config.max_num_tiles, config.tokens_per_tile
-    size = most * rows
+    rows, own = config.rows_per_tile, config.tokens_per_tile
+    size = config.max_num_tiles * rows
+    row, begin = torch.arange(size), 0
     orders, places = [], []
-    lengths: list[int] = []
-    lengths_k: list[int] = []
-    copies: list[int] = []
-    for number, count in enumerate(counts):
-        belongs = (torch.arange(size) % rows < own) & (torch.arange(size) < count * rows)
-        orders.append(number * size + torch.cat([belongs.nonzero()[:, 0], (~belongs).nonzero()[:, 0]]))
-        begin, valid = sum(lengths_k), int(belongs.sum())
-        both = begin + torch.stack([torch.arange(valid), size + torch.arange(valid)], 1).flatten()
-        places += [both, begin + torch.arange(valid, size)]
-        copies += [2] * valid + [1] * (size - valid)
-        lengths += [valid, size - valid]
-        lengths_k += [size, valid]
-    keys = SharedKeys(
-        torch.tensor([0, *accumulate(copies)], dtype=torch.int32), torch.cat(places).int(),
-        torch.tensor([0, *accumulate(lengths_k)], dtype=torch.int32), max(lengths_k),
-    )  # fmt: skip
-    offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-    return TileLayout(torch.cat(orders), offsets, max(lengths), keys)
+    copies: list[Tensor] = []
+    runs: list[DocumentRun] = []
+    for count in sorted(set(counts)):
+        belongs = (row % rows < own) & (row < count * rows)
+        images = torch.tensor([i for i, other in enumerate(counts) if other == count])[:, None]
+        orders += [(images * size + part.nonzero()[:, 0]).flatten() for part in (belongs, ~belongs)]
+        number, valid = len(images), int(belongs.sum())
+        first = begin + torch.arange(number)[:, None] * size  # of the keys that an image's own rows see: all its rows
+        second = begin + number * size + torch.arange(number)[:, None] * valid  # its padding sees its own rows
+        places += [
+            torch.stack([first + row[:valid], second + row[:valid]], -1).flatten(),
+            (first + row[valid:]).flatten(),
+        ]
+        copies += [torch.full((number * valid,), 2), torch.ones(number * (size - valid), dtype=torch.int64)]
+        runs += [DocumentRun(number, valid, size), DocumentRun(number, size - valid, valid)]
+        begin += number * (size + valid)
+    documents, queries, keys = torch.tensor(runs).unbind(1)
+    queries, keys = (x.repeat_interleave(documents) for x in (queries, keys))
+    seen = SharedKeys(offsets_from(torch.cat(copies)), torch.cat(places).int(), offsets_from(keys), int(keys.max()))
+    return TileLayout(torch.cat(orders), offsets_from(queries), int(queries.max()), tuple(runs), seen)
+
+
+def offsets_from(lengths: Tensor) -> Tensor:
+    """int64 [n] -> int32 [n + 1], from 0."""
+    return F.pad(lengths.cumsum(0), (1, 0)).int()
 
 
 class TilePositions(nn.Module):
@@ -127,7 +138,7 @@ class TiledVisionTower(nn.Module):
         images, tiles, own, width = x.shape
         x = F.pad(x, (0, 0, 0, self.config.rows_per_tile - own))
         places = torch.arange(len(layout.order), device=x.device)[None]
-        spans = Positions(places, {}, layout.cu_seqlens, layout.longest, layout.keys, causal=False)
+        spans = Positions(places, {}, layout.cu_seqlens, layout.longest, layout.keys, causal=False, runs=layout.runs)
         inverse = torch.empty_like(layout.order).index_copy(0, layout.order, places[0])
         x, residual, taps = x.view(1, -1, width)[:, layout.order], None, []
         for index, block in enumerate(self.blocks):

@@ -88,8 +88,8 @@ class VisionTower(nn.Module):
         rotary = self.rotary_emb
         angles = {} if rotary is None else {FULL_ATTENTION: rotary(layout.positions[:, None])}
         frames, windows = (
-            None if spans is None else Positions(layout.positions, angles, *spans, causal=False)
-            for spans in (layout.frames, layout.windows)
+            None if spans is None else Positions(layout.positions, angles, *spans, keys, causal=False)
+            for spans, keys in ((layout.frames, layout.keys), (layout.windows, None))
         )
         for index, block in enumerate(self.blocks):
             x, residual, _ = block(x, residual, windows if index in self.windowed else frames)

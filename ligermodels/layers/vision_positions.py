@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ligermodels.kernels.shared_keys import SharedKeys
+
 
 class Grid(NamedTuple):
     t: int
@@ -43,12 +45,14 @@ class PatchLayout(NamedTuple):
     positions: int64 [2, P], row and column of each patch, in the order of the blocks; there may be rows of no patch.
     frames: the spans of full attention. windows: those of windowed attention, None without.
     table: of a learned table of positions, the entries that each patch reads; None without.
+    keys: the patches that those of a frame see; None for all of it.
     """
 
     positions: Tensor
     frames: Spans
     windows: Spans | None = None
     table: "TableReads | None" = None
+    keys: SharedKeys | None = None
 
 
 class TableReads(NamedTuple):

@@ -9,9 +9,9 @@ may be at most
 If the truth is in fp32, the reference's own error in fp32 is unknown. It is estimated from its error in bf16: scaled by
 the ratio of the machine epsilons and by √K, the roundings of a sum of K terms (in bf16, sums are in fp32 too).
 In bf16, rounding can flip the choice between two nearly equal experts on either side. For models with experts the
-logits' error is therefore the median over tokens. The error of the gradients is the median over tensors.
-A model with images gets one in each row. Gradients that are zero but for rounding, as of the biases of keys without
-RoPE, are not compared.
+logits' error is therefore the median over tokens. The error of the gradients is the median over tensors. A model with
+images gets one in each row. One with images in tiles computes as transformers does, see `as_transformers`. Gradients
+that are zero but for rounding, as of the biases of keys without RoPE, are not compared.
 """
 
 import gc
@@ -30,8 +30,10 @@ from ligermodels.errors import CheckpointError
 from ligermodels.generation.decoding import generate
 from ligermodels.hub import models
 from ligermodels.layers.decoder import CausalLM
+from ligermodels.layers.host_memory import available_host_memory
 from ligermodels.layers.moe import MoE
-from ligermodels.layers.multimodal import VisionLanguageModel
+from ligermodels.layers.multimodal import ImageParts
+from ligermodels.layers.tiled_model import TiledVisionLanguageModel
 from ligermodels.verify import reference
 from ligermodels.verify.certificate import Check
 from ligermodels.verify.text import TEXTS, has_tokenizer_json
@@ -134,20 +136,23 @@ def parity_checks(folder: Path, device: str, new_tokens: int) -> list[Check]:
     truth: dict[str, Tensor] = {}
 
     def theirs(dtype: torch.dtype) -> Errors:
-        model = reference.load_reference_model(folder, dtype, device)
+        model = reference.load_reference_model(folder, dtype, device, images=bool(example.images))
         tokens: list[int] = []
         if dtype is torch.float32:
-            tokens = reference.greedy_continuation(model, prompt, new_tokens, device, first_images, example.token)
-        inputs = reference.image_inputs(model, example.ids, example.images, example.token)
+            given = first_images, example.token, example.sees_prompt_ahead
+            tokens = reference.greedy_continuation(model, prompt, new_tokens, device, *given)
+        inputs = reference.image_inputs(model, example.ids, example.images, example.token, example.prompt_ahead)
         return compare(measure(model, example, names.theirs, inputs), truth, tokens)
 
     def ours(dtype: torch.dtype) -> Errors:
         model = hub.load(folder, dtype=dtype, device=device)
+        if isinstance(model, TiledVisionLanguageModel):
+            model.as_transformers = True  # where it departs from the models' training
         tokens: list[int] = []
         if dtype is torch.float32:
             images = [first_images or None]
             (tokens,) = generate(model, [prompt], max_new_tokens=new_tokens, stop_tokens=(), images=images)
-        return compare(measure(model, example, names.ours, example.images), truth, tokens)
+        return compare(measure(model, example, names.ours, example.our_inputs), truth, tokens)
 
     exact, plain_bf16 = run_and_free(theirs, truth_dtype), run_and_free(theirs, torch.bfloat16)
     if truth_dtype is torch.float64:
@@ -181,13 +186,6 @@ def fits_fp64(model: nn.Module, device: str) -> bool:
     return 24 * count < FP64_MEMORY_FRACTION * host  # the truth keeps a copy of the gradients
 
 
-def available_host_memory() -> int:
-    """Bytes available without swapping, including the page cache."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    fields = dict(line.split(":", 1) for line in lines)
-    return 1024 * int(fields["MemAvailable"].split()[0])
-
-
 def example_token_ids(folder: Path, vocab_size: int) -> Tensor:
     """Token ids [BATCH_ROWS, ROW_TOKENS] of texts in many languages; random ids if there is no tokenizer."""
     count = BATCH_ROWS * ROW_TOKENS
@@ -201,19 +199,35 @@ def example_token_ids(folder: Path, vocab_size: int) -> Tensor:
 @dataclass(frozen=True)
 class Example:
     """What both sides compute. ids: [BATCH_ROWS, ROW_TOKENS or more]. images: pixel inputs, one image a row; empty for
-    none. token, count: their tokens, at the start of each row; None and 0 without images."""
+    none. token, count: their tokens, at the start of each row; None and 0 without images. sees_prompt_ahead: whether
+    the tokens of a prompt see all of it."""
 
     ids: Tensor
     images: dict[str, Tensor] = field(default_factory=dict)
     token: int | None = None
     count: int = 0
+    sees_prompt_ahead: bool = False
 
     def to(self, device: str) -> "Example":
         return replace(self, ids=self.ids.to(device), images={k: v.to(device) for k, v in self.images.items()})
 
     @property
     def labels(self) -> Tensor:
+        if self.prompt_ahead is not None:
+            return self.ids.masked_fill(reference.token_types(self.ids, self.prompt_ahead) == 0, -100)
         return self.ids if self.token is None else self.ids.masked_fill(self.ids == self.token, -100)
+
+    @property
+    def our_inputs(self) -> dict[str, Tensor]:
+        """The arguments of our model for images."""
+        if self.prompt_ahead is None:
+            return self.images
+        return self.images | {"token_type_ids": reference.token_types(self.ids, self.prompt_ahead)}
+
+    @property
+    def prompt_ahead(self) -> int | None:
+        """How many tokens of each row are a prompt that sees all of itself; None for none."""
+        return self.prompt_length if self.sees_prompt_ahead else None
 
     @property
     def prompt_length(self) -> int:
@@ -226,12 +240,13 @@ class Example:
 
 def example_of(model: CausalLM, ids: Tensor) -> Example:
     """The ids, behind an image in each row if the model takes images; none of them stands for an image elsewhere."""
-    if not isinstance(model, VisionLanguageModel):
+    if not isinstance(model, ImageParts):
         return Example(ids)
     token, video = model.config.image_token_id, model.config.video_token_id
     count, images = model.example_images(BATCH_ROWS)
     text = ids.masked_fill((ids == token) | (ids == (token if video is None else video)), 0)
-    return Example(torch.cat([ids.new_full((BATCH_ROWS, count), token), text], 1), images, token, count)
+    ids = torch.cat([ids.new_full((BATCH_ROWS, count), token), text], 1)
+    return Example(ids, images, token, count, model.sees_prompt_ahead)
 
 
 def measure(model: nn.Module, example: Example, gradients: Gradients, images: Mapping[str, Tensor]) -> Measured:

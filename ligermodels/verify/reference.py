@@ -29,14 +29,17 @@ def version() -> str:
     return importlib.metadata.version("transformers")
 
 
-def load_reference_model(folder: Path, dtype: torch.dtype, device: str) -> nn.Module:
-    """The model of transformers in evaluation mode, without fused implementations. Raises CheckpointError."""
+def load_reference_model(folder: Path, dtype: torch.dtype, device: str, images: bool = False) -> nn.Module:
+    """The model of transformers in evaluation mode, without fused implementations. Raises CheckpointError.
+
+    images: it is to read images; some configurations have a model of text alone too.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     plain: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager"}
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        causal = type(config) in AutoModelForCausalLM._model_mapping
+        causal = type(config) in AutoModelForCausalLM._model_mapping and not images
         loader: Any = AutoModelForCausalLM if causal else AutoModelForImageTextToText
         model: Any = loader.from_pretrained(folder, dtype=dtype, local_files_only=True, **plain)
     except Exception as error:  # any type: each family has its own code
@@ -61,27 +64,37 @@ def loading_error(folder: Path, error: Exception) -> CheckpointError:
     return CheckpointError(f"{folder}: transformers {version()} cannot load it: {reason}")
 
 
-def image_inputs(model: nn.Module, ids: Tensor, images: Mapping[str, Tensor], token: int | None) -> dict[str, Tensor]:
-    """The arguments for images of rows of ids: pixel inputs, and which tokens are of images."""
+def image_inputs(
+    model: nn.Module, ids: Tensor, images: Mapping[str, Tensor], token: int | None, prompt: int | None = None
+) -> dict[str, Tensor]:
+    """The arguments for images of rows of ids: pixel inputs, and which tokens are of images.
+
+    prompt: the first tokens, of a model whose prompts see all of themselves; it is told which tokens follow them.
+    """
     if token is None:
         return {}
     named = inspect.signature(model.forward).parameters
-    kinds = (ids == token).long()
+    kinds = (ids == token).long() if prompt is None else token_types(ids, prompt)
     return {**images, **{name: kinds for name in ("mm_token_type_ids", "token_type_ids") if name in named}}
+
+
+def token_types(ids: Tensor, prompt: int) -> Tensor:
+    """0 at the first `prompt` tokens of each row, 1 behind them."""
+    return (torch.arange(ids.shape[1], device=ids.device) >= prompt).long().expand_as(ids)
 
 
 @torch.no_grad()
 def greedy_continuation(
     model: nn.Module, prompt: Sequence[int], new_tokens: int, device: str,
-    images: Mapping[str, Tensor] | None = None, token: int | None = None,
+    images: Mapping[str, Tensor] | None = None, token: int | None = None, ahead: bool = False,
 ) -> list[int]:  # fmt: skip
     """Greedy decoding without a cache and without the folder's generation settings: a full forward per token.
 
-    images: pixel inputs of the prompt, whose image tokens are `token`.
+    images: pixel inputs of the prompt, whose image tokens are `token`. ahead: whether it sees all of itself.
     """
     ids = torch.tensor([list(prompt)], device=device)
     for _ in range(new_tokens):
-        inputs = image_inputs(model, ids, images or {}, token)
+        inputs = image_inputs(model, ids, images or {}, token, len(prompt) if ahead else None)
         ids = torch.cat([ids, model(ids, **inputs).logits[:, -1:].argmax(-1)], 1)
     return ids[0, len(prompt) :].tolist()
 

@@ -160,6 +160,7 @@ CASES = {
         {
             "every-expert": {"num_experts_per_tok": 7},
             "norm-topk-off": {"norm_topk_prob": False},
+            "no-expert-bias": {"use_expert_bias": False},
             "conv-bias": {"conv_bias": True},
             "tied": {"tie_word_embeddings": True},
         },

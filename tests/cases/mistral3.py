@@ -1,4 +1,4 @@
-"""Ministral 3, whose queries grow with their position, alone and as the text model of a multimodal Mistral 3."""
+"""Ministral 3, whose queries grow with their position, alone and with the images of Mistral 3; Pixtral."""
 
 from tests.cases.base import TINY, Raw, family
 
@@ -29,6 +29,8 @@ VISION: Raw = {
     "head_dim": 8,
     "image_size": 16,
     "patch_size": 4,
+    "hidden_act": "silu",
+    "rope_theta": 20.0,
 }
 MISTRAL3: Raw = {
     "model_type": "mistral3",
@@ -40,6 +42,16 @@ MISTRAL3: Raw = {
     "spatial_merge_size": 2,
 }
 MISTRAL: Raw = TINY | {"model_type": "mistral", "head_dim": 10, "sliding_window": 6}
+ONE_MORE: Raw = VISION | {"num_hidden_layers": 3}
+PIXTRAL: Raw = {
+    "model_type": "llava",
+    "architectures": ["LlavaForConditionalGeneration"],
+    "image_token_index": 98,
+    "vision_feature_layer": -1,
+    "vision_feature_select_strategy": "full",
+    "text_config": MISTRAL,
+    "vision_config": VISION,
+}
 
 CASES = {
     **family(
@@ -50,5 +62,16 @@ CASES = {
             "tied": {"tie_word_embeddings": True},
         },
     ),
-    **family(MISTRAL3, {"text-mistral": {"text_config": MISTRAL}, "tied": {"tie_word_embeddings": True}}),
+    **family(
+        MISTRAL3,
+        {
+            "text-mistral": {"text_config": MISTRAL},
+            "tied": {"tie_word_embeddings": True},
+            "merged-by-1": {"spatial_merge_size": 1, "vision_feature_layer": 2, "vision_config": ONE_MORE},
+            "projector-bias": {"multimodal_projector_bias": True},
+        },
+    ),
+    "pixtral": PIXTRAL,
+    "pixtral-first-block": {**PIXTRAL, "vision_feature_layer": 1, "multimodal_projector_bias": False},
+    "pixtral-gelu": PIXTRAL | {"vision_config": VISION | {"hidden_act": "gelu"}},
 }

@@ -11,6 +11,7 @@ from tokenizers.pre_tokenizers import Whitespace
 
 import ligermodels
 from ligermodels.cli import generate_file, main
+from ligermodels.cli.generate_images import PromptReader
 from tests.cases import LLAMA
 
 PROMPTS = [{"prompt": "w5 w6", "id": "a"}, {"prompt": "w7", "id": "b", "tags": [1, "é"]}, {"prompt": "w8 w9 w10"}]
@@ -196,7 +197,7 @@ def test_no_more_lines_are_read_than_wait_and_run(folder, monkeypatch):
             read.append(index)
             yield index, f"line {index}", b'{"prompt": "w5"}'
 
-    encode = generate_file.prompt_encoder(engine.tokenizer, False, None)
+    encode = generate_file.prompt_encoder(PromptReader(folder, engine.tokenizer), "prompts.jsonl", False, None)
     with generate_file.PromptProgress(None) as progress:
         batch = generate_file.PromptBatch(engine, encode, lines(), {}, 3, {}, progress)
         for done, _ in enumerate(batch.results()):

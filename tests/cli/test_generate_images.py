@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
 import ligermodels
@@ -39,6 +40,20 @@ def images(tmp_path):
     return [str(path) for path in paths]
 
 
+def test_a_prompt_of_its_own_form_has_one_turn(images, tmp_path, capsys):
+    """PaliGemma: --chat answers a question with an image; a second one, and a system message, are refused."""
+    text = CASES["paligemma"]["text_config"] | {"vocab_size": byte_tokenizer("Siglip").get_vocab_size()}
+    settings = {"size": {"height": 12, "width": 12}, "image_seq_length": 9}
+    folder = tmp_path / "model"
+    ligermodels.export(ligermodels.create(CASES["paligemma"] | {"text_config": text, "image_token_index": 256}), folder)
+    processor = ligermodels.load_processor(write_folder(folder, "Siglip", settings, {}))
+    flags = [str(folder), "--chat", "--image", images[0], *QUICK]
+    assert main(["generate", *flags, "--prompt", "What?"]) == 0
+    assert capsys.readouterr().out == f"{answered(folder, processor('What?', images[:1]))}\n"
+    line = refused([*flags, "--prompt", "What?", "--system", "Short."], capsys)
+    assert "messages: have the roles system, user; the model takes a question with images and its answer" in line
+
+
 def answered(folder, inputs, count=4):
     """The text of the model's greedy continuation of a processor's inputs."""
     model, tokenizer = ligermodels.load(folder), ligermodels.load_tokenizer(folder)
@@ -64,6 +79,54 @@ def test_images_without_placeholders_come_before_the_prompt(folder, images, caps
     prompt = "One<|image_pad|>two<|image_pad|>?"
     assert main(["generate", str(folder), "--prompt", prompt, "--image", images[1], "--image", images[0], *QUICK]) == 0
     assert capsys.readouterr().out == f"{prompt}{answered(folder, processor(prompt, images[::-1]))}\n"
+
+
+def test_images_of_any_size_stand_for_rows_of_tokens(images, tmp_path, capsys):
+    """Mistral 3: the ends of rows are tokens too."""
+    tokens = byte_tokenizer("Pixtral")
+    config = CASES["mistral3"] | {"image_token_index": tokens.token_to_id("[IMG]")}
+    config["text_config"] = config["text_config"] | {"vocab_size": tokens.get_vocab_size(), "eos_token_id": None}
+    config["vision_config"] = config["vision_config"] | {"patch_size": 14}
+    folder = tmp_path / "model"
+    ligermodels.export(ligermodels.create(config), folder)
+    processor = ligermodels.load_processor(write_folder(folder, *SMALL["pixtral"]))
+    assert main(["generate", str(folder), "--prompt", "What?", "--image", images[0], "--image", images[1], *QUICK]) == 0
+    inputs = processor("[IMG][IMG]What?", images)
+    assert inputs["image_sizes"].tolist() == [[84, 84], [112, 84]] and inputs["pixel_values"].shape[2:] == (112, 84)
+    assert capsys.readouterr().out == f"What?{answered(folder, inputs)}\n"
+
+
+# The processor's files, the image token, and a prompt with a placeholder.
+PICTURES = {
+    "llava": ("Llava", {"size": {"shortest_edge": 6}, "crop_size": {"height": 6, "width": 6}}, "<image>"),
+    "mllama": ("Mllama", {"size": {"height": 6, "width": 6}}, "<|image|>"),
+    "paligemma-untied": ("Siglip", {"size": {"height": 12, "width": 12}, "image_seq_length": 9}, "<image>"),
+}
+PATCHED = {"llava": {"patch_size": 2, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}}
+
+
+@pytest.mark.parametrize("family", PICTURES)
+def test_other_families_read_images(family, images, tmp_path, capsys):
+    """Two images before a prompt, and between its texts; the other image gives another answer."""
+    kind, settings, token = PICTURES[family]
+    tokens = byte_tokenizer(kind)
+    text = CASES[family]["text_config"] | {"vocab_size": tokens.get_vocab_size(), "max_position_embeddings": 256}
+    model = ligermodels.create(CASES[family] | {"text_config": text, "image_token_index": tokens.token_to_id(token)})
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.fill_(0.7) if "gate" in name and parameter.ndim == 1 else parameter.mul_(5)
+    ligermodels.export(model, tmp_path / "model")
+    folder = write_folder(tmp_path / "model", kind, settings, PATCHED.get(family, {}))
+    processor, outputs = ligermodels.load_processor(folder), []
+    for prompt, given in ((token * 2 + "What?", images), (f"One{token}two{token}?", images), (f"{token}?", images[:1])):
+        shown = prompt.removeprefix(token * 2)
+        flags = [flag for image in given for flag in ("--image", image)]
+        assert main(["generate", str(folder), "--prompt", shown, *flags, *QUICK]) == 0
+        outputs.append(capsys.readouterr().out)
+        end = "\n" if kind == "Siglip" else ""
+        assert outputs[-1] == f"{shown}{end}{answered(folder, processor(prompt, given))}\n"
+    assert main(["generate", str(folder), "--prompt", f"{token}?", "--image", images[1], *QUICK]) == 0
+    assert capsys.readouterr().out != outputs[-1]
 
 
 def test_a_conversation_has_images_in_its_first_message_and_in_later_ones(folder, images, capsys, monkeypatch):

@@ -31,6 +31,13 @@ def raw(model_type, /, **fields):
         return {"model_type": model_type, "text_config": SIZES | {"cross_attention_layers": [0]} | fields}
     if model_type in ("gemma3", "llava"):
         return {"model_type": model_type, "text_config": SIZES | fields} | VISION
+    if model_type in ("idefics3", "smolvlm"):
+        outer = {key: fields.pop(key) for key in ("tie_word_embeddings",) if key in fields}
+        return {"model_type": model_type, "text_config": SIZES | fields} | VISION | outer
+    if model_type == "paligemma":
+        outer = {key: fields.pop(key) for key in ("tie_word_embeddings",) if key in fields}
+        text = {"model_type": model_type, "projection_dim": 24, "text_config": SIZES | fields}
+        return text | {"vision_config": VISION["vision_config"] | {"image_size": 32}} | outer
     if model_type == "gemma4":
         tied = {name: fields[name] for name in ("tie_word_embeddings",) if name in fields}
         return {"model_type": model_type, "text_config": SIZES | fields} | tied

@@ -10,7 +10,9 @@ from transformers import AutoConfig
 
 import ligermodels
 from ligermodels.architectures import ARCHITECTURES
+from ligermodels.configs.pixtral import PixtralVisionConfig
 from ligermodels.configs.rope import FULL_ATTENTION
+from ligermodels.configs.vision import ClipConfig
 from tests.cases import CASES
 from tests.configs.small_configs import SIZES, SIZES_OF, VISION, raw, read, reference_windows, windows
 
@@ -25,9 +27,16 @@ TESTED_ELSEWHERE = {"ropes", "head_dim", "hidden_act", "layer_types", "sliding_w
 
 
 # Families whose text model has a configuration of its own inside that of the file.
-NESTED = {"gemma3", "gemma4", "llava", "mistral3", "mllama", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"}
+NESTED = {"gemma3", "gemma4", "idefics3", "llava", "mistral3", "mllama", "paligemma", "smolvlm"} | {
+    *("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"),
+}
 # What has no default in every file: a head_dim that hidden_size does not give, and the text model of Mistral 3.
 GIVEN = {"glm4_moe": {"head_dim": 128}, "mistral3": {"text_config": {"model_type": "ministral3"}}}
+
+
+# What has no effect. That the text model of Qwen3-VL-MoE is tied: the field outside of it decides. That attention of
+# PaliGemma's is in both directions: token types say where.
+IGNORED = {"qwen3_vl_moe": {"tie_word_embeddings"}, "paligemma": {"use_bidirectional_attention"}}
 
 
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
@@ -37,8 +46,7 @@ def test_defaults_are_those_of_the_reference(model_type):
     reference = AutoConfig.for_model(model_type, **given).get_text_config()
     reference.allow_global_per_layer_attribute_access = True  # of Gemma 4: those of its sliding layers
     for field in dataclasses.fields(ours):
-        # That the text model of Qwen3-VL-MoE is tied by default has no effect: the field outside of it decides.
-        ignored = {"tie_word_embeddings"} if model_type == "qwen3_vl_moe" else set()
+        ignored = IGNORED.get(model_type, set())
         if field.name not in READ_OTHERWISE | TESTED_ELSEWHERE | ignored:
             expected = getattr(reference, field.name, field.default)  # some families do not use the field
             assert normalized(getattr(ours, field.name)) == normalized(expected), field.name
@@ -49,6 +57,37 @@ def test_defaults_are_those_of_the_reference(model_type):
     assert windows(ours) == reference_windows(reference)
     kinds = {kind: (r.rope_type, r.rope_theta, r.partial_rotary_factor) for kind, r in ours.ropes.items()}
     assert kinds == reference_ropes(reference)
+
+
+TOWER_FIELDS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "image_size",
+    "patch_size",
+)
+
+
+@pytest.mark.parametrize(
+    ("ours", "reference"),
+    [(ClipConfig, "clip_vision_model"), (PixtralVisionConfig, "pixtral")],
+    ids=["clip", "pixtral"],
+)
+def test_defaults_of_a_tower_are_those_of_the_reference(ours, reference):
+    ours, reference = ours.from_dict({"model_type": reference}), AutoConfig.for_model(reference)
+    for field in (*TOWER_FIELDS, "hidden_act"):
+        assert getattr(ours, field) == getattr(reference, field), field
+    assert ours.in_channels == reference.num_channels
+
+
+def test_defaults_of_the_text_model_of_pixtral_are_those_of_mistral():
+    raw = {"model_type": "llava", "text_config": {"model_type": "mistral"}, "vision_config": {"model_type": "pixtral"}}
+    ours = ARCHITECTURES["llava"].of_config(raw).Config.from_dict(raw | {"vision_feature_select_strategy": "full"})
+    mistral = ARCHITECTURES["mistral"].Config.from_dict({"model_type": "mistral"})
+    assert {field.name: getattr(ours, field.name) for field in dataclasses.fields(mistral)} == vars(mistral) | {
+        "raw": ours.raw
+    }
 
 
 def normalized(value):

@@ -118,7 +118,6 @@ def refusals():
         yield name, {"layer_types": [SLIDING_ATTENTION] * 8}, ["layer_types", repr(SLIDING_ATTENTION), "'conv'"]
         yield name, {"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "'silu'"]
         yield name, {"conv_L_cache": 5}, ["conv_L_cache", "5", "must be one of 2, 3, 4"]
-    yield "lfm2_moe", {"use_expert_bias": False}, ["use_expert_bias", "False", "must be one of True"]
     yield "lfm2_moe", {"num_experts": 3}, ["num_experts_per_tok", "4", "must be one of 1, 2, 3"]
     yield from (("granitemoehybrid", *refusal) for refusal in granite_refusals())
     for name in MOE:
@@ -176,12 +175,72 @@ def test_an_unsupported_vision_config_is_refused(vision, named):
         ({"vision_feature_select_strategy": "full"}, ["vision_feature_select_strategy 'full'", "'default'"]),
         ({"projector_hidden_act": "relu"}, ["projector_hidden_act 'relu'", "'gelu'"]),
         ({"text_config": SIZES | {"model_type": "mistral"}}, ["text_config: model_type 'mistral'", "'llama'"]),
-        ({"vision_config": {"model_type": "pixtral"}}, ["vision_config: model_type 'pixtral'", "'clip_vision_model'"]),
+        ({"vision_config": {"model_type": "siglip"}}, ["vision_config: model_type 'siglip'", "'clip_vision_model'"]),
     ],
 )
 def test_an_unsupported_llava_is_refused(fields, named):
     vision = {"num_hidden_layers": 24, "image_size": 32}
     raw = {"model_type": "llava", "text_config": SIZES, "vision_config": vision} | fields
+    with pytest.raises(ConfigError) as refused:
+        ligermodels.create(raw, device="meta")
+    assert all(part in str(refused.value) for part in ["config.json", *named])
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"projection_dim": 16}, ["projection_dim 16 must be the hidden_size of the text model, 24"]),
+        ({"projection_dim": "24"}, ["projection_dim", "must be int"]),
+        ({"text_config": SIZES | {"model_type": "gemma3_text"}}, ["text_config: model_type 'gemma3_text'", "'gemma2'"]),
+        ({"vision_config": {"image_size": 32}}, ["vision_use_head must be false"]),
+        ({"vision_config": {"vision_use_head": False, "image_size": 8}}, ["image_size 8 must be at least patch_size"]),
+        ({"vision_config": None}, ["vision_config is None; must be an object"]),
+    ],
+)
+def test_an_unsupported_paligemma_is_refused(fields, named):
+    vision = {"image_size": 32, "vision_use_head": False}
+    raw = {"model_type": "paligemma", "projection_dim": 24, "text_config": SIZES, "vision_config": vision} | fields
+    with pytest.raises(ConfigError) as refused:
+        ligermodels.create(raw, device="meta")
+    assert all(part in str(refused.value) for part in ["config.json", *named])
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"scale_factor": 3}, ["scale_factor 3 must divide the 4 patches"]),
+        ({"scale_factor": 0}, ["scale_factor is 0; must be positive"]),
+        ({"scale_factor": "2"}, ["scale_factor", "must be int"]),
+        ({"text_config": SIZES | {"model_type": "mistral"}}, ["text_config: model_type 'mistral'", "'llama'"]),
+        ({"vision_config": None}, ["vision_config is None; must be an object"]),
+        ({"vision_config": {"image_size": 31}}, ["image_size 31 must be at least patch_size 32"]),
+    ],
+)
+@pytest.mark.parametrize("model_type", ["idefics3", "smolvlm"])
+def test_an_unsupported_idefics3_is_refused(model_type, fields, named):
+    vision = {"image_size": 32, "patch_size": 8}
+    raw = {"model_type": model_type, "text_config": SIZES, "vision_config": vision} | fields
+    with pytest.raises(ConfigError) as refused:
+        ligermodels.create(raw, device="meta")
+    assert all(part in str(refused.value) for part in ["config.json", *named])
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"vision_feature_select_strategy": "default"}, ["vision_feature_select_strategy 'default'", "'full'"]),
+        ({"text_config": SIZES | {"model_type": "llama"}}, ["text_config: model_type 'llama'", "'mistral'"]),
+        ({"vision_feature_layer": -26}, ["vision_feature_layer -26", "24 blocks"]),
+        ({"vision_config": {"model_type": "pixtral", "head_dim": 32}}, ["16 heads of size 32", "hidden_size 1024"]),
+        (
+            {"vision_config": {"model_type": "pixtral", "rope_parameters": {"rope_type": "yarn"}}},
+            ["rope_type 'yarn'", "'axial'"],
+        ),
+    ],
+)
+def test_an_unsupported_pixtral_is_refused(fields, named):
+    text = {"text_config": SIZES | {"model_type": "mistral"}, "vision_config": {"model_type": "pixtral"}}
+    raw = {"model_type": "llava", "vision_feature_select_strategy": "full"} | text | fields
     with pytest.raises(ConfigError) as refused:
         ligermodels.create(raw, device="meta")
     assert all(part in str(refused.value) for part in ["config.json", *named])

@@ -32,6 +32,10 @@ class Fake(Tiny):
     Config = FakeConfig
     SIZES = {"tiny": RAW, "tied": RAW | {"tie_word_embeddings": True}}  # noqa: RUF012
 
+    @classmethod
+    def of_config(cls, raw):
+        return cls
+
     def to_empty(self, **where):
         super().to_empty(**where)
         if self.config.tie_word_embeddings:

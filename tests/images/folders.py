@@ -15,6 +15,7 @@ TOKENS = {
     "Mllama": ["<|image|>", "<|python_tag|>"],
     "Pixtral": ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
     "Llava": ["<image>"],
+    "Siglip": ["<image>"],
     "Idefics3": ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *TAGS],
 }
 QWEN_TEMPLATE = (

@@ -35,10 +35,14 @@ SMALL = {
             "pan_and_scan_max_num_crops": 4, "pan_and_scan_min_ratio_to_activate": 1.2,
         }, {"image_seq_length": 4},
     ),
+    "paligemma": ("Siglip", {"size": {"height": 42, "width": 56}, "image_seq_length": 4}, {}),
     "mllama": ("Mllama", {"size": {"height": 56, "width": 56}}, {}),
     "pixtral": (
         "Pixtral", {"size": {"longest_edge": 128}, "patch_size": {"height": 28, "width": 28}},
         {"patch_size": 14, "spatial_merge_size": 2},
+    ),
+    "pixtral not merged": (
+        "Pixtral", {"size": {"longest_edge": 100}, "patch_size": {"height": 16, "width": 16}}, {"patch_size": 16},
     ),
     "clip": ("CLIP", {"size": {"shortest_edge": 56}, "crop_size": {"height": 56, "width": 56}}, {"patch_size": 14}),
     "llava": ("Llava", {"size": {"shortest_edge": 61}, "crop_size": {"height": 56, "width": 56}}, {"patch_size": 14}),

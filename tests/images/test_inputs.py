@@ -8,16 +8,21 @@ import pytest
 import torch
 import transformers
 from transformers import PreTrainedTokenizerFast
+from transformers.models.smolvlm import processing_smolvlm
 
 import ligermodels
 from ligermodels.errors import CheckpointError, InputError
+from ligermodels.images import placeholders
 from ligermodels.images.families import IMAGE_FAMILIES
+from ligermodels.images.processors import ImagePlan
+from ligermodels.images.resizing import Size
 from ligermodels.images.settings import ImageSettings
 from tests.images.folders import QWEN_TEMPLATE, byte_tokenizer, picture, png, write_folder
 from tests.images.reference import SMALL, their_processor, with_torchvision
 
 __all__ = ["with_torchvision"]
 HUB_FILES = Path(__file__).parents[1] / "data" / "image_processors"
+IMAGE, TEXT = {"type": "image"}, {"type": "text", "text": "x"}
 GEMMA3_NAMES = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
 PARTS_ONLY_TEMPLATE = (
     "{% for message in messages %}{% for part in message.content %}{% if part is mapping %}"
@@ -54,6 +59,90 @@ def test_inputs_are_those_of_transformers(name, with_torchvision, tmp_path):
     assert inputs.keys() == expected.keys() - {"token_type_ids", "mm_token_type_ids"}
     for key, value in inputs.items():
         assert torch.equal(value, torch.as_tensor(expected[key])), key
+
+
+def paligemma_processors(folder):
+    """Ours and that of transformers, with a tokenizer of bytes."""
+    kind, image, text = SMALL["paligemma"]
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=byte_tokenizer(kind), bos_token="<bos>", pad_token="<pad>", eos_token="<pad>"
+    )
+    ours = ligermodels.load_processor(write_folder(folder, kind, image, text))
+    return ours, transformers.PaliGemmaProcessor(their_processor(kind, image), tokenizer)
+
+
+IMAGE_ROWS = [[picture(90, 61)], [picture(50, 200, 1), picture(33, 34, 2)]]
+PREFIXES = {
+    "images in front": ["<image>caption ä\n", "<image><image> what?"],
+    "an image within the text": ["a<image>b", "<image>\n<image>"],
+    "no mark for the images": ["caption", ""],
+}
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("suffix", [None, ["a cat", "\n\n2 dogs"]])
+@pytest.mark.parametrize("texts", PREFIXES)
+def test_prefixes_and_their_completions_are_those_of_transformers(texts, suffix, side, with_torchvision, tmp_path):
+    processor, reference = paligemma_processors(tmp_path)
+    reference.tokenizer.padding_side = side
+    given = {"text": PREFIXES[texts], "images": IMAGE_ROWS, "suffix": suffix}
+    expected = reference(**given, return_tensors="pt", padding=True)
+    inputs = processor(**given, padding_side=side)
+    assert inputs.keys() == expected.keys() - (set() if suffix else {"labels"})
+    for key, value in inputs.items():
+        assert torch.equal(value, torch.as_tensor(expected[key])), key
+
+
+def test_a_question_with_an_image_is_a_prefix(tmp_path):
+    processor, _ = paligemma_processors(tmp_path)
+    image, question = picture(60, 61), {"role": "user", "content": [IMAGE, TEXT]}
+    for answer, options in ((None, {"add_generation_prompt": True}), ("y", {})):
+        messages = [question] if answer is None else [question, {"role": "assistant", "content": answer}]
+        expected = processor("x", [image], suffix=answer)
+        inputs = processor.apply_chat_template(messages, [image], **options)
+        assert inputs.keys() == expected.keys()
+        assert all(torch.equal(inputs[name], expected[name]) for name in inputs)
+    rows = processor(["x", "y"], [[image], []], suffix=["a", "bc"])  # a text alone is no prefix
+    assert rows["token_type_ids"].sum(1).tolist() == [2, rows["attention_mask"][1].sum()]
+    assert (rows["labels"] >= 0).sum(1).tolist() == [2, 3]
+
+
+BAD_PREFIXES = {
+    "two turns": (["user", "assistant", "user"], {}, "messages: have the roles user, assistant, user; .* one message"),
+    "a system message": (["system", "user"], {}, "have the roles system, user"),
+    "an answer to continue": (["user", "assistant"], {"add_generation_prompt": True}, "messages: end with an answer"),
+    "tools": (["user"], {"tools": [{}]}, "tools: belong to a chat template"),
+}
+
+
+@pytest.mark.parametrize("fault", BAD_PREFIXES)
+def test_conversations_that_are_no_prefix_are_refused(fault, tmp_path):
+    processor, _ = paligemma_processors(tmp_path)
+    roles, options, message = BAD_PREFIXES[fault]
+    messages = [{"role": role, "content": [IMAGE, TEXT] if role == "user" else "y"} for role in roles]
+    images = [picture(60, 61)] * roles.count("user")
+    with pytest.raises(InputError, match=message):
+        processor.apply_chat_template(messages, images, **options)
+
+
+def test_completions_that_do_not_fit_are_refused(tmp_path):
+    processor, _ = paligemma_processors(tmp_path)
+    with pytest.raises(InputError, match="suffix: has 2 completions for 1 texts"):
+        processor("x", [picture(60, 61)], suffix=["a", "b"])
+    with pytest.raises(InputError, match="completion: has <image> in its text"):
+        processor("x", [picture(60, 61)], suffix="<image>")
+    (tmp_path / "qwen").mkdir()
+    with pytest.raises(InputError, match="suffix: the prompts of this model are no prefixes"):
+        qwen_processor(tmp_path / "qwen")("x", suffix="y")
+
+
+@pytest.mark.parametrize("grid", [(0, 0), (1, 2), (4, 3)])
+def test_the_text_of_tiles_is_that_of_transformers(grid):
+    """Of SmolVLM, whose processor there wants packages for videos."""
+    expected = processing_smolvlm.get_image_prompt_string(
+        *grid, 5, "<fake_token_around_image>", "<image>", "<global-img>"
+    )
+    assert placeholders.smolvlm(5).text(ImagePlan(Size(9, 9), grid, 5)) == expected
 
 
 def test_qwen_has_a_token_for_each_merged_patch(tmp_path):
@@ -103,7 +192,6 @@ def test_a_template_that_writes_only_parts_gets_parts(tmp_path):
     assert processor.tokenizer.decode(inputs["input_ids"][0].tolist()) == "only text;"
 
 
-IMAGE, TEXT = {"type": "image"}, {"type": "text", "text": "x"}
 BAD_MESSAGES = {
     "too few images": ([IMAGE, IMAGE], 1, r"messages\[0\].content\[1\] is an image, but field images has only 1"),
     "too many images": ([IMAGE], 2, "field images has 2 images, 1 more than messages has image parts"),

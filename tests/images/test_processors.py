@@ -102,9 +102,19 @@ def test_sizes_that_no_model_takes():
         pixtral.plan(900, 1)
 
 
-@pytest.mark.parametrize("name", ["llava", "pixtral"])
+def test_pixtral_has_at_most_the_tokens_of_its_limit():
+    processor = our_processor(*SMALL["pixtral"])
+    assert processor.token_range == (1, 25)  # a side of 128 pixels has 5 features of 28
+    limited = processor.with_token_range(1, 11)
+    plans = [limited.plan(*size) for size in random_sizes("Pixtral", 200, seed="limit")]
+    assert max(plan.features for plan in plans) == 9 and limited.plan(20, 50).features == 2
+    with pytest.raises(InputError, match="never enlarged; give the most tokens alone"):
+        processor.with_token_range(2, 11)
+
+
+@pytest.mark.parametrize("name", ["llava", "pixtral", "smolvlm"])
 def test_the_size_of_a_picture_is_that_of_its_pixels(name):
-    """Of LLaVA the crop, from which a plan counts patches."""
+    """Of LLaVA the crop, of SmolVLM a tile, from which a plan counts patches."""
     processor, image = our_processor(*SMALL[name]), random_pixels(80, 200)
     plan = processor.plan(80, 200)
-    assert processor.picture_size(plan) == processor.pixels(image, plan).shape[1:]
+    assert processor.picture_size(plan) == processor.pixels(image, plan).shape[-2:]

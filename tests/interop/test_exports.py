@@ -31,6 +31,9 @@ NOT_CAUSAL = (  # to transformers, which has these as models of images and text 
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
     "LlavaForConditionalGeneration",
+    "Idefics3ForConditionalGeneration",
+    "SmolVLMForConditionalGeneration",
+    "PaliGemmaForConditionalGeneration",
 )
 NOT_IN_VLLM = {"mllama"}
 VLLM = json.loads((Path(__file__).parents[1] / "data/vllm_architectures.json").read_text())

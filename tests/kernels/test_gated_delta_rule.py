@@ -46,6 +46,17 @@ def test_chunks_are_within_the_error_budget_of_the_recurrence(dtype, fused, monk
     check_rule(draw(2, 70, 2), dtype)
 
 
+def test_the_rate_of_decay_of_a_head_gets_an_exact_gradient():
+    """It is a sum over all tokens, in which most of what they share cancels: an error of all gradients of g stays."""
+    qkv, g, beta, _ = draw(4, 23, 4)
+
+    def with_rates(function, qkv, rates, g, beta):
+        return rule(function, qkv, rates.exp() * g, beta)
+
+    ours, reference = (partial(with_rates, f) for f in (gated_delta_rule, gated_delta_rule_reference))
+    check(ours, reference, (qkv, torch.randn_like(g[0, 0]), g, beta), torch.float32, FACTOR)
+
+
 def test_documents_of_all_lengths_are_within_the_error_budget():
     lengths = 1, 0, 2, 64, 65, 3
     check_rule(draw(1, sum(lengths), len(lengths)), torch.float32, offsets(*lengths))

@@ -1,11 +1,15 @@
 """A run on pictures: it trains, resumes on its data, and exports a folder from which questions are answered alike."""
 
+import json
 import re
 
 import pytest
 import torch
+from PIL import Image
+from transformers import PaliGemmaForConditionalGeneration
 
 import ligermodels
+from ligermodels.architectures import ARCHITECTURES
 from ligermodels.errors import InputError
 from ligermodels.layers.vision_positions import Grid
 from ligermodels.memory import training_memory
@@ -13,11 +17,13 @@ from ligermodels.training import TrainConfig, train
 from ligermodels.training.data import embedded
 from ligermodels.training.data.embedded import shape_question
 from ligermodels.training.data.embedded_shapes import shape_conversations
-from ligermodels.training.reporting.flops import flops_per_patch, flops_per_token
+from ligermodels.training.reporting.flops import flops_per_token
+from ligermodels.training.reporting.image_flops import flops_per_patch
 from ligermodels.training.runs.preparing import plan
+from tests.images.folders import write_folder
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "gemma3", "llava"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "gemma3", "llava", "smolvlm", "mistral3"])
 def test_shapes_train_and_export(family, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(embedded, "TRAINING_SHAPES", 24)
@@ -45,6 +51,38 @@ def test_shapes_train_and_export(family, tmp_path, monkeypatch):
         )
         assert torch.equal(inputs["input_ids"], other["input_ids"])
         assert not torch.equal(model(**other).logits, trained)
+
+
+def test_prompts_with_images_train_and_export(tmp_path, monkeypatch):
+    """PaliGemma's: the exported folder gives transformers the loss of the trained model on a prompt and its answer."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    names = ["red", "green"] * 8
+    for number, name in enumerate(names):
+        Image.new("RGB", (30 + number, 20), name).save(tmp_path / f"{number}.png")
+    records = [{"prompt": "colour?", "completion": name, "images": [f"{n}.png"]} for n, name in enumerate(names)]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, records)))
+    raw = ARCHITECTURES["paligemma"].SIZES["tiny"]
+    text = raw["text_config"] | {"vocab_size": 264}
+    folder = tmp_path / "model"
+    ligermodels.export(
+        ligermodels.create(raw | {"text_config": text, "image_token_index": 256, "eos_token_id": 258}), folder
+    )
+    write_folder(folder, "Siglip", {"size": {"height": 56, "width": 56}, "image_seq_length": 16}, {})
+    config = TrainConfig(
+        model=str(folder), data=(str(tmp_path / "data.jsonl"),), steps=3, batch_size=1, sequence_length=128,
+        eval_every=3, validation_fraction=0.25, output=str(tmp_path / "run"),
+    )  # fmt: skip
+    result = train(config)
+    losses = [record["loss"] for record in result.metrics if "loss" in record]
+    assert len(losses) == 3 and losses[-1] < losses[0]
+    processor = ligermodels.load_processor(result.exported)
+    inputs = processor("colour?", [tmp_path / "0.png"], suffix="red")
+    with torch.no_grad():
+        loss = result.model.eval()(**inputs).loss
+        by_labels = result.model(**{name: x for name, x in inputs.items() if name != "token_type_ids"}).loss
+        assert torch.equal(ligermodels.load(result.exported)(**inputs).loss, loss) and torch.equal(by_labels, loss)
+        reference = PaliGemmaForConditionalGeneration.from_pretrained(result.exported)
+        assert loss.item() == pytest.approx(reference(**inputs).loss.item(), rel=1e-5)
 
 
 QUICK = {"data": ("shapes",), "steps": 2, "batch_size": 2, "sequence_length": 128}
@@ -97,6 +135,16 @@ def test_a_plan_counts_patches_and_limits_images():
     frozen = plan(TrainConfig(model="qwen2_vl", **QUICK, train_parts=("projector", "text")))
     assert frozen.trained == sum(p.numel() for name in ("projector", "text") for p in model.parts()[name])
     assert frozen.flops < made.flops and frozen.memory.activations < made.memory.activations
+
+
+@pytest.mark.usefixtures("few_shapes")
+def test_a_plan_counts_the_tiles_of_an_image():
+    """Pictures of 56 pixels become 2 x 2 tiles and the whole, each 2 x 2 features of 2 x 2 patches."""
+    made = plan(TrainConfig(model="smolvlm", **QUICK))
+    model = ligermodels.create("smolvlm", size="tiny", device="meta")
+    assert made.images.tokens == 5 * 4 * 24 and made.images.most_patches in (5 * 16, 2 * 5 * 16)
+    patches = flops_per_patch(model, [Grid(1, 4, 4)]) * 5 * 16 * 24 / (made.rows * 128)
+    assert made.flops == pytest.approx(flops_per_token(model, 128) + patches, rel=1e-6)
 
 
 REFUSED = {

@@ -10,6 +10,10 @@ POSITIONS = "ligermodels.layers.vision_positions"
 PLACES = "ligermodels.layers.image_places"
 SIGLIP = "ligermodels.layers.siglip"
 PICTURES = "ligermodels.layers.pictures"
+TILES = "ligermodels.layers.siglip_tiles"
+FEATURES = "ligermodels.generation.image_features"
+PREFIX = "ligermodels.layers.prefix_pictures"
+PIXTRAL = "ligermodels.layers.pixtral"
 LINEARS = "ligermodels.layers.wrapped:LinearProjector"
 TOWER = "ligermodels.layers.vision:VisionTower.forward"
 
@@ -57,7 +61,7 @@ BREAKS = {
     "table read one entry late": Sabotage(f"{POSITIONS}:table_reads", "place.floor()", "place.round()", "qwen3_vl"),
     "positions of the table left out": Sabotage(TOWER, "if self.pos_embed is not None and", "if False and", "qwen3_vl"),
     "deepstack a layer late": Sabotage(
-        "ligermodels.generation.image_features:ImageFeatures.add",
+        f"{FEATURES}:ImageFeatures.add",
         "self.deepstack[block]",
         "self.deepstack[block - 1]",
         "qwen3_vl",
@@ -113,10 +117,89 @@ BREAKS = {
         "llava",
     ),
     "features of the last block": Sabotage(
-        "ligermodels.configs.vision:ClipConfig.computed_blocks",
+        "ligermodels.configs.vision:FeatureLayerConfig.computed_blocks",
         "num_hidden_layers + 1 + layer",
         "num_hidden_layers + 2 + layer",
         "llava",
+    ),
+    "columns of a square before its rows": Sabotage(
+        f"{TILES}:SquareProjector.forward",
+        "x.view(-1, self.proj.in_features)",
+        "x.view(-1, 2, 2, x.shape[-1]).transpose(1, 2).reshape(-1, self.proj.in_features)",
+        "smolvlm",
+    ),
+    "values of a square patch by patch in columns": Sabotage(
+        f"{TILES}:SquareProjector.forward",
+        "x.view(-1, self.proj.in_features)",
+        "x.view(-1, 4, x.shape[-1]).mT.flatten(1)",
+        "smolvlm",
+    ),
+    "positions of a part of a tile not stretched": Sabotage(
+        f"{TILES}:padded_tile_layout", "place * side // sizes", "place + 0 * sizes", "smolvlm"
+    ),
+    "rows and columns of a tile swapped": Sabotage(
+        f"{TILES}:padded_tile_layout", "down * side + across", "across * side + down", "smolvlm"
+    ),
+    "patches of padding seen": Sabotage(f"{TILES}:padded_tile_layout", "bool(shown.all())", "True", "smolvlm"),
+    "patches of padding at positions of their own": Sabotage(
+        f"{TILES}:padded_tile_layout",
+        "torch.where(shown, down * side + across, 0)",
+        "(down * side + across).clamp(max=35)",
+        "smolvlm",
+    ),
+    "keys of another tile": Sabotage(
+        f"{TILES}:shown_keys", "[0, *accumulate(lengths)]", "[0, *accumulate(lengths[::-1])]", "smolvlm"
+    ),
+    "columns turn with the frequencies of rows": Sabotage(
+        "ligermodels.layers.rope:axial_shared_frequencies", ".T.flatten()", ".T.flip(0).flatten()", "mistral3"
+    ),
+    "rows take the higher frequencies": Sabotage(
+        "ligermodels.layers.rope:axial_shared_frequencies", ".view(-1, 2).T.flatten()", "", "pixtral"
+    ),
+    "columns of a patch follow one another in the merger": Sabotage(
+        f"{PIXTRAL}:MergingProjector.merged", ".transpose(1, 2)", "", "mistral3"
+    ),
+    "norm before the merger left out": Sabotage(
+        f"{PIXTRAL}:MergingProjector.merged", "= normed.view", "= (x + residual).view", "mistral3"
+    ),
+    "padding taken for the image": Sabotage(
+        f"{PIXTRAL}:PixtralLanguageModel.place_pixels",
+        ": grid.h * size, : grid.w * size",
+        "-grid.h * size :, -grid.w * size :",
+        "pixtral",
+    ),
+    "columns of features taken for rows": Sabotage(
+        f"{PIXTRAL}:PixtralLanguageModel.place_pixels",
+        "Grid(1, 1, grid.w) for grid in merged for _ in range(grid.h)",
+        "Grid(1, 1, grid.h) for grid in merged for _ in range(grid.w)",
+        "mistral3",
+    ),
+    "tokens of a prompt see none behind them": Sabotage(
+        f"{PREFIX}:prompts_seen",
+        "torch.arange(length - 1, -1, -1)",
+        "torch.zeros(length, dtype=torch.int64)",
+        "paligemma",
+    ),
+    "the last token of a prompt is behind it": Sabotage(
+        f"{PREFIX}:prompts_seen", "int(others[0])", "int(others[0]) - 1", "paligemma"
+    ),
+    "all of a text is its prompt": Sabotage(
+        f"{PREFIX}:PrefixLanguageModel.prepare_images",
+        "token_type_ids.cpu() != 0",
+        "token_type_ids.cpu() < 0",
+        "paligemma",
+    ),
+    "bias of the projector left out": Sabotage(
+        f"{SIGLIP}:PatchProjector.forward", "x.shape[-1]))", "x.shape[-1])) - self.linear.bias", "paligemma"
+    ),
+    "features scaled as embeddings are": Sabotage(
+        f"{FEATURES}:ImageFeatures.insert", "(embeddings.dtype)", "(embeddings.dtype) * 48**0.5", "paligemma"
+    ),
+    "no window in Gemma 2 behind a prompt": Sabotage(
+        "ligermodels.layers.gemma:gemma2_block",
+        "window=config.window(index)",
+        "window=None",
+        "paligemma-gemma2",
     ),
     "images in reverse": Sabotage(
         f"{PLACES}:next_grid", "waiting[token].popleft()", "waiting[token].pop()", "qwen2_vl"

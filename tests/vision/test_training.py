@@ -11,10 +11,11 @@ import ligermodels
 from ligermodels.errors import InputError
 from ligermodels.layers.vision_positions import Grid
 from ligermodels.memory import count_parameters, training_memory
-from ligermodels.training.reporting.flops import flops_per_patch
+from ligermodels.training.reporting.image_flops import flops_per_patch
 from tests.cases import CASES
 from tests.conftest import DEVICE
-from tests.vision.batches import GRIDS, VISION_CASES, batch_of, image_token, labels_for
+from tests.vision import tiles
+from tests.vision.batches import GRIDS, VISION_CASES, batch_of, completion_labels, image_token
 
 FAMILIES = [name for name in VISION_CASES if "-" not in name]
 A, B, C = GRIDS
@@ -22,7 +23,7 @@ A, B, C = GRIDS
 
 def on_device(name, patterns):
     batch = batch_of(name, patterns)
-    return {key: x.to(DEVICE) for key, x in (batch | {"labels": labels_for(name, batch)}).items()}
+    return {key: x.to(DEVICE) for key, x in (batch | {"labels": completion_labels(name, batch)}).items()}
 
 
 @pytest.mark.parametrize("trained", [("projector", "text"), ("vision",), ("text",), ("vision", "projector", "text")])
@@ -100,22 +101,37 @@ def test_lora_is_added_to_text_tower_or_both(targets):
         assert (parameter.grad is not None) == name.endswith(("lora_A", "lora_B")), name
 
 
-def test_lora_of_tower_and_text_survives_the_round_trip_of_an_adapter(tmp_path):
-    model = ligermodels.create(CASES["qwen2_5_vl"])
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "llava", "mistral3", "mllama", "paligemma"])
+def test_lora_of_tower_and_text_survives_the_round_trip_of_an_adapter(name, tmp_path):
+    """Names that both have, as q_proj of LLaVA, are of both; the output depends on the LoRA of both."""
+    model = ligermodels.create(CASES[name])
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            parameter.fill_(0.5) if key.endswith(("gate_attn", "gate_ffn")) else None  # closed in a new model
     ligermodels.export(model, tmp_path / "base")
     model = ligermodels.load(tmp_path / "base")
     ligermodels.add_lora(model, rank=2, targets=["all-linear", "vision"])
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("lora_B"):
-                parameter.normal_(generator=torch.Generator().manual_seed(len(name)))
+        for key, parameter in model.named_parameters():
+            if key.endswith("lora_B"):
+                parameter.normal_(generator=torch.Generator().manual_seed(len(key)))
     ligermodels.export_adapter(model, tmp_path / "adapter")
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    assert {"qkv", "q_proj"} <= set(config["target_modules"])
-    other = ligermodels.load(tmp_path / "base")
+    assert {"qkv", "q_proj"} <= set(config["target_modules"]) or name != "qwen2_5_vl"
+    other = ligermodels.load(tmp_path / "base").eval()
+    batch = tiles.batch_of(name, [[tiles.WIDE, 3]]) if name == "mllama" else batch_of(name, [[2, A, 3]])
+    before = other(**batch).logits
     ligermodels.load_adapter(other, tmp_path / "adapter")
-    batch = batch_of("qwen2_5_vl", [[2, A, 3]])
     assert torch.equal(model(**batch).logits, other.eval()(**batch).logits)
+    for part in (other.visual, other.model):
+        kept = {key: p.clone() for key, p in part.named_parameters() if key.endswith("lora_B")}
+        assert kept
+        with torch.no_grad():
+            for key, parameter in part.named_parameters():
+                parameter.zero_() if key.endswith("lora_B") else None
+            assert not torch.equal(other(**batch).logits, model(**batch).logits)
+            assert not torch.equal(other(**batch).logits, before)
+            part.load_state_dict(kept, strict=False)
 
 
 def test_lora_on_a_tower_that_is_not_there_is_refused():
@@ -124,17 +140,31 @@ def test_lora_on_a_tower_that_is_not_there_is_refused():
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "gemma3", "llava"])
+@pytest.mark.parametrize(
+    "name", ["qwen2_vl", "qwen2_5_vl", "gemma3", "llava", "smolvlm", "mistral3", "pixtral", "paligemma"]
+)
 def test_activations_of_images_match_the_tensors_that_autograd_saves(name):
     patches, tokens, raw = 64, 16, CASES[name]
     if name == "gemma3":
         vision = {"hidden_size": 256, "intermediate_size": 320, "num_attention_heads": 4, "image_size": 32}
         raw = raw | {"vision_config": raw["vision_config"] | vision, "mm_tokens_per_image": 16}
         images = {"pixel_values": torch.randn(1, 3, 32, 32)}
+    elif name == "paligemma":
+        vision = {"hidden_size": 256, "intermediate_size": 320, "num_attention_heads": 4, "image_size": 32}
+        raw, tokens = raw | {"vision_config": raw["vision_config"] | vision}, 64
+        images = {"pixel_values": torch.randn(1, 3, 32, 32)}
     elif name == "llava":
         vision = {"hidden_size": 256, "intermediate_size": 320, "num_attention_heads": 4, "image_size": 16}
         raw, tokens = raw | {"vision_config": raw["vision_config"] | vision}, 64
         images = {"pixel_values": torch.randn(1, 3, 16, 16)}
+    elif name == "smolvlm":
+        vision = {"hidden_size": 256, "intermediate_size": 320, "num_attention_heads": 4, "image_size": 16}
+        raw = raw | {"vision_config": raw["vision_config"] | vision}
+        images = {"pixel_values": torch.randn(1, 1, 3, 16, 16)}
+    elif name in ("mistral3", "pixtral"):
+        vision = {"hidden_size": 256, "intermediate_size": 320, "num_attention_heads": 4, "head_dim": 64}
+        raw, tokens = raw | {"vision_config": raw["vision_config"] | vision}, 16 if name == "mistral3" else 64
+        images = {"pixel_values": torch.randn(1, 3, 32, 32)}
     else:
         vision = raw["vision_config"] | {"depth": 2, "num_heads": 4, "patch_size": 4, "window_size": 64}
         wide = {"embed_dim": 256} if name == "qwen2_vl" else {"hidden_size": 256, "intermediate_size": 320}
@@ -142,6 +172,7 @@ def test_activations_of_images_match_the_tensors_that_autograd_saves(name):
         images = {"pixel_values": torch.randn(patches, 3 * 2 * 4 * 4), "image_grid_thw": torch.tensor([[1, 8, 8]])}
     ids = torch.tensor([[5, 6, *[image_token(raw)] * tokens, 7, 8]], device=DEVICE)
     images = {key: x.to(DEVICE) for key, x in images.items()}
+    labels = ids.masked_fill(torch.arange(ids.shape[1], device=DEVICE) < tokens + 2, -100)  # a prompt, then its answer
 
     def saved(**inputs):
         model = ligermodels.create(raw, device=DEVICE)
@@ -149,12 +180,13 @@ def test_activations_of_images_match_the_tensors_that_autograd_saves(name):
         kept = {}
 
         def keep(x):
-            if x.untyped_storage().data_ptr() not in weights:
+            is_mask = x.shape[-2:] == (tokens + 4, tokens + 4)  # of tokens that see ahead; FlexAttention stores none
+            if x.untyped_storage().data_ptr() not in weights and not is_mask:
                 kept[x.untyped_storage().data_ptr()] = (x.untyped_storage().nbytes(), x)
             return x
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            loss = model(ids, ids, **inputs).loss
+            loss = model(ids, labels, **inputs).loss
         assert loss.requires_grad
         return sum(size for size, _ in kept.values())
 
@@ -165,10 +197,12 @@ def test_activations_of_images_match_the_tensors_that_autograd_saves(name):
     assert with_images - without == pytest.approx(saved(**images) - saved(), rel=0.03)
 
 
-@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "gemma3", "llava"])
+@pytest.mark.parametrize(
+    "name", ["qwen2_vl", "qwen2_5_vl", "gemma3", "llava", "smolvlm", "mistral3", "pixtral", "paligemma"]
+)
 def test_the_flops_of_a_patch_equal_torchs_count(name):
     """Of linears, forward and backward, with everything trained but the pixels."""
-    model, side = ligermodels.create(CASES[name]), {"gemma3": 4, "llava": 3}.get(name, 8)
+    model, side = ligermodels.create(CASES[name]), {"gemma3": 4, "llava": 3, "smolvlm": 6, "paligemma": 3}.get(name, 8)
     grid = Grid(1, side, side)
     layout_inputs = batch_of(name, [[tuple(grid)]])
     images = model.prepare_images(**layout_inputs)
@@ -177,8 +211,11 @@ def test_the_flops_of_a_patch_equal_torchs_count(name):
     counts = counter.get_flop_counts()["Global"]
     linear = sum(counts[op] for op in counts if op in (torch.ops.aten.mm, torch.ops.aten.addmm))
     # The sum over layers of the keys that a patch attends to.
-    keys = {"qwen2_vl": 3 * 64, "qwen2_5_vl": 64 + 2 * 16, "gemma3": 2 * 16, "llava": 2 * 10 * 10 / 9}[name]
-    attention = 12 * model.config.vision.hidden_size * keys
+    keys = {
+        "qwen2_vl": 3 * 64, "qwen2_5_vl": 64 + 2 * 16, "gemma3": 2 * 16, "llava": 2 * 10 * 10 / 9, "smolvlm": 2 * 36,
+        "mistral3": 2 * 64, "pixtral": 2 * 64, "paligemma": 2 * 9,
+    }  # fmt: skip
+    attention = 12 * model.config.vision.hidden_size * keys[name]
     assert flops_per_patch(model, [grid]) == pytest.approx(linear / grid.patches + attention)
 
 
@@ -199,6 +236,9 @@ RUNS = [
     {"name": "mllama", "parts": ["text"]},
     {"name": "gemma3", "parts": ["vision", "projector", "text"], "checkpointed_blocks": 3},
     {"name": "llava", "parts": ["vision", "projector", "text"]},
+    {"name": "smolvlm", "parts": ["vision", "projector", "text"]},
+    {"name": "mistral3", "parts": ["vision", "projector", "text"]},
+    {"name": "paligemma", "parts": ["vision", "projector", "text"]},
 ]
 
 

@@ -30,7 +30,7 @@ def batch_of(name, pattern, seed):
         batch = tiles.batch_of(name, [[TILES.get(part, part) for part in pattern]], seed=seed)
         return batch | {"labels": tiles.labels_for(name, batch)}
     batch = batches.batch_of(name, [pattern], seed=seed)
-    return batch | {"labels": batches.labels_for(name, batch)}
+    return batch | {"labels": batches.completion_labels(name, batch)}
 
 
 def train(name, parts, checkpointed_blocks=0):
