@@ -2,14 +2,13 @@
 
     python -m benchmarks.sharded_step --model llama-3-8b --batch 8 --length 2048 --gpus 2
 
-    python -m benchmarks.sharded_step --batch 1 --length 131072 --activation-checkpointing full \
+    python -m benchmarks.sharded_step --batch 1 --length 131072 --activation-checkpointing full --warm-up 1 \
         --rows "one GPU, bf16 weights" "bf16 weights, shared rows"
 
 The compute dtype is bf16. Each row is a separate torchrun launch on the same GPUs, with random weights and the same
-number of random tokens on each GPU, or on all GPUs that share its rows; the time is the median of the timed steps after
-a warm-up. Gradient clipping and
-the all-reduces are those of train.py. The single-GPU rows run on all GPUs at the same time, independently: the GPUs of
-one host differ by 1.5 %, and under FSDP2 all ranks run at the speed of the slowest.
+number of random tokens on each GPU, or on all GPUs that share its rows; the time is the median of the timed steps.
+Gradient clipping and the all-reduces are those of train.py. The single-GPU rows run on all GPUs at the same time,
+independently: the GPUs of one host differ by 1.5 %, and under FSDP2 all ranks run at the speed of the slowest.
 """
 
 import argparse
@@ -45,14 +44,12 @@ ROWS: dict[str, dict[str, Any]] = {  # differences from bf16 weights sharded ove
     "bf16 weights, shared rows": {"shares_rows": True},  # context parallelism over all GPUs
     "bf16 weights, shared experts": {"shares_experts": True},  # expert parallelism over all GPUs
 }
-WARM_UP = 3
 MAX_GRAD_NORM = 1.0
 
 
 def measure(
-    model_name: str, batch: int, length: int, steps: int, checkpointing: str, *, independent=False,
-    param_dtype=torch.bfloat16, compiled=False, keep_unsharded=False, shares_rows=False,
-    shares_experts=False,
+    model_name: str, batch: int, length: int, warm_up: int, steps: int, checkpointing: str, *, independent=False,
+    param_dtype=torch.bfloat16, compiled=False, keep_unsharded=False, shares_rows=False, shares_experts=False,
 ) -> dict:  # fmt: skip
     """Measures one row on this rank. keep_unsharded: parameters are not resharded after forward. shares_rows: each rank
     has a part of every row, which are packed into one. shares_experts: each rank has a part of the experts."""
@@ -93,11 +90,11 @@ def measure(
         return read()[0]
 
     times = []
-    for _ in range(WARM_UP + steps):
+    for _ in range(warm_up + steps):
         start = time.perf_counter()
         loss = step()
         times.append(1e3 * (time.perf_counter() - start))
-    timed = times[WARM_UP:]
+    timed = times[warm_up:]
     row = {
         "gpus": world.size,
         "rank": int(os.environ["RANK"]),
@@ -136,7 +133,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8, help="sequences per GPU and step")
     parser.add_argument("--length", type=int, default=2048, help="tokens per sequence")
     parser.add_argument("--activation-checkpointing", choices=("none", "full"), default="none")
-    parser.add_argument("--steps", type=int, default=8, help=f"timed steps, after a warm-up of {WARM_UP}")
+    parser.add_argument("--steps", type=int, default=8, help="timed steps")
+    parser.add_argument("--warm-up", type=int, default=3, help="steps before them")
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count())
     parser.add_argument("--output", type=Path, default=results.FOLDER, help="folder for the dated JSON file")
     data_parallel = [name for name in ROWS if "shared" not in name]
@@ -144,7 +142,7 @@ def main() -> None:
     parser.add_argument("--row", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.row:
-        shape = args.batch, args.length, args.steps, args.activation_checkpointing
+        shape = args.batch, args.length, args.warm_up, args.steps, args.activation_checkpointing
         row = measure(args.model, *shape, **ROWS[args.row])
         if row["gpus"] == 1 or row["rank"] == 0:
             print(json.dumps(row), flush=True)

@@ -28,6 +28,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "rope_theta": 500000.0,
         "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
     },
+    "llama-3-8b-8-layers": {
+        "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 8, "num_attention_heads": 32, "num_key_value_heads": 8, "rope_theta": 500000.0,
+        "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
+    },
     "qwen2.5-32b": {
         "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 5120, "intermediate_size": 27648,
         "num_hidden_layers": 64, "num_attention_heads": 40, "num_key_value_heads": 8, "rope_theta": 1000000.0,
