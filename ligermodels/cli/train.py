@@ -28,8 +28,8 @@ examples:
 """
 GROUP_NOTES = {
     "data": "SPEC is a .txt, .jsonl, .json, .csv or .tsv file (also .gz or .zst), a .parquet, .arrow or token file, a\n"
-    "folder, one of save_to_disk also as FOLDER:SPLIT, a glob, hub:NAME[:SPLIT], stories, chats, shapes or random;\n"
-    "=WEIGHT behind it where several are mixed"
+    "folder, one of save_to_disk also as FOLDER:SPLIT, a glob, hub:NAME[:SPLIT], stories, chats, shapes, preferences,\n"
+    "sums or random; =WEIGHT behind it where several are mixed"
 }
 
 

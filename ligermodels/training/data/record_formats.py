@@ -225,8 +225,8 @@ def from_known_prompt(value: RecordFields, place: str) -> Record:
     if str(value.get("label")).lower() in ("true", "false"):  # in CSV it is text
         flags = "--prompt-field prompt --completion-field completion"
         raise InputError(
-            "is unpaired preference data (prompt, completion, label), which training does not support; keep the "
-            f"records with a true label, or train on all of them with {flags}"
+            "is unpaired preference data (prompt, completion, label), which --objective kto takes; to train on the "
+            f"completions as they are, keep the records with a true label, or take all of them with {flags}"
         )
     return from_prompt_completion(value, place)
 

@@ -104,6 +104,11 @@ class GroupObjective(Objective):
             )
 
     @property
+    def shares_prompts(self) -> bool:
+        """Whether a row has one copy of a prompt that several completions have."""
+        return self.kind == "pairs" and self.data.training.groups.options.share_prompts
+
+    @property
     def tokens_per_step(self) -> int:
         groups = self.data.training.groups
         return round(sum(part.tokens for part in groups.parts) / len(groups) * self.config.units)
@@ -117,7 +122,8 @@ class GroupObjective(Objective):
         """The work of a step. mismatched: returns the same prompts with other examples' completions, for KTO."""
         own = torch.stack([self.count(batch) for batch in step.batches]).sum(0)
         counts = distributed.total(own).clamp_min(1).float()
-        return Work(step.batches, counts, units=step.units, tokens=step.tokens)
+        saved = {"tokens_saved": 1 - step.tokens / step.tokens_unshared} if self.shares_prompts else {}
+        return Work(step.batches, counts, units=step.units, tokens=step.tokens, metrics=saved)
 
     @abstractmethod
     def count(self, batch: PreferenceBatch) -> Tensor:

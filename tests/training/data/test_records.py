@@ -147,7 +147,7 @@ def test_all_fine_tuning_formats_are_read(tmp_path, monkeypatch, line, read_as):
         (USER, ":2: is a single message; a record must have all of a conversation, as"),
         (
             {"prompt": "a", "completion": "b", "label": True},
-            ":2: is unpaired preference data (prompt, completion, label)",
+            ":2: is unpaired preference data (prompt, completion, label), which --objective kto takes",
         ),
         (
             {"prompt": "a", "completion": "b", "label": "False"},

@@ -64,6 +64,17 @@ def test_a_policy_that_equals_its_reference_has_a_loss_of_ln_2_to_the_bit(kind):
     assert second["loss"] < first["loss"] and second["rewards/margins"] > 0
 
 
+def test_a_step_says_how_many_tokens_its_shared_prompts_save():
+    config = TrainConfig(**COMMON, objective="dpo")
+    computed = []
+    for share in (True, False):
+        made = prepare(replace(config, share_prompts=share), World(torch.device("cpu")))
+        batches = made.objective.data.training.step(0, 8, World(torch.device("cpu"))).batches
+        computed.append(sum(batch.tokens for batch in batches))
+    assert steps(run(steps=1))[0]["tokens_saved"] == pytest.approx(1 - computed[0] / computed[1])
+    assert "tokens_saved" not in steps(run(steps=1, share_prompts=False))[0]
+
+
 def test_a_mixture_of_experts_with_lora_of_the_experts_starts_at_its_base():
     first, second = steps(run(model="qwen3_moe", lora_rank=4, lora_targets=("all-linear", "experts")))
     assert first["loss"] == torch.tensor(math.log(2)).item() and second["loss"] < first["loss"]

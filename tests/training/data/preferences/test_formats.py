@@ -15,6 +15,7 @@ from ligermodels.training.data.records import BadLines
 
 ASKED, AGAIN = {"role": "user", "content": "2 + 2?"}, {"role": "user", "content": "Sure?"}
 GOOD, BAD = {"role": "assistant", "content": "4"}, {"role": "assistant", "content": "5"}
+SYSTEM = {"role": "system", "content": "Answer in one word."}
 TOOL = {"type": "function", "function": {"name": "add"}}
 
 
@@ -132,6 +133,10 @@ REFUSED = {
         "field prompt ends with a message of the assistant; move it"),
     "an answer of the user": ("pairs", {"prompt": [ASKED], "chosen": [GOOD], "rejected": [AGAIN]},
         "field rejected must end with a message of the assistant"),
+    "different prompts": ("pairs", {"chosen": [SYSTEM, ASKED, GOOD], "rejected": [SYSTEM, AGAIN, BAD]},
+        "field chosen: behind the prompt comes a message of the user; give all completions of a record the same"),
+    "a question in a completion": ("judged", {"prompt": [SYSTEM], "completion": [ASKED, GOOD], "label": True},
+        "field completion: behind the prompt comes a message of the user"),
     "no common start": ("pairs", {"chosen": "a", "rejected": "b"}, "begin differently; add the field prompt"),
     "a repeated prompt": ("pairs", {"prompt": [ASKED], "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]},
         "repeat the messages of prompt; leave out prompt"),
