@@ -178,9 +178,10 @@ def group(
         if isinstance(completion, list) and completion[-1]["role"] != "assistant":
             raise InputError(f"field {field} must end with a message of the assistant")
         if isinstance(completion, list) and completion[0]["role"] != "assistant":
+            role = completion[0]["role"]
             raise InputError(
-                f"field {field}: behind the prompt comes a message of the {completion[0]['role']}; give all completions "
-                "of a record the same prompt, which ends before a message of the assistant"
+                f"field {field}: behind the prompt comes a message of the {role}; give all completions of a record the "
+                "same prompt, which ends before a message of the assistant"
             )
     (prompt, *answers), images = take_group_images({"prompt": prompt, **completions}, record_images(record))
     return GroupRecord(
