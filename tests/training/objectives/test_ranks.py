@@ -32,6 +32,13 @@ CLOCKS = ("tokens_per_second", "step_time", "time/sample", "time/reward", "time/
 @pytest.fixture(scope="module")
 def launcher(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
+    write_data(folder)
+    with Launcher(folder) as started:
+        yield started
+
+
+def write_data(folder):
+    """All that the runs of `KINDS` read."""
     pairs = [{"prompt": f"{n} plus {n} is", "chosen": f" {2 * n}." + " Good." * (n % 3), "rejected": f" {2 * n}? No."}
              for n in range(60)]  # fmt: skip
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
@@ -52,8 +59,12 @@ def launcher(tmp_path_factory):
     (folder / "rewards.py").write_text(
         "def even(completion_ids, **_):\n    return [sum(t % 2 for t in ids) / len(ids) for ids in completion_ids]\n"
     )
-    with Launcher(folder) as started:
-        yield started
+
+
+def assert_same_records(alone, shared):
+    for one, other in zip(alone, shared, strict=True):
+        names = {name for name in one if name not in CLOCKS}
+        assert {name: other[name] for name in names} == pytest.approx({name: one[name] for name in names}, abs=5e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -63,6 +74,4 @@ def test_two_ranks_have_the_losses_and_metrics_of_one(launcher, kind):
         launcher.succeed(*RUN, *KINDS[kind], *states, "--output", f"{kind}-{ranks}", ranks=ranks)
     alone, shared = (records(launcher.folder / f"{kind}-{ranks}") for ranks in (1, 2))
     assert len(alone) == len(shared) == 4 + (kind in ("distill", "images"))  # pretrained weights are validated first
-    for one, other in zip(alone, shared, strict=True):
-        names = {name for name in one if name not in CLOCKS}
-        assert {name: other[name] for name in names} == pytest.approx({name: one[name] for name in names}, abs=5e-4)
+    assert_same_records(alone, shared)
