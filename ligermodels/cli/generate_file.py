@@ -26,9 +26,11 @@ from ligermodels.training.data.json_files import decode_json_line, numbered_line
 from ligermodels.training.data.messages import parse_messages
 from ligermodels.training.data.progress import ReadingProgress
 from ligermodels.training.data.record_formats import record_images, with_marked_images
+from ligermodels.training.data.records import MAX_RECORD_BYTES
 from ligermodels.units import counted
 
 STANDARD_STREAM = "-"
+MAX_RESULT_BYTES = 2 * MAX_RECORD_BYTES  # of a line that is written: that of the input, and its completion
 FIRST_FIELD = b'{"index": '  # of every line that is written
 RESULT_FIELDS = ("index", "sample", "completion", "finish_reason", "ids", "logprobs")  # fields that a line gets
 Parsed = TypeVar("Parsed")
@@ -238,6 +240,10 @@ def parse_line(raw: bytes, place: str) -> dict[str, Any]:
     taken = [name for name in RESULT_FIELDS if name in fields]
     if taken:
         raise InputError(f"has a field {taken[0]}, which is one of the results; rename it")
+    try:
+        json.dumps(fields, allow_nan=False)
+    except ValueError:
+        raise InputError("has a number that is infinite or NaN, which JSON does not have; correct it") from None
     return fields
 
 
@@ -257,6 +263,8 @@ def results_in(target: Path) -> dict[int, Written]:
     """
     written: dict[int, Written] = {}
     for number, line in enumerate(lines_of_output(target), 1):
+        if len(line) == MAX_RESULT_BYTES:
+            raise InputError(f"{target}:{number}: is longer than any result of generate; give another --output")
         if not line.endswith(b"\n") and (line.startswith(FIRST_FIELD) or FIRST_FIELD.startswith(line)):
             break
         fields = decode_json_line(line, f"{target}:{number}") if line.startswith(FIRST_FIELD) else {}
@@ -271,7 +279,8 @@ def lines_of_output(target: Path) -> Iterator[bytes]:
     """The lines of a file; none of what is not a file, as /dev/null."""
     if target.is_file():
         with target.open("rb") as stream:
-            yield from stream
+            while line := stream.readline(MAX_RESULT_BYTES):
+                yield line
 
 
 def open_output(target: Path) -> BinaryIO:

@@ -121,14 +121,14 @@ class Config:
         """
         fields = {name: value for name, value in vars(self).items() if name not in ("ropes", "raw")}
         if "text_config" in self.raw:
-            fields = {"text_config": dict(self.raw["text_config"]) | fields}
+            fields = {"text_config": dict(self.raw["text_config"] or {}) | fields}
         return copy.deepcopy(dict(self.raw) | fields)
 
     def untied(self) -> Self:
         """The same for a model whose embedding and head are two parameters."""
         raw = dict(self.raw) | {"tie_word_embeddings": False}
         if "text_config" in raw:
-            raw["text_config"] = dict(raw["text_config"]) | {"tie_word_embeddings": False}
+            raw["text_config"] = dict(raw["text_config"] or {}) | {"tie_word_embeddings": False}
         return dataclasses.replace(self, tie_word_embeddings=False, raw=raw)
 
     def to_json_string(self) -> str:

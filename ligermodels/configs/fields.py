@@ -21,7 +21,7 @@ MAY_BE_NEGATIVE = ("pad_token_id", "vision_feature_layer")  # old files write -1
 MAY_BE_NULL = ("num_key_value_heads", "head_dim")  # null stands for the default, although the field is a number
 # Several times the largest value of any released model, so that a damaged file cannot ask for an impossible size.
 MAXIMUM = {
-    "num_hidden_layers": 1024,
+    "num_hidden_layers": 2**9,
     "vocab_size": 2**24,
     "hidden_size": 2**20,
     "intermediate_size": 2**20,
@@ -64,6 +64,15 @@ MAXIMUM = {
     "temporal_patch_size": 2**8,
     "spatial_merge_size": 2**8,
     "window_size": 2**20,
+    "num_global_layers": 2**9,
+    "max_num_tiles": 2**8,
+    "vision_output_dim": 2**20,
+    "projection_dim": 2**20,
+    "num_position_embeddings": 2**20,
+    "mm_tokens_per_image": 2**16,
+    "block_multiple_of": 2**20,
+    "num_experts_per_tok": 2**12,
+    "top_k_experts": 2**12,
 }
 
 

@@ -93,7 +93,7 @@ class Gemma4Config(SlidingWindowConfig):
         own = self.num_hidden_layers - self.num_kv_shared_layers
         if layer < own:
             return None
-        return max(i for i in range(own) if self.layer_type(i) == self.layer_type(layer))
+        return next(i for i in reversed(range(own)) if self.layer_type(i) == self.layer_type(layer))
 
     def mlp_width(self, layer: int) -> int:
         """The MLP of a layer that reads the keys of another may be twice as wide."""
@@ -111,7 +111,9 @@ class Gemma4Config(SlidingWindowConfig):
 
     def is_read(self, layer: int) -> bool:
         """Whether later layers read the keys and values of this one."""
-        return layer in map(self.source, range(layer, self.num_hidden_layers))
+        kind, own = self.layer_type(layer), self.num_hidden_layers - self.num_kv_shared_layers
+        behind, readers = range(layer + 1, own), range(own, self.num_hidden_layers)
+        return layer < own and kind not in map(self.layer_type, behind) and kind in map(self.layer_type, readers)
 
     def validate(self) -> None:
         super().validate()

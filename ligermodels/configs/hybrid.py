@@ -178,10 +178,10 @@ class Mamba2Config(Config):
                 what = "mamba_expand * hidden_size" if name == "mamba_n_heads" else "mamba_n_heads"
                 raise ConfigError(f"config.json: {name} {getattr(self, name)} must divide {what}, {whole}")
         check_choice("mamba_d_head", self.mamba_d_head, ["auto", self.mamba_head_size])
-        low, *rest = self.time_step_limit
-        if len(rest) != 1 or not 0 <= low <= rest[0]:
+        limits = self.time_step_limit
+        if len(limits) != 2 or not 0 <= limits[0] <= limits[1]:
             raise ConfigError(
-                f"config.json: time_step_limit {list(self.time_step_limit)} must be two numbers, the first at least 0 "
+                f"config.json: time_step_limit {list(limits)} must be two numbers, the first at least 0 "
                 "and the second not below it"
             )
 

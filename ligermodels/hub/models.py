@@ -14,6 +14,7 @@ import torch
 
 from ligermodels.architectures import ARCHITECTURES
 from ligermodels.configs.base import Config
+from ligermodels.configs.parts import check_objects
 from ligermodels.configs.quantisation import scheme_of
 from ligermodels.errors import CheckpointError, HubError, InputError, suggest
 from ligermodels.hub.download import MODEL_FILES, adapter_folder, fetch_files, fetch_weights, local_folder
@@ -239,6 +240,7 @@ def select_architecture(
     model_type = raw.get("model_type")
     if model_type not in list_architectures():
         raise HubError(f"{origin}: model_type {model_type!r} is not supported{suggest(str(model_type), ARCHITECTURES)}")
+    check_objects(raw)
     architecture = ARCHITECTURES[model_type].of_config(raw)
     if reward_model or is_classifier(raw):
         return reward_model_class(architecture, model_type), architecture.Config.from_dict(raw)

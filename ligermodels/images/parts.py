@@ -10,7 +10,6 @@ datasets. Fields that are null count as missing. Must not know tokens or pixels.
 """
 
 import base64
-import binascii
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -70,7 +69,7 @@ def parse_url(text: str, field: str) -> ImageSource:
         raise InputError(f"field {field} is a data URL without base64; must be data:image/png;base64,…")
     try:
         return base64.b64decode(content, validate=True)
-    except binascii.Error as error:
+    except ValueError as error:
         raise InputError(f"field {field} is a data URL that is not base64: {error}") from None
 
 

@@ -68,9 +68,11 @@ def split_off(tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTens
         if STATE in name and not name.endswith(NF4_STATE):
             raise CheckpointError(f"{tensors[name].file}: {name}: only NF4 is supported; {REMEDY}")
     names = [name.removesuffix(NF4_STATE) for name in tensors if name.endswith(NF4_STATE)]
-    large = [name for name in names if tensors[name + NF4_STATE].nbytes > MAX_STATE_BYTES]
-    if large:
-        raise CheckpointError(f"{tensors[large[0] + NF4_STATE].file}: {large[0] + NF4_STATE} is no description")
+    for name in names:
+        state = tensors[name + NF4_STATE]
+        if state.dtype != torch.uint8 or state.nbytes > MAX_STATE_BYTES:
+            found = f"{state.nbytes:,} bytes of {state.dtype}"
+            raise CheckpointError(f"{state.file}: {name + NF4_STATE} has {found}, and is no description; {REMEDY}")
     states = read_tensors({name: tensors[name + NF4_STATE] for name in names})
     found = {name: stored_nf4(name, tensors, states[name]) for name in names}
     belonging = {f"{name}.{part}" for name in names for part in found[name].tensors} | {n + NF4_STATE for n in names}
@@ -109,8 +111,8 @@ def stored_nf4(name: str, tensors: Mapping[str, StoredTensor], state: Tensor) ->
 def parse_state(file: Path, name: str, state: Tensor) -> dict[str, Any]:
     try:
         fields = json.loads(state.numpy().tobytes())
-    except ValueError as error:
-        raise CheckpointError(f"{file}: {name}{NF4_STATE} is not JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file}: {name}{NF4_STATE} is not JSON: {error}; {REMEDY}") from error
     if not isinstance(fields, dict):
         raise CheckpointError(f"{file}: {name}{NF4_STATE} is not a JSON object")
     return fields

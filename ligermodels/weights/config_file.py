@@ -24,12 +24,12 @@ from typing import Any
 
 import torch
 
+from ligermodels.configs.parts import PARTS
 from ligermodels.errors import CheckpointError
 from ligermodels.weights.reading import read_json, safe_file
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
-PARTS = ("text_config", "vision_config", "audio_config")  # sub-configurations of a multimodal model
 DTYPE_KEYS = ("dtype", "torch_dtype")
 
 

@@ -32,12 +32,14 @@ from ligermodels.weights.quantised import (
     Scale,
     by_element,
     companions,
+    has_undefined_scale,
     needs_scale,
     quantised,
     scale_fault,
     scale_name,
     scale_of,
 )
+from ligermodels.weights.reading import DOWNLOAD_AGAIN
 from ligermodels.weights.sharding import copy_local_shard
 from ligermodels.weights.streaming import Transfer, bit_equal, read_tensors, run_transfers
 
@@ -294,6 +296,10 @@ def read_scales(tensors: Mapping[str, StoredTensor], quantisation: Scaled | None
         return {}
     names = {name: scale_name(name) for name in quantised(tensors)}
     values = read_tensors({scale: tensors[scale] for scale in names.values()})
+    for scale in names.values():
+        if has_undefined_scale(values[scale], quantisation):
+            file = tensors[scale].file
+            raise CheckpointError(f"{file}: {scale} has a scale that is no finite number; {DOWNLOAD_AGAIN}")
     return {name: scale_of(values[scale], quantisation) for name, scale in names.items()}
 
 

@@ -23,6 +23,7 @@ from ligermodels.weights.files import FP4_DTYPE, StoredTensor
 FP8_DTYPE = torch.float8_e4m3fn
 SCALE_DTYPES = (torch.float32, torch.bfloat16)
 BLOCKS, SCALES = "_blocks", "_scales"
+MX_NAN = 255  # the exponent that stands for NaN
 
 
 class Scale(Protocol):
@@ -136,6 +137,8 @@ def scale_fault(tensors: Mapping[str, StoredTensor], tensor: str, scheme: Scaled
     if scale is None:
         return f"{tensor} lacks {scale_name(tensor)}"
     if isinstance(scheme, Mxfp4):
+        if tensors[tensor].dtype != FP4_DTYPE:
+            return f"{tensor} is {list(shape)}, no blocks of {MX_BLOCK // 2} bytes"
         wanted = (*shape[:-1], shape[-1] // MX_BLOCK)
         fits = scale.dtype == torch.uint8 and scale.shape == wanted
         found = f"{scale.dtype} {list(scale.shape)}"
@@ -148,6 +151,11 @@ def scale_fault(tensors: Mapping[str, StoredTensor], tensor: str, scheme: Scaled
         return f"{tensor} is {list(shape)}, no matrix"
     blocks = tuple(-(-size // block) for size, block in zip(shape, scheme.block, strict=True))
     return None if scale.shape == blocks else f"{scale_name(tensor)} is {list(scale.shape)} instead of {list(blocks)}"
+
+
+def has_undefined_scale(values: Tensor, scheme: Scaled) -> bool:
+    """Whether one of these stored scales is no finite number."""
+    return bool((values == MX_NAN).any() if isinstance(scheme, Mxfp4) else not values.isfinite().all())
 
 
 def fp8_tensors_of(name: str, part: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from tokenizers.pre_tokenizers import Whitespace
 import ligermodels
 from ligermodels.cli import generate_file, main
 from ligermodels.cli.generate_images import PromptReader
+from ligermodels.errors import InputError
 from tests.cases import LLAMA
 
 PROMPTS = [{"prompt": "w5 w6", "id": "a"}, {"prompt": "w7", "id": "b", "tags": [1, "é"]}, {"prompt": "w8 w9 w10"}]
@@ -141,6 +142,7 @@ def test_an_interrupt_is_quiet_and_leaves_whole_lines(run, tmp_path, monkeypatch
         ({"prompt": ""}, "a prompt is empty"),
         ({"prompt": [{"role": "person", "content": "w5"}]}, "field prompt[0].role is 'person'"),
         ({"prompt": "w5", "completion": "w6"}, "has a field completion, which is one of the results; rename it"),
+        ({"prompt": "w5", "score": float("inf")}, "has a number that is infinite or NaN, which JSON does not have"),
         ({"prompt": "w5 " * 300}, "lower max_new_tokens, or give the engine a larger max_length (--cache-tokens)"),
     ],
 )
@@ -162,6 +164,15 @@ def test_an_output_of_other_lines_is_refused_and_not_changed(run, tmp_path):
     with pytest.raises(json.JSONDecodeError):
         run(PROMPTS, output="notes.txt", status=2)
     assert (tmp_path / "notes.txt").read_text() == "not ours"
+
+
+def test_an_output_of_one_endless_line_is_refused_by_its_beginning(tmp_path, monkeypatch):
+    with (tmp_path / "zeros").open("wb") as stream:
+        stream.truncate(2**20)
+    monkeypatch.setattr(generate_file, "MAX_RESULT_BYTES", 2**10)
+    assert max(map(len, generate_file.lines_of_output(tmp_path / "zeros"))) == 2**10
+    with pytest.raises(InputError, match=r"zeros:1: is longer than any result of generate; give another --output"):
+        generate_file.results_in(tmp_path / "zeros")
 
 
 def test_a_conversation_has_one_engine_and_ends_where_its_cache_is_full(folder, capsys, monkeypatch):

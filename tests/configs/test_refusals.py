@@ -1,11 +1,14 @@
 """Unsupported configs are refused before weights are read, in one line that names field, value and remedy."""
 
+import dataclasses
 import json
+import typing
 
 import pytest
 
 import ligermodels
 from ligermodels.architectures import ARCHITECTURES
+from ligermodels.configs.fields import MAXIMUM
 from ligermodels.configs.rope import FULL_ATTENTION, SLIDING_ATTENTION
 from ligermodels.errors import ConfigError, HubError
 from tests.configs.small_configs import LINEAR, NESTED, SIZES, raw
@@ -30,6 +33,8 @@ def refusals():
         yield name, {"num_attention_heads": 3, "num_key_value_heads": 2}, ["num_key_value_heads", "2", "must divide"]
         yield name, {"num_hidden_layers": 0}, ["num_hidden_layers", "0", "must be positive"]
         yield name, {"rms_norm_eps": "tiny"}, ["rms_norm_eps", "'tiny'", "must be float"]
+        for part in ("text_config", "vision_config", "audio_config", "rope_parameters"):
+            yield name, {part: "x"}, [part, "'x'", "must be an object"]
         if name not in TWO_ROPES:
             yield name, {"rope_parameters": NESTED}, ["rope_parameters", "give one"]
         else:
@@ -41,6 +46,7 @@ def refusals():
             yield name, {"rope_parameters": rope}, ["partial_rotary_factor", "0.5", "must be 1"]
         activation = "hidden_activation" if name in ("gemma2", "gemma3", "gemma3_text", *GEMMA4) else "hidden_act"
         yield name, {activation: "relu"}, [activation, "'relu'", "'silu'"]
+    yield "granitemoehybrid", {"time_step_limit": []}, ["time_step_limit []", "must be two numbers"]
     yield "mllama", {"tie_word_embeddings": True}, ["tie_word_embeddings", "must be false"]
     yield "mllama", {"cross_attention_layers": [1, 40]}, ["cross_attention_layers", "[1, 40]", "must be indices"]
     yield "llama", {"rope_scaling": {"type": "llama3", "factor": 8.0}}, ["original_max_position_embeddings", "add"]
@@ -259,3 +265,35 @@ def test_another_text_model_of_mistral3_is_refused():
     message = r"text_config: model_type 'mixtral' is not supported; must be one of 'ministral3', 'mistral'"
     with pytest.raises(ConfigError, match=message):
         ligermodels.create(raw, device="meta")
+
+
+# Numbers that no memory and no loop depends on, or that are compared with another size.
+NO_SIZES = {
+    "decoder_sparse_step", "first_k_dense_replace", "full_attention_interval", "max_position_embeddings",
+    "max_window_layers", "n_group", "no_rope_layer_interval", "num_dense_layers", "num_kv_shared_layers", "pad_token_id",
+    "sliding_window", "sliding_window_pattern", "tokens_per_second", "topk_group", "vision_feature_layer",
+    *("conv_L_cache", "linear_conv_kernel_dim", "mamba_d_conv", "mamba_d_head"),  # one of a few
+}  # fmt: skip
+
+
+def whole_numbers(config):
+    hints = typing.get_type_hints(config)
+    for field in dataclasses.fields(config):
+        kinds = typing.get_args(hints[field.name]) or (hints[field.name],)
+        if int in kinds and typing.get_origin(hints[field.name]) is not tuple:
+            yield field.name
+
+
+def test_every_size_has_a_maximum():
+    configs = {part for a in ARCHITECTURES.values() for part in (a.Config, getattr(a.Config, "Vision", a.Config))}
+    names = {name for config in configs for name in whole_numbers(config)}
+    assert {"num_hidden_layers", "num_global_layers"} <= names
+    assert names - NO_SIZES <= MAXIMUM.keys()
+
+
+def test_many_layers_that_read_keys_of_others_are_counted_once():
+    """Gemma 4's readers have the last layers of their types before them as sources, and only these are read."""
+    config = ligermodels.create("gemma4_text", size="e2b", device="meta").config
+    sources = [config.source(layer) for layer in range(config.num_hidden_layers)]
+    assert sources[:15] == [None] * 15 and set(sources[15:]) == {13, 14}
+    assert [layer for layer in range(config.num_hidden_layers) if config.is_read(layer)] == [13, 14]

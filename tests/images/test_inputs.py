@@ -197,10 +197,12 @@ BAD_MESSAGES = {
     "too many images": ([IMAGE], 2, "field images has 2 images, 1 more than messages has image parts"),
     "an address": ([IMAGE | {"url": "https://a.b/c.png"}], 0, "is the address https://a.b/c.png; download the image"),
     "not base64": ([IMAGE | {"url": "data:image/png;base64,#"}], 0, "is a data URL that is not base64"),
+    "base64 of other letters": ([IMAGE | {"url": "data:image/png;base64,é"}], 0, "is a data URL that is not base64"),
     "two sources": ([IMAGE | {"path": "a", "url": "b"}], 0, "more than one of image, path, url, bytes"),
     "a video": ([{"type": "video"}], 0, r"messages\[0\].content\[0\] is 'video'; must be"),
     "a number": ([IMAGE | {"image": 3}], 0, "is int; must be a path, a data URL, bytes, or a PIL image"),
     "a token": ([TEXT | {"text": "<|image_pad|>"}], 0, r"messages\[0\].content has <\|image_pad\|> in its text"),
+    "a zero character": ([IMAGE | {"path": "a\0b"}], 0, r"'a\\x00b': has a zero character, which no path can have"),
     "no such file": ([IMAGE | {"path": "/nowhere.png"}], 0, r"images\[0\]\[0\]: /nowhere.png: cannot be read"),
 }  # fmt: skip
 

@@ -154,12 +154,24 @@ def test_states_of_other_data_or_another_teacher_are_refused(conversations):
         ({"sequence_length": 40}, "was written for another data; name a new folder"),
         ({"teacher": str(folder / "student")}, "was written for another teacher"),
         ({"dtype": "bfloat16"}, "was written for another dtype"),
-        ({"teacher_states": folder / "untrained"}, "untrained: has no states of a teacher; name a new folder"),
+        ({"teacher_states": folder / "untrained"}, "untrained: has no states of a teacher: .*; name a new folder"),
         ({"teacher": "top-k"}, "--teacher-states: --teacher top-k reads the data"),
         ({"on_policy": 0.5}, "--teacher-states has no effect with --on-policy"),
     ):
         with pytest.raises(InputError, match=words):
             plan(distillation(folder, **recipe | {"teacher_states": states} | changes))
+    again = distillation(folder, **recipe, teacher_states=states, output=folder / "again")
+    for file, content, words in (
+        ("states", b"x", "states: has 1 bytes instead of"),
+        ("head.safetensors", b"", "head.safetensors: cannot be read"),
+        ("teacher.json", b"[" * 5000, "has no states of a teacher: .*nested too deeply"),
+        ("teacher.json", b"[]", "has no states of a teacher: .*not a JSON object"),
+    ):
+        whole = (states / file).read_bytes()
+        (states / file).write_bytes(content)
+        with pytest.raises(InputError, match=words):
+            train(again)
+        (states / file).write_bytes(whole)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stored_teacher, "free_space", lambda _: (folder, 10))
         with pytest.raises(

@@ -150,6 +150,11 @@ DAMAGE = {
     "no shape": (lambda t: state_with(t, shape=None), "shape is None"),
     "an offset that is not finite": (lambda t: state_with(t, nested_offset=float("nan")), "nested_offset is nan"),
     "no JSON": (lambda t: {Q + NF4_STATE: torch.zeros(9, dtype=torch.uint8)}, "is not JSON"),
+    "brackets": (lambda t: {Q + NF4_STATE: torch.full((4000,), ord("["), dtype=torch.uint8)}, "is not JSON"),
+    "a state in another dtype": (
+        lambda t: {Q + NF4_STATE: torch.zeros(9, dtype=torch.bfloat16)},
+        "nf4 has 18 bytes of torch.bfloat16, and is no description",
+    ),
     "no scales": (lambda t: {f"{Q}.absmax": None}, r"q_proj.weight.absmax is missing"),
     "scales of another dtype": (lambda t: {f"{Q}.absmax": t[f"{Q}.absmax"].float()}, "absmax is torch.float32"),
     "another map of one part": (

@@ -150,6 +150,14 @@ FAULTS = {
         {f"{DOWN}_scales": torch.zeros(5, 96, 2, dtype=torch.uint8)},
         r"down_proj_scales is torch\.uint8 \[5, 96, 2\] instead of torch\.uint8 \[5, 96, 1\]",
     ),
+    "a scale that is not a number": (
+        {f"{DOWN}_scales": torch.full((5, 96, 1), 255, dtype=torch.uint8)},
+        r"down_proj_scales has a scale that is no finite number; download it again",
+    ),
+    "a single block": (
+        {f"{DOWN}_blocks": torch.tensor(3, dtype=torch.uint8)},
+        r"down_proj_blocks is \[\], no blocks of 16 bytes",
+    ),
     "blocks of another size": (
         {f"{DOWN}_blocks": torch.zeros(5, 96, 2, 8, dtype=torch.uint8)},
         r"down_proj_blocks is \[5, 96, 2, 8\] instead of \[5, 96, 32\]",

@@ -156,6 +156,7 @@ def test_kept_tensors_need_the_folder_that_they_come_from(tmp_path):
     [
         (lambda name, x: {}, r"10 without a fitting scale: .*q_proj\.weight lacks .*q_proj\.weight_scale_inv"),
         (lambda name, x: {name: x.double()}, r"without a fitting scale: .*_scale_inv is torch\.float64"),
+        (lambda name, x: {name: x / 0}, r"_scale_inv has a scale that is no finite number; download it again"),
         (lambda name, x: {name: x[:1]}, r"without a fitting scale: .*_scale_inv is \[1, 2\] instead of \[2, 2\]"),
     ],
 )

@@ -6,7 +6,7 @@ This module knows nothing about images or tokens.
 from collections.abc import Sequence
 from pathlib import Path
 
-from ligermodels.errors import InputError
+from ligermodels.errors import InputError, first_line
 from ligermodels.images.reading import ImageSource
 from ligermodels.training.data.records import Completion, Conversation, GroupRecord, Record
 
@@ -32,7 +32,11 @@ def whole_path(image: ImageSource, folder: Path | None, place: str) -> ImageSour
         return image
     if folder is None:
         raise InputError(f"{place}: the image {image} is a path; a data set of the Hub must contain its images")
-    path = (folder / image).resolve()
+    try:
+        path = (folder / image).resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # links in a circle, a character that no path can have
+        fault = first_line(error)
+        raise InputError(f"{place}: the image {image!r} cannot be found: {fault}; correct its path") from None
     if not path.is_relative_to(folder.resolve()):
         raise InputError(f"{place}: the image {image} is outside the folder {folder}; put it beside the data")
     return str(path)

@@ -4,7 +4,6 @@ A folder has the states, bytes of M places in the order of the rows, those of th
 validation; the teacher's head; and what they belong to. Must not know models.
 """
 
-import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,13 +13,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from ligermodels import distributed
 from ligermodels.distributed import World
-from ligermodels.errors import InputError
+from ligermodels.errors import CheckpointError, InputError
 from ligermodels.layers.decoder import IGNORE_INDEX
 from ligermodels.training.data.packing import ConcatenatedRows, Segment
+from ligermodels.weights.reading import read_json
 from ligermodels.weights.writing import Entry, failure, write_json, write_safetensors
 
 STATES, HEAD, DESCRIPTION = "states", "head.safetensors", "teacher.json"
@@ -59,8 +61,11 @@ class StoredStates:
 
     @classmethod
     def map(cls, folder: Path, offsets: np.ndarray, width: int, dtype: torch.dtype, *, writes: bool) -> "StoredStates":
-        """The states in a folder. writes: makes the file if it is not there, and a change of the tensor changes it."""
+        """The states in a folder. writes: makes the file if it is not there, and a change of the tensor changes it;
+        otherwise the file must be there as a whole: raises InputError."""
         count = int(offsets[-1])
+        if not writes:
+            check_size(folder / STATES, count * width * dtype.itemsize)
         states = torch.from_file(str(folder / STATES), shared=writes, size=count * width, dtype=dtype)
         return cls(states.view(count, width), offsets)
 
@@ -89,15 +94,30 @@ def described_as(folder: Path, description: Mapping[str, Any]) -> bool:
     if not folder.exists():
         return False
     try:
-        found = json.loads((folder / DESCRIPTION).read_text())
-    except (OSError, ValueError) as error:
-        raise InputError(f"--teacher-states {folder}: has no states of a teacher; name a new folder") from error
+        found = read_json(folder / DESCRIPTION)
+    except CheckpointError as error:
+        raise InputError(f"--teacher-states {folder}: has no states of a teacher: {error}; name a new folder") from None
     other = next((name for name, value in description.items() if found.get(name) != value), None)
     if other is not None:
         raise InputError(
             f"--teacher-states {folder}: was written for another {other}; name a new folder, or remove this one"
         )
     return True
+
+
+def read_head(folder: Path, device: torch.device) -> Tensor:
+    """The teacher's head [V, H]. Raises InputError for a file that is missing or damaged."""
+    try:
+        return load_file(folder / HEAD, device=str(device))["weight"]
+    except (OSError, SafetensorError, KeyError) as error:
+        raise InputError(f"{folder / HEAD}: cannot be read: {error}; remove the folder") from error
+
+
+def check_size(file: Path, expected: int) -> None:
+    """Raises InputError for a file that is missing or has another number of bytes."""
+    found = file.stat().st_size if file.is_file() else 0
+    if found != expected:
+        raise InputError(f"{file}: has {found:,} bytes instead of {expected:,}; remove the folder")
 
 
 def write_states(

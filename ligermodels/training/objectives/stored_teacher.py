@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from ligermodels.distributed import World
@@ -23,10 +22,10 @@ from ligermodels.training.data import Data
 from ligermodels.training.data.batches import Batch, collate
 from ligermodels.training.data.preferences import PreferenceBatch
 from ligermodels.training.data.stored_states import (
-    HEAD,
     StoredStates,
     described_as,
     offsets_of_rows,
+    read_head,
     supervised_places,
     write_states,
 )
@@ -92,7 +91,7 @@ class StoredTeacher(TeacherModel):
             self.write(world)
             self.model = create(self.folder, device="meta")  # frees the weights
             gc.collect()
-        self.head = load_file(self.states_folder / HEAD, device=str(world.device))["weight"]
+        self.head = read_head(self.states_folder, world.device)
         stored = StoredStates.map(self.states_folder, self.offsets, self.width, self.head.dtype, writes=False)
         self.data.training.stored = self.data.validation.stored = stored
         self.data.validation.first = len(self.data.training)

@@ -214,6 +214,8 @@ BAD = {
     "no file": ({"messages": asked([IMAGE | {"path": "gone.png"}], "a")}, r"data.jsonl:1: image 1: .*gone.png: cannot"),
     "outside": ({"messages": asked([IMAGE | {"path": "../x.png"}], "a")}, r":1: the image ../x.png is outside"),
     "absolute": ({"messages": asked([IMAGE | {"path": "/etc/passwd"}], "a")}, "the image /etc/passwd is outside"),
+    "a zero character": ({"messages": asked([IMAGE | {"path": "a\0b"}], "a")}, r":1: the image 'a\\x00b' cannot be"),
+    "links in a circle": ({"messages": asked([IMAGE | {"path": "circle/a.png"}], "a")}, "circle/a.png' cannot be"),
     "no image": ({"messages": asked([IMAGE], "a")}, r"content\[0\] is an image, but field images has only 0"),
     "one too many": ({"messages": asked("x", "a"), "images": ["a.png"]}, "field images has 1 images, 1 more than"),
     "a text": ({"text": "x", "image": "pictures/0.png"}, "data.jsonl:1: has images beside a text"),
@@ -232,6 +234,7 @@ BAD = {
 @pytest.mark.parametrize("fault", BAD)
 def test_bad_records_are_refused_or_counted(fault, folder, tmp_path, pictures):
     record, message = BAD[fault]
+    (tmp_path / "circle").symlink_to("circle")
     with pytest.raises(InputError, match=message):
         opened(written(tmp_path, record), folder)
     good = {"messages": asked([IMAGE, text("x")], "y"), "images": [pictures[0]]}
