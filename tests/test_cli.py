@@ -328,13 +328,13 @@ def test_help_shows_an_example_and_defaults(command, capsys):
     assert all(default in " ".join(out.split()) for default in shown.get(command, []))
 
 
-def test_an_interrupt_is_quiet_and_exits_with_130(folder, capsys, monkeypatch):
+def test_an_interrupt_is_one_line_and_exits_with_130(folder, capsys, monkeypatch):
     def interrupted(*args, **options):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(generate, "engine_for", interrupted)
     assert main(["generate", str(folder), "--prompt", "w5", "--device", "cpu"]) == 130
-    assert capsys.readouterr().err == ""
+    assert capsys.readouterr().err == "ligermodels: interrupted\n"
 
 
 def test_a_closed_pipe_ends_the_command_without_a_traceback(monkeypatch, capsys):

@@ -42,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except InputError as error:
         return report_error(str(error))
     except KeyboardInterrupt:
+        print_to_stderr("ligermodels: interrupted")
         return INTERRUPTED
     except BrokenPipeError:
         return silence_closed_stdout()

@@ -117,7 +117,7 @@ def test_a_run_goes_on_with_the_samples_that_its_output_lacks(run, tmp_path, mon
     assert run(PROMPTS, *flags)[0] == results and output.read_bytes() == before
 
 
-def test_an_interrupt_is_quiet_and_leaves_whole_lines(run, tmp_path, monkeypatch):
+def test_an_interrupt_is_one_line_and_leaves_whole_lines(run, tmp_path, monkeypatch):
     write = generate_file.write
     written = []
 
@@ -129,7 +129,7 @@ def test_an_interrupt_is_quiet_and_leaves_whole_lines(run, tmp_path, monkeypatch
 
     monkeypatch.setattr(generate_file, "write", interrupted)
     results, err = run(PROMPTS, status=130)
-    assert len(results) == 1 and err == ""
+    assert len(results) == 1 and err == "ligermodels: interrupted\n"
 
 
 @pytest.mark.parametrize(
