@@ -95,7 +95,7 @@ class ImageSettings:
     def channels(self, field: str, default: tuple[float, ...]) -> tuple[float, ...]:
         """One number for each of red, green and blue."""
         values = self.image.get(field, list, list(default))
-        if len(values) != 3 or not all(is_within(field, value) for value in values):
+        if len(values) != 3 or not all(in_range(field, value) for value in values):
             raise self.image.error(field, values, f"must be three numbers {range_of(field)}")
         return tuple(map(float, values))
 
@@ -127,19 +127,19 @@ def read_integer(file: JsonFields, field: str, default: int | None) -> int:
 
 
 def checked_integer(file: JsonFields, field: str, value: Any) -> int:
-    if not isinstance(value, int) or not is_within(field, value):
+    if not isinstance(value, int) or not in_range(field, value):
         raise file.error(field, value, f"must be an integer {range_of(field)}")
     return value
 
 
 def read_number(file: JsonFields, field: str, default: float) -> float:
     value = file.values.get(field, default)
-    if not is_within(field, value):
+    if not in_range(field, value):
         raise file.error(field, value, f"must be a number {range_of(field)}")
     return float(value)
 
 
-def is_within(field: str, value: Any) -> bool:
+def in_range(field: str, value: Any) -> bool:
     """Whether the value is a number in the range of the field."""
     least, most = RANGES[field]
     return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
