@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from ligermodels.errors import InputError
 from ligermodels.images.processors import ImagePlan
 
+MAX_FEATURES_OF_TEXT = 2**20
+
 
 @dataclass(frozen=True)
 class Placeholder:
@@ -41,8 +43,17 @@ class Placeholder:
                 f"the text has the image placeholder {self.printed} {len(pieces) - 1} times, but there are "
                 f"{len(plans)} images; give one image for each"
             )
-        texts = [self.text(plan) for plan in plans]
-        return "".join(piece + image for piece, image in zip(pieces, [*texts, ""], strict=True))
+        return "".join(piece + image for piece, image in zip(pieces, [*self.texts(plans), ""], strict=True))
+
+    def texts(self, plans: Sequence[ImagePlan]) -> list[str]:
+        """The texts of the images of one text. Raises InputError for more features than MAX_FEATURES_OF_TEXT."""
+        features = sum(plan.features for plan in plans)
+        if features > MAX_FEATURES_OF_TEXT:
+            raise InputError(
+                f"{len(plans)} images take {features:,} image tokens, more than {MAX_FEATURES_OF_TEXT:,}; use fewer or "
+                "smaller images"
+            )
+        return [self.text(plan) for plan in plans]
 
     def refuse(self, text: str) -> None:
         """Raises InputError for a text of a message that has a token of images: it would be taken for an image."""

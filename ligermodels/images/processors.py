@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.images.resizing import (
+    MAX_RESIZED_PIXELS,
     Box,
     Filter,
     Size,
@@ -26,7 +27,9 @@ from ligermodels.images.resizing import (
     smart_size,
     within,
 )
-from ligermodels.images.settings import CLIP_MEAN, CLIP_STD, HALVES, ImageSettings, positive_field
+from ligermodels.images.settings import CLIP_MEAN, CLIP_STD, HALVES, ImageSettings, read_integer, read_number
+
+MAX_FEATURES = 2**16  # of an image, four times those of Qwen3-VL's largest
 
 
 @dataclass(frozen=True)
@@ -36,12 +39,26 @@ class ImagePlan:
     resized: the size to which the image is resized. grid: rows and columns of what its text is made of: patches, or
     tiles; (0, 0) for one that is not split. crops: further pictures of the image, as boxes of the original.
     features: how many vectors the model makes of it, which is the number of image tokens in the text.
+    Raises InputError for more pixels than MAX_RESIZED_PIXELS, for more features than MAX_FEATURES, and for none.
     """
 
     resized: Size
     grid: tuple[int, int]
     features: int
     crops: tuple[Box, ...] = ()
+
+    def __post_init__(self) -> None:
+        height, width = self.resized
+        if height * width > MAX_RESIZED_PIXELS:
+            raise InputError(
+                f"would be resized to {width} x {height} pixels, more than {MAX_RESIZED_PIXELS:,}; crop the image, or "
+                "correct preprocessor_config.json"
+            )
+        if not 1 <= self.features <= MAX_FEATURES:
+            raise InputError(
+                f"takes {self.features:,} image tokens, must take from 1 to {MAX_FEATURES:,}; make the image smaller, "
+                "or correct preprocessor_config.json and processor_config.json"
+            )
 
 
 Prepared: TypeAlias = tuple[ImagePlan, Tensor]  # an image's plan and its pixels
@@ -112,15 +129,15 @@ class QwenImages(ImageProcessor):
     @classmethod
     def from_settings(cls, settings: ImageSettings) -> "QwenImages":
         size = settings.image.get("size", dict, {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280})
-        limits = {
-            "min_pixels": settings.image.get("min_pixels", int, size.get("shortest_edge")),
-            "max_pixels": settings.image.get("max_pixels", int, size.get("longest_edge")),
-        }
-        least, most = (positive_field(settings.image, field, value) for field, value in limits.items())
+        least = read_integer(settings.image, "min_pixels", size.get("shortest_edge"))
+        most = read_integer(settings.image, "max_pixels", size.get("longest_edge"))
+        if least > most:
+            raise settings.image.error("min_pixels", least, f"must be at most max_pixels, {most}")
         return cls(
             **settings.pixels(CLIP_MEAN, CLIP_STD, resample=3), least=least, most=most,
-            patch_size=settings.positive("patch_size", 14), merge_size=settings.positive("merge_size", 2),
-            frames=settings.positive("temporal_patch_size", 2),
+            patch_size=read_integer(settings.image, "patch_size", 14),
+            merge_size=read_integer(settings.image, "merge_size", 2),
+            frames=read_integer(settings.image, "temporal_patch_size", 2),
         )  # fmt: skip
 
     def plan(self, height: int, width: int) -> ImagePlan:
@@ -162,18 +179,14 @@ class Gemma3Images(ImageProcessor):
 
     @classmethod
     def from_settings(cls, settings: ImageSettings) -> "Gemma3Images":
-        size = settings.sides("size", {"height": 224, "width": 224})
-        features = positive_field(settings.text, "image_seq_length", settings.text.get("image_seq_length", int, 256))
+        size = Size(**settings.sides("size", {"height": 224, "width": 224}))
+        features = read_integer(settings.text, "image_seq_length", 256)
         crops = None
         if settings.image.get("do_pan_and_scan", bool, False):
-            least = settings.positive("pan_and_scan_min_crop_size", 256)
-            most = settings.positive("pan_and_scan_max_num_crops", 4)
-            field = "pan_and_scan_min_ratio_to_activate"
-            ratio = settings.image.get(field, float | int, 1.2)
-            if ratio < 1:
-                raise settings.image.error(field, ratio, "must be at least 1")
-            crops = least, most, ratio
-        return cls(**settings.pixels(HALVES, HALVES, resample=2), size=Size(**size), features=features, crops=crops)
+            least = read_integer(settings.image, "pan_and_scan_min_crop_size", 256)
+            most = settings.pictures("pan_and_scan_max_num_crops", 4, size)
+            crops = least, most, read_number(settings.image, "pan_and_scan_min_ratio_to_activate", 1.2)
+        return cls(**settings.pixels(HALVES, HALVES, resample=2), size=size, features=features, crops=crops)
 
     def plan(self, height: int, width: int) -> ImagePlan:
         crops = pan_and_scan(height, width, *self.crops) if self.crops else ()
@@ -195,8 +208,7 @@ class SiglipImages(Gemma3Images):
     @classmethod
     def from_settings(cls, settings: ImageSettings) -> "SiglipImages":
         size = settings.sides("size", {"height": 224, "width": 224})
-        field = "image_seq_length"
-        features = positive_field(settings.image, field, settings.image.get(field, int, None))
+        features = read_integer(settings.image, "image_seq_length", None)
         return cls(**settings.pixels(HALVES, HALVES, resample=3), size=Size(**size), features=features, crops=None)
 
 
@@ -214,12 +226,8 @@ class PixtralImages(ImageProcessor):
             longest = Size(side, side)
         else:
             longest = Size(**settings.sides("size", {"height": 1024, "width": 1024}))
-        fields = {"patch_size": 16, "spatial_merge_size": 1}
-        patch, merge = (
-            positive_field(settings.text, field, settings.text.get(field, int, value))
-            for field, value in fields.items()
-        )
-        return cls(**settings.pixels(CLIP_MEAN, CLIP_STD, resample=3), longest=longest, unit=patch * merge)
+        unit = read_integer(settings.text, "patch_size", 16) * read_integer(settings.text, "spatial_merge_size", 1)
+        return cls(**settings.pixels(CLIP_MEAN, CLIP_STD, resample=3), longest=longest, unit=unit)
 
     @property
     def token_range(self) -> tuple[int, int]:
@@ -268,9 +276,11 @@ class ClipImages(ImageProcessor):
         if crop > side:
             raise settings.image.error("crop_size", crop, f"must be at most size.shortest_edge, {side}")
         text = settings.text
-        patch = positive_field(text, "patch_size", text.get("patch_size", int, None))
+        patch = read_integer(text, "patch_size", None)
+        if patch > crop:
+            raise text.error("patch_size", patch, f"must be at most crop_size, {crop}")
         drops_first = text.get("vision_feature_select_strategy", str, "full") == "default"
-        features = (crop // patch) ** 2 + text.get("num_additional_image_tokens", int, 0) - drops_first
+        features = (crop // patch) ** 2 + read_integer(text, "num_additional_image_tokens", 0) - drops_first
         return cls(**settings.pixels(CLIP_MEAN, CLIP_STD, resample=3), side=side, crop=crop, features=features)
 
     def plan(self, height: int, width: int) -> ImagePlan:

@@ -17,6 +17,7 @@ from ligermodels.errors import InputError
 Filter: TypeAlias = Literal["lanczos", "bilinear", "bicubic"]
 FILTERS: dict[int, Filter] = {1: "lanczos", 2: "bilinear", 3: "bicubic"}  # by the numbers of PIL.Image.Resampling
 MAX_RATIO = 200  # of the sides, in Qwen's models
+MAX_RESIZED_PIXELS = 2**26  # of an image, four times those of Qwen3-VL's largest
 # SmolVLM: no side is longer, whatever the file says.
 MAX_TILED_SIDE = 4096
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ligermodels.errors import CheckpointError
-from ligermodels.images.resizing import FILTERS
+from ligermodels.images.resizing import FILTERS, MAX_RESIZED_PIXELS, Size
 from ligermodels.tokenizer.files import JsonFields
 
 IMAGE_PROCESSOR_FILE, PROCESSOR_FILE = "preprocessor_config.json", "processor_config.json"
@@ -24,6 +24,33 @@ BACKEND_SUFFIXES = ("Fast", "Pil")  # at the end of a type's name: which library
 ALWAYS_ON = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb")
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 HALVES = (0.5, 0.5, 0.5)
+# The least and the largest value of each number. The largest is several times that of any published processor, so that
+# a damaged file cannot ask for an impossible size; the ranges of the last three keep pixels finite in fp32.
+RANGES = {
+    "min_pixels": (1, 2**24),
+    "max_pixels": (1, 2**26),
+    "size.height": (1, 2**12),
+    "size.width": (1, 2**12),
+    "size.shortest_edge": (1, 2**12),
+    "size.longest_edge": (1, 2**13),
+    "max_image_size.longest_edge": (1, 2**12),
+    "crop_size.height": (1, 2**12),
+    "crop_size.width": (1, 2**12),
+    "patch_size": (1, 2**12),
+    "merge_size": (1, 2**8),
+    "spatial_merge_size": (1, 2**8),
+    "temporal_patch_size": (1, 2**4),
+    "max_image_tiles": (1, 2**4),
+    "image_seq_length": (1, 2**14),
+    "image_seq_len": (1, 2**14),
+    "num_additional_image_tokens": (0, 2**8),
+    "pan_and_scan_min_crop_size": (1, 2**12),
+    "pan_and_scan_max_num_crops": (1, 2**4),
+    "pan_and_scan_min_ratio_to_activate": (1, 1000),
+    "rescale_factor": (0.0001, 1),
+    "image_mean": (-255, 255),
+    "image_std": (0.0001, 255),
+}
 
 
 @dataclass(frozen=True)
@@ -60,31 +87,24 @@ class ImageSettings:
     def pixels(self, mean: tuple[float, ...], std: tuple[float, ...], resample: int) -> dict[str, Any]:
         """The fields that all image processors have, as arguments. mean, std, resample: the defaults."""
         how = self.image.get("resample", int, resample)
-        if how not in FILTERS:
+        if isinstance(how, bool) or how not in FILTERS:
             raise self.image.error("resample", how, f"must be one of {', '.join(map(str, FILTERS))}")
-        factor = self.image.get("rescale_factor", float, 1 / 255)
-        if not factor > 0:
-            raise self.image.error("rescale_factor", factor, "must be above 0")
         values = {"mean": self.channels("image_mean", mean), "std": self.channels("image_std", std)}
-        return values | {"rescale_factor": factor, "how": FILTERS[how]}
+        return values | {"rescale_factor": read_number(self.image, "rescale_factor", 1 / 255), "how": FILTERS[how]}
 
     def channels(self, field: str, default: tuple[float, ...]) -> tuple[float, ...]:
-        """One number for each of red, green and blue. A standard deviation is above 0."""
+        """One number for each of red, green and blue."""
         values = self.image.get(field, list, list(default))
-        numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
-        if len(numbers) != len(values) or len(values) != 3 or (field == "image_std" and min(numbers) <= 0):
-            raise self.image.error(field, values, "must be three numbers; a standard deviation is above 0")
+        if len(values) != 3 or not all(in_range(field, value) for value in values):
+            raise self.image.error(field, values, f"must be three numbers {range_of(field)}")
         return tuple(map(float, values))
 
-    def positive(self, field: str, default: int) -> int:
-        return positive_field(self.image, field, self.image.get(field, int, default))
-
     def sides(self, field: str, default: Mapping[str, int]) -> dict[str, int]:
-        """A size: the fields of `default`, all positive."""
+        """A size: the fields of `default`."""
         sizes = self.image.get(field, dict, default)
         if not default.keys() <= sizes.keys():
             raise self.image.error(field, sizes, f"must have {' and '.join(default)}")
-        return {name: positive_field(self.image, f"{field}.{name}", sizes[name]) for name in default}
+        return {name: checked_integer(self.image, f"{field}.{name}", sizes[name]) for name in default}
 
     def square(self, field: str, default: int) -> int:
         """The side of a square size."""
@@ -93,8 +113,38 @@ class ImageSettings:
             raise self.image.error(field, sizes, "must be a square")
         return sizes["height"]
 
+    def pictures(self, field: str, default: int, size: Size) -> int:
+        """Into how many pictures of this size an image is cut at most."""
+        count = read_integer(self.image, field, default)
+        if count * size.height * size.width > MAX_RESIZED_PIXELS:
+            each = f"pictures of {size.width} x {size.height} pixels must have at most {MAX_RESIZED_PIXELS:,} in all"
+            raise self.image.error(field, count, f"{each}; lower it or size")
+        return count
 
-def positive_field(file: JsonFields, field: str, value: Any) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise file.error(field, value, "must be an integer of at least 1")
+
+def read_integer(file: JsonFields, field: str, default: int | None) -> int:
+    return checked_integer(file, field, file.values.get(field, default))
+
+
+def checked_integer(file: JsonFields, field: str, value: Any) -> int:
+    if not isinstance(value, int) or not in_range(field, value):
+        raise file.error(field, value, f"must be an integer {range_of(field)}")
     return value
+
+
+def read_number(file: JsonFields, field: str, default: float) -> float:
+    value = file.values.get(field, default)
+    if not in_range(field, value):
+        raise file.error(field, value, f"must be a number {range_of(field)}")
+    return float(value)
+
+
+def in_range(field: str, value: Any) -> bool:
+    """Whether the value is a number in the range of the field."""
+    least, most = RANGES[field]
+    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
+
+
+def range_of(field: str) -> str:
+    least, most = RANGES[field]
+    return f"from {least} to {most:,}"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ligermodels.images.processors import ImagePlan, ImageProcessor, Prepared
 from ligermodels.images.resizing import Size, best_grid, in_canvas, longest_side, resize, tile_grids, whole_tiles
-from ligermodels.images.settings import HALVES, ImageSettings, positive_field
+from ligermodels.images.settings import HALVES, ImageSettings, read_integer
 
 
 def tiles(image: Tensor, side: int) -> Tensor:
@@ -32,8 +32,9 @@ class MllamaImages(ImageProcessor):
     def from_settings(cls, settings: ImageSettings) -> "MllamaImages":
         if not settings.image.get("do_pad", bool, True):
             raise settings.image.error("do_pad", False, "must be true")
-        common = settings.pixels(HALVES, HALVES, resample=2)
-        return cls(**common, tile=settings.square("size", 224), most=settings.positive("max_image_tiles", 4))
+        tile = settings.square("size", 224)
+        most = settings.pictures("max_image_tiles", 4, Size(tile, tile))
+        return cls(**settings.pixels(HALVES, HALVES, resample=2), tile=tile, most=most)
 
     def plan(self, height: int, width: int) -> ImagePlan:
         grid = best_grid(height, width, self.tile, self.most)
@@ -103,9 +104,8 @@ class SmolVlmImages(ImageProcessor):
     def from_settings(cls, settings: ImageSettings) -> "SmolVlmImages":
         if not settings.image.get("do_pad", bool, True):
             raise settings.image.error("do_pad", False, "must be true")
-        features = positive_field(settings.text, "image_seq_len", settings.text.get("image_seq_len", int, 169))
         return cls(
-            **settings.pixels(HALVES, HALVES, resample=1), features=features,
+            **settings.pixels(HALVES, HALVES, resample=1), features=read_integer(settings.text, "image_seq_len", 169),
             side=settings.sides("size", {"longest_edge": 4 * 364})["longest_edge"],
             tile=settings.sides("max_image_size", {"longest_edge": 364})["longest_edge"],
             split=settings.image.get("do_image_splitting", bool, True),

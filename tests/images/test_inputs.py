@@ -228,11 +228,14 @@ BAD_FILES = {
     "no type": ({"image_processor_type": None}, "field image_processor_type is missing"),
     "no resizing": ({"do_resize": False}, "field do_resize is False; must be true"),
     "resample": ({"resample": 0}, "field resample is 0; must be one of 1, 2, 3"),
-    "mean": ({"image_mean": [0.5]}, r"field image_mean is \[0.5\]; must be three numbers"),
-    "std": ({"image_std": [0.5, 0, 1]}, "field image_std is .*; a standard deviation is above 0"),
-    "size": ({"max_pixels": 0}, "field max_pixels is 0; must be an integer of at least 1"),
-    "no size": ({"size": {"height": 1}}, "field min_pixels is None; must be an integer of at least 1"),
-    "patch": ({"patch_size": -14}, "field patch_size is -14; must be an integer of at least 1"),
+    "mean": ({"image_mean": [0.5]}, r"field image_mean is \[0.5\]; must be three numbers from -255 to 255"),
+    "std": ({"image_std": [0.5, 0, 1]}, "field image_std is .*; must be three numbers from 0.0001 to 255"),
+    "size": ({"max_pixels": 0}, "field max_pixels is 0; must be an integer from 1 to 67,108,864"),
+    "no size": ({"size": {"height": 1}}, "field min_pixels is None; must be an integer from 1 to 16,777,216"),
+    "patch": ({"patch_size": -14}, "field patch_size is -14; must be an integer from 1 to 4,096"),
+    "a switch for a number": ({"patch_size": True}, "field patch_size is True; must be an integer from 1"),
+    "a switch for a filter": ({"resample": True}, "field resample is True; must be one of 1, 2, 3"),
+    "factor": ({"rescale_factor": 1e-9}, "field rescale_factor is 1e-09; must be a number from 0.0001 to 1"),
 }  # fmt: skip
 
 
@@ -248,6 +251,15 @@ def test_faults_of_files_are_named(fault, tmp_path):
         file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     with pytest.raises(CheckpointError, match=message):
         ligermodels.load_processor(tmp_path)
+
+
+def test_the_images_of_a_text_are_refused_before_their_text_is_made(monkeypatch):
+    placeholder = placeholders.qwen()
+    monkeypatch.setattr(placeholders, "MAX_FEATURES_OF_TEXT", 12)
+    plans = [ImagePlan(Size(8, 8), (2, 2), 4)] * 3
+    assert placeholder.expand("<|image_pad|>" * 3, plans) == "<|image_pad|>" * 12
+    with pytest.raises(InputError, match="4 images take 16 image tokens, more than 12; use fewer or smaller images"):
+        placeholder.expand("<|image_pad|>" * 4, [*plans, plans[0]])
 
 
 def test_a_tokenizer_without_the_image_token_is_refused(tmp_path):

@@ -8,8 +8,9 @@ import pytest
 import torch
 from PIL import Image
 
-from ligermodels.errors import InputError
+from ligermodels.errors import CheckpointError, InputError
 from ligermodels.images.resizing import resize
+from ligermodels.images.settings import RANGES
 from tests.images.reference import SMALL, our_processor, their_processor, with_torchvision
 
 __all__ = ["with_torchvision"]
@@ -100,6 +101,92 @@ def test_sizes_that_no_model_takes():
         qwen.plan(900, 4)
     with pytest.raises(InputError, match="nothing is left of it within 128 x 128 pixels"):
         pixtral.plan(900, 1)
+
+
+@pytest.mark.parametrize("size", [(1, 65_535), (65_535, 1), (1, 3000), (1, 595)])
+def test_an_image_too_narrow_for_a_centre_crop_is_refused_by_its_plan(size):
+    square = {"height": 336, "width": 336}
+    llava = our_processor("Llava", {"size": {"shortest_edge": 336}, "crop_size": square}, {"patch_size": 14})
+    assert llava.plan(1, 594).resized == (336, 336 * 594)
+    width, height = (336 * side for side in reversed(size))
+    with pytest.raises(InputError, match=f"resized to {width} x {height} pixels, more than 67,108,864; crop the image"):
+        llava.plan(*size)
+
+
+# Of each fault: the case of SMALL, the changed fields of its two files, and the error.
+IMPOSSIBLE = {
+    "least pixels": ("qwen2", {"min_pixels": 10**12}, {}, "min_pixels is 10+; must be an integer from 1 to 16,777,216"),
+    "most pixels": ("qwen2", {"max_pixels": 10**12}, {}, "max_pixels is 10+; must be an integer from 1 to 67,108,864"),
+    "no pixels between": ("qwen3", {"min_pixels": 32769}, {}, "min_pixels is 32769; must be at most max_pixels, 32768"),
+    "frames": ("qwen2", {"temporal_patch_size": 17}, {}, "temporal_patch_size is 17; must be an integer from 1 to 16"),
+    "stretched": ("gemma3", {"size": {"height": 30_000, "width": 1}}, {}, "size.height is 30000; .* from 1 to 4,096"),
+    "features": ("gemma3", {}, {"image_seq_length": 6 * 10**7}, "text.json: field image_seq_length .* 1 to 16,384"),
+    "crops": ("gemma3 with crops", {"pan_and_scan_max_num_crops": 17}, {}, "max_num_crops is 17; .* from 1 to 16"),
+    "pixels of crops": (
+        "gemma3 with crops", {"size": {"height": 4096, "width": 4096}, "pan_and_scan_max_num_crops": 5}, {},
+        "max_num_crops is 5; pictures of 4096 x 4096 pixels must have at most 67,108,864 in all; lower it or size",
+    ),
+    "tiles": ("mllama", {"max_image_tiles": 10**9}, {}, "max_image_tiles is 10+; must be an integer from 1 to 16"),
+    "pixels of tiles": (
+        "mllama", {"size": {"height": 4096, "width": 4096}, "max_image_tiles": 5}, {},
+        "max_image_tiles is 5; pictures of 4096 x 4096 pixels must have at most 67,108,864 in all; lower it or size",
+    ),
+    "features of a tile": ("smolvlm", {}, {"image_seq_len": 10**7}, "image_seq_len is 10+; .* from 1 to 16,384"),
+    "negative features": ("clip", {}, {"num_additional_image_tokens": -9999}, "is -9999; must be an integer from 0 to"),
+    "patches": ("clip", {}, {"patch_size": 1000}, "text.json: field patch_size is 1000; must be at most crop_size, 56"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", IMPOSSIBLE)
+def test_numbers_that_no_processor_has_are_refused_with_their_field(fault):
+    name, image, text, message = IMPOSSIBLE[fault]
+    kind, *files = SMALL[name]
+    with pytest.raises(CheckpointError, match=message):
+        our_processor(kind, files[0] | image, files[1] | text)
+
+
+MANY_FEATURES = {
+    "tiles of a pixel": ("smolvlm", {"max_image_size": {"longest_edge": 1}}, {}, "65,540"),
+    "enlarged": ("qwen2", {"min_pixels": 2**24, "max_pixels": 2**26, "patch_size": 7}, {}, "85,849"),
+    "patches of a pixel": (
+        "pixtral",
+        {"size": {"longest_edge": 1024}},
+        {"patch_size": 1, "spatial_merge_size": 1},
+        "490,000",
+    ),
+    "none": ("clip", {}, {"patch_size": 56, "vision_feature_select_strategy": "default"}, "0"),
+}
+
+
+@pytest.mark.parametrize("fault", MANY_FEATURES)
+def test_an_image_takes_from_1_to_65536_tokens(fault):
+    name, image, text, features = MANY_FEATURES[fault]
+    kind, *files = SMALL[name]
+    processor = our_processor(kind, files[0] | image, files[1] | text)
+    with pytest.raises(InputError, match=f"takes {features} image tokens, must take from 1 to 65,536; make the image"):
+        processor.plan(700, 700)
+
+
+# The largest number of LLaVA, PaliGemma, Pixtral, Mistral 3, Idefics 3, SmolVLM, Llama 3.2 Vision, Gemma 3, Qwen3-VL.
+PUBLISHED = {
+    "min_pixels": 65_536, "max_pixels": 16_777_216, "size.height": 896, "size.width": 896, "size.shortest_edge": 336,
+    "size.longest_edge": 2048, "max_image_size.longest_edge": 512, "crop_size.height": 336, "crop_size.width": 336,
+    "patch_size": 16, "merge_size": 2, "spatial_merge_size": 2, "temporal_patch_size": 2, "max_image_tiles": 4,
+    "image_seq_length": 4096, "image_seq_len": 169, "num_additional_image_tokens": 1,
+    "pan_and_scan_min_crop_size": 256, "pan_and_scan_max_num_crops": 4, "pan_and_scan_min_ratio_to_activate": 1.2,
+}  # fmt: skip
+
+
+def test_published_numbers_are_at_most_a_quarter_of_the_largest():
+    assert all(4 * value <= RANGES[field][1] for field, value in PUBLISHED.items())
+    assert RANGES.keys() - PUBLISHED == {"rescale_factor", "image_mean", "image_std"}
+
+
+def test_a_factor_of_1_is_a_number():
+    kind, image, text = SMALL["clip"]
+    processor = our_processor(kind, image | {"rescale_factor": 1, "image_mean": [0] * 3, "image_std": [1] * 3}, text)
+    pixels = random_pixels(56, 56)
+    assert torch.equal(processor.pixels(pixels, processor.plan(56, 56)), pixels.float())
 
 
 def test_pixtral_has_at_most_the_tokens_of_its_limit():

@@ -155,6 +155,7 @@ REFUSED = {
     ),
     "parts beside LoRA": ({"train_parts": ("text",), "lora_rank": 4}, "--train-parts is for training without LoRA"),
     "limits of pictures": ({"model": "gemma3", "image_tokens": "64"}, "--image-tokens 64: the images of this model"),
+    "more than any": ({"image_tokens": "1:65537"}, "--image-tokens 1:65537: an image has at most 65,536 tokens; lower"),
     "no limits": ({"image_tokens": "9:4"}, "image_tokens is '9:4'; must be the most tokens of an image, or few"),
 }  # fmt: skip
 

@@ -42,12 +42,15 @@ def plan_images(sources: Sequence[ImageSource], processor: Processor) -> list[Pl
 
 
 class ImageChats(Tokenizer):
-    """A processor's tokenizer for one conversation: what it renders has the texts of these images."""
+    """A processor's tokenizer for one conversation: what it renders has the texts of these images.
+
+    Raises InputError if they take too many tokens.
+    """
 
     def __init__(self, processor: Processor, images: Sequence[PlannedImage]) -> None:
         self.__dict__.update(processor.tokenizer.__dict__)
         self.processor, self.images = processor, images
-        self.texts = [processor.placeholder.text(image.plan) for image in self.images]
+        self.texts = processor.placeholder.texts([image.plan for image in images])
 
     def render(self, messages: Sequence[Any], **options: Any) -> Rendered:
         """The first messages of the conversation, or all. Raises InputError as `Tokenizer.render` does."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from ligermodels.errors import InputError
 from ligermodels.images.inputs import Processor
-from ligermodels.images.processors import ImageProcessor
+from ligermodels.images.processors import MAX_FEATURES, ImageProcessor
 from ligermodels.images.settings import IMAGE_PROCESSOR_FILE, PROCESSOR_FILE
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.tokenizer.files import has_tokenizer
@@ -337,6 +337,8 @@ def limited_images(images: ImageProcessor, image_tokens: str | None) -> ImagePro
     limits = token_range(image_tokens)
     assert limits is not None  # checked with the other settings
     try:
+        if limits[1] > MAX_FEATURES:
+            raise InputError(f"an image has at most {MAX_FEATURES:,} tokens; lower it")
         return images.with_token_range(*limits)
     except InputError as error:
         raise InputError(f"--image-tokens {image_tokens}: {error}") from None

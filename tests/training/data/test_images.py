@@ -242,6 +242,12 @@ def test_bad_records_are_refused_or_counted(fault, folder, tmp_path, pictures):
     assert data.lengths.documents == 1 and "1 bad line" in data.description
 
 
+def test_a_record_whose_images_take_too_many_tokens_is_named(folder, tmp_path, pictures, monkeypatch):
+    monkeypatch.setattr("ligermodels.images.placeholders.MAX_FEATURES_OF_TEXT", 3)
+    with pytest.raises(InputError, match=r"data.jsonl:1: 1 images take 4 image tokens, more than 3; use fewer"):
+        opened(written(tmp_path, {"messages": asked([IMAGE, text("x")], "y"), "images": [pictures[0]]}), folder)
+
+
 def test_a_document_that_a_row_cannot_hold_is_refused(folder, tmp_path, pictures):
     file = written(tmp_path, *conversations(pictures))
     with pytest.raises(InputError, match=r":3: has 41 tokens, with those of its images, more than a row of 40"):

@@ -152,9 +152,9 @@ class GroupTokenizer:
             if processor.placeholder.prefix:
                 raise InputError("has images, and this model trains on preferences about text alone; leave them out")
             prompt, *completions = (plan_images(images, processor) for images in record.images)
+            return [ImageChats(processor, [*prompt, *images]) for images in completions]
         except InputError as error:
             raise InputError(f"{record.place}: {error}") from None
-        return [ImageChats(processor, [*prompt, *images]) for images in completions]
 
     def rendered_strings(self, record: GroupRecord, images: ImageChats | None) -> list[RenderedChat]:
         """images: of the prompt; a completion that is a string has none."""

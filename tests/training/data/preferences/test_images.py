@@ -167,6 +167,12 @@ def test_bad_records_are_refused_or_counted(fault, folder, tmp_path):
     assert len(data.training) == 1 and "1 bad line" in data.description
 
 
+def test_a_record_whose_images_take_too_many_tokens_is_named(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("ligermodels.images.placeholders.MAX_FEATURES_OF_TEXT", 3)
+    with pytest.raises(InputError, match=r"data.jsonl:1: 1 images take \d+ image tokens, more than 3; use fewer"):
+        opened(tmp_path, folder, PAIR)
+
+
 def test_an_image_that_has_changed_is_named(folder, tmp_path):
     data = opened(tmp_path, folder, PAIR)
     (tmp_path / "0.png").write_bytes(png(picture(200, 300)))
