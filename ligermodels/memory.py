@@ -297,7 +297,9 @@ def shard_bytes(parameter: Tensor, shards: int) -> int:
 
 def held_bytes(parameters: Iterable[Tensor], shards: int, replicated: Collection[Tensor]) -> int:
     """Bytes of the first rank's parameters: the whole of replicated ones, and shards of the others."""
-    return sum(parameter.nbytes if parameter in replicated else shard_bytes(parameter, shards) for parameter in parameters)
+    return sum(
+        parameter.nbytes if parameter in replicated else shard_bytes(parameter, shards) for parameter in parameters
+    )
 
 
 def unsharded_bytes(
