@@ -217,7 +217,7 @@ def training_memory(
         loss = max(loss, head_gradient + last - saved[-1])
     experts = distributed_experts(model) if expert_ranks > 1 else set()
     replicated: set[Tensor] = set(model.replicated_parameters())
-    ranks = dict.fromkeys(model.parameters(), shards)  # over which each parameter is distributed
+    ranks: dict[Tensor, int] = dict.fromkeys(model.parameters(), shards)  # over which each one is distributed
     ranks |= dict.fromkeys(experts, expert_ranks) | dict.fromkeys(replicated, 1)
     owned: dict[Tensor, int] = {p: shard_bytes(p, count) for p, count in ranks.items()}
     if optimizer_states is None:
