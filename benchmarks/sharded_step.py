@@ -83,6 +83,7 @@ def measure(
     def step() -> float:
         loss = model(**inputs, num_items_in_batch=distributed.total(count) // world.context).loss
         loss.backward()
+        fsdp.sum_replicated_gradients(model)
         loss, norm = distributed.total(loss.detach()), fsdp.gradient_norm(model)
         read = read_async(torch.stack([loss, norm]))
         clip_and_step(optimizer, loss, norm, MAX_GRAD_NORM)

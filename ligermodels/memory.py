@@ -7,6 +7,7 @@ The model may be on the meta device. Must not know any family or file.
 """
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import cast
@@ -215,13 +216,20 @@ def training_memory(
             head_gradient = largest_gradient_of_block(model)
         loss = max(loss, head_gradient + last - saved[-1])
     experts = distributed_experts(model) if expert_ranks > 1 else set()
-    owned: dict[Tensor, int] = {p: shard_bytes(p, expert_ranks if p in experts else shards) for p in model.parameters()}
+    replicated: set[Tensor] = set(model.replicated_parameters())
+    ranks: dict[Tensor, int] = dict.fromkeys(model.parameters(), shards)  # over which each one is distributed
+    ranks |= dict.fromkeys(experts, expert_ranks) | dict.fromkeys(replicated, 1)
+    owned: dict[Tensor, int] = {p: shard_bytes(p, count) for p, count in ranks.items()}
     if optimizer_states is None:
         states = sum(2 * owned[p] + FP32_BYTES for p in trained)  # AdamW's: two moments and a step count
-    else:  # those of the experts are their part of the trained elements
-        of_experts = optimizer_states * elements(p for p in trained if p in experts) // max(1, elements(trained))
-        states = (optimizer_states - of_experts) // shards + of_experts // expert_ranks
-    unsharded_at_start, unsharded_at_end = unsharded_bytes(model, size, shards, trained, keep_unsharded, experts)
+    else:  # those of some parameters are their part of the trained elements
+        total, by_ranks = elements(trained), Counter[int]()
+        for parameter in trained:
+            by_ranks[ranks[parameter]] += parameter.numel()
+        states = sum(optimizer_states * part // total // count for count, part in by_ranks.items())
+    unsharded_at_start, unsharded_at_end = unsharded_bytes(
+        model, size, shards, trained, keep_unsharded, experts | replicated
+    )
     not_recomputed = [p for block in model.blocks[checkpointed_blocks:] for p in block.parameters() if p in experts]
     widened = elements(p for p in not_recomputed if p.itemsize != size) * size // expert_ranks
     return TrainingMemory(
@@ -287,26 +295,33 @@ def shard_bytes(parameter: Tensor, shards: int) -> int:
     return rows * (parameter.numel() // parameter.shape[0]) * parameter.itemsize
 
 
+def held_bytes(parameters: Iterable[Tensor], shards: int, replicated: Collection[Tensor]) -> int:
+    """Bytes of the first rank's parameters: the whole of replicated ones, and shards of the others."""
+    return sum(
+        parameter.nbytes if parameter in replicated else shard_bytes(parameter, shards) for parameter in parameters
+    )
+
+
 def unsharded_bytes(
-    model: CausalLM, size: int, shards: int, trained: list[Tensor], keep_unsharded: bool, experts: Collection[Tensor]
+    model: CausalLM, size: int, shards: int, trained: list[Tensor], keep_unsharded: bool, left_out: Collection[Tensor]
 ) -> tuple[int, int]:
     """Bytes that sharding takes besides the shards, at the start and at the end of backward.
 
     These are unsharded parameters, gradients before their reduction, and buffers of all-gather and reduce-scatter.
-    experts: parameters that are distributed instead.
+    left_out: parameters that FSDP2 does not shard.
     """
-    if shards == 1 and all(parameter.dtype.itemsize == size for parameter in trained):
+    if shards == 1 and all(parameter.itemsize == size for parameter in trained if parameter not in left_out):
         return 0, 0
     layers = model.blocks
     copies = 2 if shards > 1 else 1  # the last all-gather exists twice: as its buffer and as parameters
     kept = layers if keep_unsharded else layers[-1:]  # FSDP2 keeps the last block unsharded in any case
-    start = copies * model.head.weight.numel() * size + sum(gathered_bytes(block, size, experts) for block in kept)
-    ids = {id(parameter) for parameter in trained if parameter not in experts}
+    start = copies * model.head.weight.numel() * size + sum(gathered_bytes(block, size, left_out) for block in kept)
+    ids = {id(parameter) for parameter in trained if parameter not in left_out}
     end = 0
     for block in layers:
         # The next all-gather is prefetched meanwhile; gradients are reduced in the wider dtype of the two.
         gradients = sum(p.numel() * (size + max(size, p.itemsize)) for p in block.parameters() if id(p) in ids)
-        end = max(end, 2 * gathered_bytes(block, size, experts) + gradients)
+        end = max(end, 2 * gathered_bytes(block, size, left_out) + gradients)
     return start, end
 
 
@@ -331,8 +346,9 @@ def inference_memory(model: CausalLM, batch_size: int, sequence_length: int, dty
     """
     paged = batch_size * pages_for(sequence_length) * PAGE_SIZE
     largest = max(saved_by_block(block, dtype.itemsize) for block in decoder_blocks(model))
+    fp32 = set(model.fp32_parameters())
     return InferenceMemory(
-        weights=gathered_bytes(model, dtype.itemsize),
+        weights=gathered_bytes(model, dtype.itemsize, fp32) + sum(parameter.nbytes for parameter in fp32),
         cache=cache_bytes(model, paged, batch_size, sequence_length, dtype),
         prompt=min(batch_size * sequence_length, PREFILL_TOKENS) * largest + largest_dequantised(model),
     )

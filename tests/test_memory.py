@@ -257,6 +257,20 @@ def test_the_shard_of_a_rank_has_the_size_that_fsdp_gives_the_first_rank(shards)
     assert needs.optimizer_states == 2 * shard + 4 * len(list(model.parameters()))
 
 
+@pytest.mark.parametrize("name", ["qwen3_next", "granitemoehybrid"])
+def test_parameters_that_stay_in_fp32_are_whole_on_every_rank(name):
+    model = ligermodels.create(CASES[name], dtype=torch.bfloat16, device="meta")
+    fp32 = set(model.fp32_parameters())
+    others = [parameter for parameter in model.parameters() if parameter not in fp32]
+    assert {p.itemsize for p in fp32} == {4} and {p.itemsize for p in others} == {2}
+    rank = nbytes(torch.chunk(parameter, 3)[0].clone() for parameter in others) + nbytes(fp32)
+    alone, sharded = (training_memory(model, 1, 8, torch.bfloat16, shards=shards) for shards in (1, 3))
+    assert alone.weights == nbytes(model.parameters()) and sharded.weights == sharded.gradients == rank
+    assert sharded.optimizer_states == 2 * rank + 4 * len(list(model.parameters()))
+    assert alone.unsharded_at_start == alone.unsharded_at_end == 0  # one process needs no FSDP2 for them
+    assert inference_memory(model, 1, 8, torch.bfloat16).weights == nbytes(model.parameters())
+
+
 @pytest.mark.parametrize("batch_size, parts", [(256, ("activations", "loss")), (4, ("gradients", "block"))])
 def test_the_peak_of_a_rank_has_the_parts_of_one_gpu_and_unsharded_memory(batch_size, parts):
     """fp32 weights are sharded over 2 ranks: a block is unsharded in bf16, its gradients are reduced in fp32."""

@@ -209,7 +209,8 @@ def test_a_sharded_half_precision_checkpoint_survives_the_round_trip(family, tmp
     reference.save_pretrained(tmp_path / "in", max_shard_size="40KB")
     assert len(list((tmp_path / "in").glob("*.safetensors"))) > 1
     model = ligermodels.load(tmp_path / "in")
-    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+    others = (x.dtype for name, x in model.named_parameters() if name not in model.fp32_tensors())
+    assert {*others} == {dtype}
     export_weights(model, tmp_path / "out", source=tmp_path / "in", max_shard_size=40_000)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
     assert bits(tmp_path / "out") == bits(tmp_path / "in")
@@ -337,11 +338,30 @@ def test_models_with_states_keep_fp32_tensors_and_layers_of_further_tokens(name,
     assert bits(tmp_path / "out") == bits(tmp_path / "in")
     changed = next(block.mixer for block in model.model.layers if hasattr(block.mixer, "A_log"))
     with torch.no_grad():
-        changed.A_log += 1
-    ligermodels.export(model, tmp_path / "changed")
-    before, after = bits(tmp_path / "in"), bits(tmp_path / "changed")
-    (key,) = (key for key in before if after[key] != before[key])
-    assert key.endswith("0.linear_attn.A_log")
+        changed.A_log += 1e-3  # less than bf16 can add
+    for dtype in (None, torch.bfloat16):  # training exports in the compute dtype
+        ligermodels.export(model, tmp_path / "changed", dtype=dtype, overwrite=True)
+        before, after = weights(tmp_path / "in"), weights(tmp_path / "changed")
+        assert before.keys() == after.keys()
+        (key,) = (key for key in before if not torch.equal(after[key], before[key]))
+        assert key.endswith("0.linear_attn.A_log")
+        assert torch.equal(after[key], before[key] + 1e-3) and after[key].dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "granitemoehybrid"])
+def test_a_trained_fp32_tensor_is_written_in_the_dtype_that_the_file_has(name, tmp_path):
+    """Here bf16, of which none is copied: values are rounded once, in the export."""
+    reference_model(CASES[name], torch.bfloat16).save_pretrained(tmp_path / "in")
+    model = ligermodels.load(tmp_path / "in")
+    with torch.no_grad():
+        for parameter in model.fp32_parameters():
+            parameter += 1e-3
+    stored = {key: x.float() + 1e-3 for key, x in weights(tmp_path / "in").items() if key in model.fp32_tensors()}
+    for dtype, wanted in ((None, torch.bfloat16), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32)):
+        ligermodels.export(model, tmp_path / "out", dtype=dtype, overwrite=True)
+        written = weights(tmp_path / "out")
+        assert len(stored) == 4 and {x.dtype for x in written.values()} == {wanted}
+        assert all(torch.equal(written[key], x.to(wanted)) for key, x in stored.items())
 
 
 def test_an_fp8_checkpoint_has_the_values_that_the_reference_reads(tmp_path):

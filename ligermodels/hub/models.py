@@ -61,8 +61,8 @@ def load(
 
     A checkpoint of a sequence classification with one label becomes a `RewardModel`.
 
-    dtype: of all parameters, as torch.bfloat16 or "bfloat16"; None for the dtype in config.json, or else that of the
-    stored weights.
+    dtype: of the parameters, as torch.bfloat16 or "bfloat16"; None for the dtype in config.json, or else that of the
+    stored weights. A few that families compute in fp32, such as A_log, stay in fp32 (docs/models.md).
     device: an int means a GPU. The weights are streamed there; the host holds buffers of 192 MiB, never the model.
     allow_unexpected: ignore tensors that the model has no place for, with a warning, instead of raising an error.
     reward_model: the checkpoint of a language model becomes a `RewardModel` too, with a new score head: a warning says
@@ -209,7 +209,8 @@ def export(
     If the model is sharded by FSDP2, every rank must call; rank 0 writes, and at most one parameter is gathered at a
     time.
     folder: must be empty or not exist. It is written atomically.
-    dtype: of the written weights: float64, float32, float16 or bfloat16; None for the model's dtype.
+    dtype: of the written weights: float64, float32, float16 or bfloat16; None for the model's dtype. Weights that the
+    model keeps in fp32 are written in it if they were read in it.
     max_shard_size: bytes per file, as a number or as "5GB" or "2GiB".
     also: a function that writes further files, such as a tokenizer, into the temporary folder it gets.
     overwrite: the folder may also be an earlier export, which stays until the new one is complete. A folder with files

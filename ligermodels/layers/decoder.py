@@ -205,8 +205,9 @@ class CausalLM(CheckpointedModel, AdaptableModule, HubModule, ABC):
         return [cast(Block, block) for block in self.model.layers]
 
     def replicated_parameters(self) -> list[nn.Parameter]:
-        """Parameters that every rank keeps whole where the others are sharded."""
-        return []
+        """Parameters that every rank keeps whole where the others are sharded: FSDP2 shards and gathers parameters of
+        one dtype together."""
+        return self.fp32_parameters()
 
     @property
     def head(self) -> nn.Linear:

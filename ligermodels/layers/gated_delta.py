@@ -20,13 +20,16 @@ from ligermodels.layers.fused import apply_linear, norm_then_linear
 from ligermodels.layers.mixer import Mixer, Positions
 from ligermodels.layers.norm import PreNorm
 from ligermodels.layers.states import CausalConv, begin, delta_rule
+from ligermodels.weights.module import Fp32Module
 
 CONV, RULE = 0, 1  # numbers of the states
 Fill = Callable[[Tensor, torch.Generator], Tensor]
 
 
-class GatedRMSNorm(nn.Module):
-    """y = x * rsqrt(mean(x²) + eps) * weight * silu(z)."""
+class GatedRMSNorm(Fp32Module):
+    """y = x * rsqrt(mean(x²) + eps) * weight * silu(z), with the weight in fp32."""
+
+    fp32_tensors = ("weight",)
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -41,16 +44,17 @@ class GatedRMSNorm(nn.Module):
         return f"{self.weight.shape[0]}, eps={self.eps}"
 
 
-class GatedDeltaNet(Mixer):
+class GatedDeltaNet(Fp32Module, Mixer):
     """Linear attention with Hk key heads of hk and Hv value heads of hv elements.
 
     Weights: in_proj [2 Hk hk + 2 Hv hv + 2 Hv, H], the rows of queries, keys, values, z, b, a; conv1d over the channels
-    of queries, keys and values; A_log, dt_bias [Hv]; norm [hv]; out_proj [H, Hv hv].
+    of queries, keys and values; A_log (fp32), dt_bias [Hv]; norm [hv]; out_proj [H, Hv hv].
         g = -exp(A_log) softplus(a + dt_bias);  β = sigmoid(b);  o = rule(silu(conv(q, k, v)), g, β)
         output = out_proj(norm(o, z))
     """
 
     name_in_block = "linear_attn"
+    fp32_tensors = ("A_log",)
     initial_values: ClassVar[Mapping[str, Fill]] = {
         "A_log": lambda value, generator: value.uniform_(0.01, 16.0, generator=generator).log_(),
         "dt_bias": lambda value, generator: value.fill_(1.0),

@@ -18,6 +18,7 @@ from ligermodels.layers.fused import apply_linear, norm_then_linear
 from ligermodels.layers.mixer import Mixer, Positions
 from ligermodels.layers.norm import PreNorm
 from ligermodels.layers.states import CausalConv, begin, state_space
+from ligermodels.weights.module import Fp32Module
 
 CONV, SCAN = 0, 1  # numbers of the states
 
@@ -50,16 +51,17 @@ def ones(value: Tensor, generator: torch.Generator) -> Tensor:
     return value.fill_(1.0)
 
 
-class Mamba2(Mixer):
+class Mamba2(Fp32Module, Mixer):
     """Mamba-2 with H heads of P elements, and states of N for each; G groups of heads share B and C.
 
     Weights: in_proj [2 H P + 2 G N + H, hidden], the rows of z, x, B, C, dt; conv1d over the channels of x, B and C;
-    A_log, D, dt_bias [H]; norm [H P]; out_proj [hidden, H P].
+    A_log, D (both fp32), dt_bias [H]; norm [H P]; out_proj [hidden, H P].
         δ = clamp(softplus(dt + dt_bias), time_step_limit);  a = -exp(A_log);  y = scan(silu(conv(x, B, C)), δ, a, D)
         output = out_proj(norm(y, z))
     """
 
     name_in_block = "mamba"
+    fp32_tensors = ("A_log", "D")
     initial_values: ClassVar[Mapping[str, Callable[[Tensor, torch.Generator], Tensor]]] = {
         "A_log": log_of_numbers, "D": ones, "dt_bias": ones,
     }  # fmt: skip

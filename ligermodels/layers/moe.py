@@ -26,6 +26,7 @@ from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.norm import PreNorm, RMSNorm
 from ligermodels.layers.packed import is_intercepted
 from ligermodels.layers.quantised import FrozenWeights
+from ligermodels.weights.module import Fp32Module
 
 
 class Experts(nn.Module):
@@ -225,7 +226,7 @@ class NormedRouter(Router):
         return weight * self.per_expert_weight[index], index
 
 
-class SigmoidRouter(Router):
+class SigmoidRouter(Fp32Module, Router):
     """Router whose scores are sigmoids in fp32, and whose choice among groups of experts a bias can correct.
 
     e_score_correction_bias [E]: fp32 in a model of any dtype, because a rounded one would choose other experts; a
@@ -233,6 +234,7 @@ class SigmoidRouter(Router):
     groups, top_groups, scale, eps: as those of `route_by_sigmoid`.
     """
 
+    fp32_tensors = ("e_score_correction_bias",)
     e_score_correction_bias: Tensor | None
 
     def __init__(
@@ -244,15 +246,6 @@ class SigmoidRouter(Router):
         self.stored_buffers = {"e_score_correction_bias": 0.0} if corrected else {}
         bias = torch.zeros(num_experts, dtype=torch.float32) if corrected else None
         self.register_buffer("e_score_correction_bias", bias)
-
-    def _apply(self, fn, recurse=True):
-        """Keeps the bias in fp32, bit for bit: .to(bfloat16) would round it."""
-        before = self.e_score_correction_bias
-        super()._apply(fn, recurse)
-        after = self.e_score_correction_bias
-        if before is not None and after.dtype != before.dtype:
-            self.e_score_correction_bias = before.to(after.device)
-        return self
 
     def forward(self, x: Tensor) -> Tensor:
         """x [tokens, H] -> logits [tokens, E] fp32, of an fp64 model fp64."""

@@ -107,8 +107,9 @@ class ImageParts(CausalLM):
         return [cast(Block, block) for name in self.tower_lists for block in self.get_submodule(name).children()]
 
     def replicated_parameters(self) -> list[nn.Parameter]:
-        """A frozen tower: ranks that hold no image would not gather it together with the others."""
-        return [] if is_trained(self.visual) else list(self.visual.parameters())
+        """A frozen tower too: ranks that hold no image would not gather it together with the others."""
+        tower = [] if is_trained(self.visual) else list(self.visual.parameters())
+        return super().replicated_parameters() + tower
 
     def parts(self) -> dict[str, list[nn.Parameter]]:
         """The parameters of each of MODEL_PARTS."""

@@ -194,6 +194,7 @@ def train(config: TrainConfig) -> TrainResult:
             # A step that is not finite updates nothing, except during backward. The host reads while the update runs.
             signs = stop.requested, checkpoints.failed, checkpoints.minutes_since_save >= config.checkpoint_minutes
             totals = step.over_ranks(signs)
+            fsdp.sum_replicated_gradients(model)
             norm = fsdp.gradient_norm(model) if in_backward is None else in_backward.finish()
             read = read_async(torch.cat([norm[None], totals]))
             if in_backward is None:

@@ -92,7 +92,8 @@ def export_weights(
     model: if its parameters are DTensors, every rank must call; rank 0 writes, and all return when the folder is
     complete.
     source: the folder that the model was loaded from; its files that match `copied_files` are copied.
-    dtype: of the written tensors: float64, float32, float16 or bfloat16; None for the model's.
+    dtype: of the written tensors: float64, float32, float16 or bfloat16; None for the model's. Those that the model
+    keeps in fp32 are written no narrower than they were read.
     max_shard_size: bytes of tensors per file, as a number or as "5GB" or "2GiB"; a larger tensor gets its own file.
     also: see `write_folder`.
     values: a state dict with the values to write; None for those of the model. If they are whole, one rank may call.
@@ -115,6 +116,7 @@ def export_weights(
     names = list(model.stored_tensors())
     dtypes = {name: dtype or values[name].dtype for name in names}
     dtypes |= {name: buffer.dtype for name, buffer in buffers.items()}
+    dtypes |= {name: model.written_dtype(name, dtype or model.dtype) for name in model.fp32_tensors()}
     dtypes |= {f"{name}.weight": dtype or model.dtype for name in model.modules_to_save}
     parameters = {name: values[name] for name in sorted(names, key=lambda name: -dtypes[name].itemsize)}
     shapes = {name: parameter.shape for name, parameter in parameters.items()}
@@ -169,8 +171,8 @@ def hub_weights(model: HubModule, dtype: torch.dtype) -> Iterator[tuple[str, Ten
     """
     reshard(model)
     values = model.stored_tensors()
-    buffers = model.stored_buffers()
-    dtypes = {name: value.dtype if name in buffers else dtype for name, value in values.items()}
+    as_they_are = model.stored_buffers().keys() | model.fp32_tensors().keys()
+    dtypes = {name: value.dtype if name in as_they_are else dtype for name, value in values.items()}
     pieces = plan_pieces({name: value.shape for name, value in values.items()}, model.weight_rules())
     for piece, blocks in zip(pieces, hub_tensors(model, values, pieces, dtypes), strict=True):
         yield piece.tensor, torch.cat(list(blocks))

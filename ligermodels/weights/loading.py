@@ -153,6 +153,8 @@ def fill_weights(model: HubModule, plan: LoadPlan) -> None:
         else:
             fill_quantised(weight, group, stored, scales)
     model.loaded_rules, model.kept = plan.rules, plan.kept
+    wide = model.fp32_tensors()
+    model.stored_dtypes = {p.parameter: stored[p.tensor].dtype for p in plan.pieces if p.parameter in wide}
     most = most_common_dtype(stored[piece.tensor] for piece in plan.pieces)
     others = (
         piece.tensor

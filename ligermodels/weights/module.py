@@ -32,6 +32,7 @@ class HubModule(nn.Module):
     kept: the names of tensors in `source` that the model does not compute. An export copies them from there.
     stored_otherwise: the names of tensors that `source` stores in another dtype than most, such as quantised ones. An
     export copies those that are unchanged.
+    stored_dtypes: of the `fp32_tensors`, by name, the dtypes in which `source` stores them.
     modules_to_save: the modules that are trained as a whole beside LoRA, with a weight each; an adapter stores them.
     new_parameters: those that loading leaves alone, because the checkpoint is that of a model with another head.
     left_out: the names of tensors of such a checkpoint that have no place in the model and in its exports.
@@ -48,6 +49,7 @@ class HubModule(nn.Module):
         self.loaded_rules: tuple[Rule, ...] | None = None
         self.kept: tuple[str, ...] = ()
         self.stored_otherwise: tuple[str, ...] = ()
+        self.stored_dtypes: dict[str, torch.dtype] = {}
         self.modules_to_save: tuple[str, ...] = ()
         self.new_parameters: tuple[str, ...] = ()
         self.left_out: tuple[str, ...] = ()
@@ -114,6 +116,25 @@ class HubModule(nn.Module):
             for name in names
         }
 
+    def fp32_tensors(self) -> dict[str, Tensor]:
+        """The parameters and buffers that stay in fp32 in a model of a narrower dtype, by name: those that a module
+        lists as `fp32_tensors`."""
+        return {
+            f"{prefix}.{name}": tensor
+            for prefix, module in self.named_modules()
+            if isinstance(module, Fp32Module)
+            for name, tensor in module.own_fp32_tensors().items()
+        }
+
+    def fp32_parameters(self) -> list[nn.Parameter]:
+        """The parameters among `fp32_tensors`."""
+        return [tensor for tensor in self.fp32_tensors().values() if isinstance(tensor, nn.Parameter)]
+
+    def written_dtype(self, tensor: str, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which an export in `dtype` writes one of the `fp32_tensors`: no narrower than in `source`, of a
+        new model than fp32."""
+        return torch.promote_types(dtype, self.stored_dtypes.get(tensor, torch.float32))
+
     def stored_tensors(self) -> dict[str, Any]:
         """What a checkpoint stores, by name: the parameters, tied ones once, and some buffers.
 
@@ -178,6 +199,29 @@ class QuantisedModule(nn.Module):
 
     def quantised_weights(self) -> Mapping[str, StoredWeight]:
         raise NotImplementedError
+
+
+class Fp32Module(nn.Module):
+    """A module with parameters or buffers that stay in fp32 in a model of a narrower dtype.
+
+    fp32_tensors: their names.
+    """
+
+    fp32_tensors: ClassVar[tuple[str, ...]]
+
+    def own_fp32_tensors(self) -> dict[str, Tensor]:
+        return {name: tensor for name in self.fp32_tensors if (tensor := getattr(self, name)) is not None}
+
+    def _apply(self, fn, recurse=True):
+        """Keeps the bits of these tensors and of their gradients: .to(bfloat16) would round them."""
+        kept = {id(x) for tensor in self.own_fp32_tensors().values() for x in (tensor, tensor.grad)}
+
+        def apply(x: Tensor) -> Tensor:
+            result = fn(x)
+            dtype = torch.promote_types(result.dtype, torch.float32)
+            return x.to(result.device, dtype) if id(x) in kept and result.dtype != dtype else result
+
+        return super()._apply(apply, recurse)
 
 
 def named_weights(module: nn.Module) -> dict[str, Any]:

@@ -55,6 +55,7 @@ def train(name, parts, checkpointed_blocks=0):
         for parameter in model.parameters():  # of one rank, a step without images leaves none
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+        fsdp.sum_replicated_gradients(model)
         optimizers.clip_and_step(optimizer, loss, fsdp.gradient_norm(model), 1e9)
         optimizer.zero_grad()
         with torch.no_grad():

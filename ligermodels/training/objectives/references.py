@@ -25,7 +25,7 @@ from ligermodels.hub import create, quantise_on_meta, resolve
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.lora import lora_disabled
 from ligermodels.losses.pairs import pair_sums
-from ligermodels.memory import shard_bytes, trained_parameters
+from ligermodels.memory import held_bytes, trained_parameters
 from ligermodels.training.config import TrainConfig
 from ligermodels.training.data.preferences import PreferenceBatch
 from ligermodels.training.runs.defaults import TORCH_DTYPES
@@ -151,7 +151,7 @@ class SnapshotReference(Reference):
         return {} if self.alpha is None else {f"reference.{name}": weight for name, weight in self.weights.items()}
 
     def bytes_beside(self, model: CausalLM, shards: int) -> int:
-        return sum(shard_bytes(parameter, shards) for parameter in trained_parameters(model))
+        return held_bytes(trained_parameters(model), shards, set(model.replicated_parameters()))
 
 
 @contextmanager
@@ -224,7 +224,8 @@ class ModelReference(Reference):
         return row_logprobs(self.model, batch, self.temperature)
 
     def bytes_beside(self, model: CausalLM, shards: int) -> int:
-        return sum(shard_bytes(parameter, shards) for parameter in self.build(model).parameters())
+        reference = self.build(model)
+        return held_bytes(reference.parameters(), shards, set(reference.replicated_parameters()))
 
 
 def default_reference(config: TrainConfig) -> str:

@@ -12,7 +12,7 @@ from ligermodels.errors import InputError
 from ligermodels.hub import create, load_tokenizer, quantise_on_meta, resolve
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.reward_model import RewardModel
-from ligermodels.memory import decoder_blocks, gathered_bytes, inference_memory, shard_bytes
+from ligermodels.memory import decoder_blocks, gathered_bytes, held_bytes, inference_memory
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.tokenizer.files import has_tokenizer
 from ligermodels.training.data.batches import Batch
@@ -66,13 +66,13 @@ class TeacherModel:
 
     def memory(self, tokens: int, shards: int) -> int:
         """Bytes of a rank: its shard of the weights, and one block with the head while they compute."""
-        parameters = list(self.model.parameters())
-        held = sum(shard_bytes(parameter, shards) for parameter in parameters)
+        fp32 = set(self.model.fp32_parameters())
+        held = held_bytes(self.model.parameters(), shards, fp32)
         computing = inference_memory(self.model, 1, tokens, self.model.dtype).prompt
         if shards == 1:
             return held + computing
         size = self.model.dtype.itemsize
-        gathered = max(gathered_bytes(block, size) for block in decoder_blocks(self.model))
+        gathered = max(gathered_bytes(block, size, fp32) for block in decoder_blocks(self.model))
         return held + computing + 2 * gathered + self.model.head.weight.numel() * size
 
 

@@ -55,7 +55,7 @@ class EngineSize(NamedTuple):
     def step_bytes(self, model: CausalLM, *, gathered: bool) -> int:
         """Of the logits of all rows, in the model's dtype and in fp32, and of gathered weights."""
         size = model.dtype.itemsize
-        weights = gathered_bytes(model, size) if gathered else 0
+        weights = gathered_bytes(model, size, set(model.replicated_parameters())) if gathered else 0
         return weights + self.rows * model.config.vocab_size * (size + 4)
 
 

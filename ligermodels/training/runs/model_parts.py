@@ -24,8 +24,9 @@ def train_parts(model: CausalLM, config: TrainConfig, frozen_dtype: torch.dtype)
         raise InputError(f"{flag_of(settings[0])}: {config.model} is a model of text alone; leave it out")
     if config.train_parts is not None:
         model.train_parts(config.train_parts)
+        fp32 = set(model.fp32_parameters())
         for parameter in model.parameters():
-            if not parameter.requires_grad:
+            if not parameter.requires_grad and parameter not in fp32:
                 parameter.data = parameter.data.to(frozen_dtype)
     for part, setting in PART_RATES.items():
         if setting in settings and not any(parameter.requires_grad for parameter in model.parts()[part]):

@@ -42,7 +42,7 @@ def shard(
     are reduced in `dtype`.
     Raises InputError if a parameter is shared between two units, or dp_replicate does not divide the number of ranks.
     """
-    if world.size == 1 and all(p.dtype == dtype for p in model.parameters() if p.requires_grad):
+    if world.size == 1 and all(p.dtype == dtype for p in sharded_parameters(model)):
         return
     check_no_ties_between_units(model)
     policy = mixed_precision(model, dtype)
@@ -79,7 +79,8 @@ def shard_frozen(model: CausalLM, world: World, dtype: torch.dtype, *, dp_replic
     if world.size == 1:
         return
     policy = MixedPrecisionPolicy(param_dtype=dtype, cast_forward_inputs=False)
-    unit = functools.partial(fully_shard, mesh=make_mesh(world, dp_replicate), mp_policy=policy)
+    mesh, ignored = make_mesh(world, dp_replicate), set(model.fp32_parameters())
+    unit = functools.partial(fully_shard, mesh=mesh, mp_policy=policy, ignored_params=ignored)
     for block in decoder_blocks(model):
         unit(block)
     if model.model.embed_tokens.weight is not model.head.weight:
@@ -104,7 +105,13 @@ def gathered_head(model: CausalLM) -> Iterator[Tensor]:
         unit.reshard()
 
 
-def mixed_precision(model: nn.Module, dtype: torch.dtype) -> MixedPrecisionPolicy:
+def sharded_parameters(model: CausalLM) -> list[nn.Parameter]:
+    """The trained parameters that FSDP2 shards."""
+    replicated = set(model.replicated_parameters())
+    return [p for p in model.parameters() if p.requires_grad and p not in replicated]
+
+
+def mixed_precision(model: CausalLM, dtype: torch.dtype) -> MixedPrecisionPolicy:
     """Returns the policy: all-gather and compute in `dtype`; reduce gradients in the wider of `dtype` and the dtype of
     the trained parameters, of which a reference has none.
 
@@ -113,7 +120,7 @@ def mixed_precision(model: nn.Module, dtype: torch.dtype) -> MixedPrecisionPolic
     times. If gradients are independent, its error is about √(N / 2) times that of one rounding: on 8 ranks 0.37 % of a
     sum instead of 0.17 %.
     """
-    param_dtype = next((parameter.dtype for parameter in model.parameters() if parameter.requires_grad), dtype)
+    param_dtype = next((parameter.dtype for parameter in sharded_parameters(model)), dtype)
     reduced = torch.promote_types(param_dtype, dtype)
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, cast_forward_inputs=False)
 
@@ -192,6 +199,19 @@ def set_gradient_all_reduce(model: nn.Module, enabled: bool) -> None:
     """
     if isinstance(model, FSDPModule):
         model.set_requires_all_reduce(enabled)
+
+
+def sum_replicated_gradients(model: CausalLM) -> None:
+    """Sums the gradients of replicated parameters over all ranks, as FSDP2 has summed those of the others.
+
+    To be called once, after the last micro-batch. Every rank must call it.
+    """
+    gradients = [p.grad for p in model.replicated_parameters() if p.grad is not None]
+    if not gradients:
+        return
+    total = distributed.total(torch.cat([gradient.flatten() for gradient in gradients]))
+    sizes = [gradient.numel() for gradient in gradients]
+    torch._foreach_copy_(gradients, [x.view_as(g) for x, g in zip(total.split(sizes), gradients, strict=True)])
 
 
 def gradient_norm(model: nn.Module) -> Tensor:

@@ -141,6 +141,11 @@ def test_two_ranks_train_like_one_process(launcher, tmp_path, on_cpu):
         alone = train(accumulate=2, batch_size=2, **common)
         assert alone["losses"][-1] < alone["losses"][0], name
         assert_same_run(got, alone, name)
+        wide = {parameter for parameter, weight in got["weights"].items() if weight.dtype == torch.float32}
+        if common.get("param_dtype") == "bfloat16":
+            assert {parameter.rpartition(".")[2] for parameter in wide} == (
+                {"A_log", "D"} if "Mamba" in name else set()
+            )
 
 
 @pytest.mark.parametrize("name", [name for name, architecture in ARCHITECTURES.items() if "tiny" in architecture.SIZES])
@@ -179,15 +184,18 @@ def test_gradient_accumulation_and_activation_checkpointing_change_nothing_with_
     assert_same_run(accumulated, train(model, batch_size=4))
 
 
-def test_one_process_computes_in_bf16_with_fp32_parameters(on_cpu):
-    """Its first gradients are those of parameters rounded to bf16, stored in fp32."""
-    model = ligermodels.create(config("llama", tied=False), device="meta")
+@pytest.mark.parametrize(
+    "raw", [config("llama", False), DELTA_EXPERTS, MAMBA_EXPERTS], ids=lambda raw: raw["model_type"]
+)
+def test_one_process_computes_in_bf16_with_fp32_parameters(raw, on_cpu):
+    """Its first gradients are those of parameters rounded to bf16, stored in fp32; some are not rounded, as A_log."""
+    model = ligermodels.create(raw, device="meta")
     estimate = training_memory(model, 1, 32, torch.bfloat16)
     fsdp.shard(model, World(CPU), torch.bfloat16)
     assert training_memory(model, 1, 32, torch.bfloat16) == estimate  # an out-of-memory error estimates again
     model.to_empty(device="cpu")
     model.initialize(1)
-    rounded = ligermodels.create(config("llama", tied=False), device="cpu")
+    rounded = ligermodels.create(raw, device="cpu")
     rounded.load_state_dict({name: whole(parameter) for name, parameter in model.named_parameters()})
     rounded.bfloat16()
     ids = torch.arange(32)[None]
@@ -230,6 +238,9 @@ class Blocks(nn.Module):
     @property
     def blocks(self):
         return list(self.model.layers)
+
+    def replicated_parameters(self):
+        return []
 
 
 def test_weights_tied_across_blocks_are_rejected_and_a_tied_head_is_allowed():

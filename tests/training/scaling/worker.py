@@ -119,6 +119,7 @@ def train(
             share = model(**batch, num_items_in_batch=count, **shared).loss
             share.backward()
             loss += share.detach()
+        fsdp.sum_replicated_gradients(model)
         loss, norm = distributed.total(loss), fsdp.gradient_norm(model)
         optimizers.clip_and_step(
             optimizer, loss, norm, math.inf
