@@ -142,7 +142,7 @@ class GRPO(Objective):
     def complete(self, config: RunConfig) -> None:
         super().complete(config)
         if self.spec is not None:
-            self.reference = make_live_reference(self.spec, config, self.world)
+            self.reference = make_live_reference(self.spec, config, self.world, self.data.tokenizer)
             self.reference.temperature = self.temperature
         if len(self.data.training) < self.prompts_per_generation:
             raise InputError(
