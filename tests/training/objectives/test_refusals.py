@@ -1,5 +1,7 @@
 """Settings that have no effect or contradict an objective, and what a run says about its data."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -57,6 +59,13 @@ def refusal(objective, **settings):
 )
 def test_a_setting_without_effect_and_a_contradiction_are_refused_by_name(objective, settings, words):
     assert words in refusal(objective, **settings)
+
+
+@pytest.mark.parametrize("loss", ["aot", "aot_unpaired"])
+def test_a_loss_that_sorts_the_pairs_of_a_step_is_refused_on_several_ranks(loss):
+    config = TrainConfig(model="qwen2", objective="dpo", loss=("sigmoid", loss))
+    with pytest.raises(InputError, match=f"^--loss {loss}: sorts the pairs of a step, .* but there are 2: start one"):
+        make_objective(config, replace(ALONE, size=2))
 
 
 def test_every_objective_can_be_made():
