@@ -26,6 +26,7 @@ from trl import (
     RLOOTrainer,
 )
 from trl.experimental.cpo import CPOConfig, CPOTrainer
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 import ligermodels
 from ligermodels.distributed import World
@@ -169,6 +170,22 @@ def test_cpo_and_simpo(folder, tmp_path, kind):
     own = {"gamma": 0.4} if kind == "simpo" else {"nll_weight": 0.7}
     ours = trained_by_us(folder, PAIRS, tmp_path, objective=kind, pairs=UNITS, max_length=64, beta=BETA, **own)
     assert_same_step(ours, theirs, SHOWN, tmp_path)
+
+
+class CompletionORPO(ORPOTrainer):
+    """TRL's ORPO with the likelihood of the chosen completion alone, as in ours; TRL adds that of its prompt."""
+
+    def concatenated_forward(self, model, batch):
+        chosen, *others, _ = super().concatenated_forward(model, batch)
+        lengths = (batch["chosen_labels"][:, 1:] != -100).sum(1)
+        return chosen, *others, -(chosen * lengths).sum() / lengths.sum()
+
+
+def test_orpo(folder, tmp_path):
+    settings = {"max_length": 64, "beta": BETA, "max_completion_length": 60}
+    theirs = trained_by_trl(folder, CompletionORPO, ORPOConfig, PAIRS, tmp_path, settings=settings)
+    ours = trained_by_us(folder, PAIRS, tmp_path, objective="orpo", pairs=UNITS, max_length=64, beta=BETA)
+    assert_same_step(ours, theirs, [*SHOWN, "nll_loss", "log_odds_chosen"], tmp_path)
 
 
 def odd(completion_ids, **_):
