@@ -191,7 +191,7 @@ def test_logits_that_are_not_finite_end_a_generation_with_one_line(config, few):
             "--sampler-clip-min 3: must be below --sampler-clip, 3",
         ),
         ({"kl_correction": False}, "--kl-correction off goes with --beta, which is missing"),
-        ({"loss": ("rloo",), "beta": 0.1, "kl_correction": False}, "--kl-correction off has no effect with --loss rloo"),
+        ({"loss": ("rloo",), "beta": 0.1, "kl_correction": False}, "--kl-correction off has no effect with --loss"),
         (
             {"loss": ("rloo",), "reward_aggregation": "normalize_then_sum"},
             "--reward-aggregation normalize_then_sum has no effect with --loss rloo: leave it out",

@@ -82,13 +82,13 @@ def test_a_reference_with_another_vocabulary_is_refused_before_the_run(folder, m
     assert planned("model:bare").memory.beside  # without a tokenizer, the size is all that is known
     with pytest.raises(
         InputError,
-        match=r"^--reference model:foreign: token \d+ is '.+' in the tokenizer of policy, '.+' in its own; take a model "
-        "with the same vocabulary$",
+        match=r"^--reference model:foreign: token \d+ is '.+' in the tokenizer of policy, '.+' in its own; take a "
+        "model with the same vocabulary$",
     ):
         planned("model:foreign")
     with pytest.raises(
         InputError,
-        match="^--reference model:larger: has a vocabulary of 384 tokens, the policy 320; take a model with the same "
+        match=r"^--reference model:larger: has a vocabulary of 384 tokens, the policy 320; take a model with the same "
         "tokenizer$",
     ):
         planned("model:larger")

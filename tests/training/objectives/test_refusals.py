@@ -118,7 +118,7 @@ def test_ten_generations_in_a_row_without_spread_end_a_run():
     watch = GenerationWatch(keeps_all=False)
     for share in [1.0] * 9 + [0.99] + [1.0] * 9:
         watch.refuse_useless(generation(share))
-    with pytest.raises(InputError, match=r"^10 generations in a row had no prompt .* \(mean reward 0.25\): nothing can"):
+    with pytest.raises(InputError, match=r"^10 generations in a row had no prompt .* \(mean reward 0.25\): nothing"):
         watch.refuse_useless(generation(1.0))
     watch = GenerationWatch(keeps_all=True)
     for _ in range(20):
