@@ -193,7 +193,7 @@ TRAIN_ALIASES = (
     Alias("do_train do_eval", note="a run trains and validates; leave it out"),
     Alias("rl stage trainer", "objective",
         one_of(sft="sft", dpo="dpo", ipo="dpo", orpo="orpo", cpo="cpo", simpo="simpo", kto="kto", gkd="distill",
-            kd="distill", distill="distill", reward="reward", rm="reward")),
+            kd="distill", distill="distill", reward="reward", rm="reward", grpo="grpo")),
     # Preferences
     Alias("loss_type dpo_loss_type pref_loss", "loss", " ".join, "weights go with the names, as sigmoid sft=0.2"),
     Alias("loss_weights", "loss", no_value, "weights go with the names, as sigmoid sft=0.2"),

@@ -65,6 +65,8 @@ def error_of(arguments):
         ("--lora_target all", "--lora-targets all-linear"),
         ("--run-name first", "--output runs/first; loggers name a run by its folder"),
         ("--sample_packing true", "--packing on"),
+        ("--rl grpo", "--objective grpo"),
+        ("--rl simpo", "--objective simpo"),
         ("--per_device_train_batch_size 2", "--micro-batch-size 2; --batch-size is the global batch: "),
         ("--gradient-accumulation-steps 8", "--micro-batch-size; accumulation steps are --batch-size / GPUs / "),
     ],

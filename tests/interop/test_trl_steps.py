@@ -22,8 +22,11 @@ from trl import (
     KTOTrainer,
     RewardConfig,
     RewardTrainer,
+    RLOOConfig,
+    RLOOTrainer,
 )
 from trl.experimental.cpo import CPOConfig, CPOTrainer
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 import ligermodels
 from ligermodels.distributed import World
@@ -169,33 +172,80 @@ def test_cpo_and_simpo(folder, tmp_path, kind):
     assert_same_step(ours, theirs, SHOWN, tmp_path)
 
 
+class CompletionORPO(ORPOTrainer):
+    """TRL's ORPO with the likelihood of the chosen completion alone, as in ours; TRL adds that of its prompt."""
+
+    def concatenated_forward(self, model, batch):
+        chosen, *others, _ = super().concatenated_forward(model, batch)
+        lengths = (batch["chosen_labels"][:, 1:] != -100).sum(1)
+        return chosen, *others, -(chosen * lengths).sum() / lengths.sum()
+
+
+def test_orpo(folder, tmp_path):
+    settings = {"max_length": 64, "beta": BETA, "max_completion_length": 60}
+    theirs = trained_by_trl(folder, CompletionORPO, ORPOConfig, PAIRS, tmp_path, settings=settings)
+    ours = trained_by_us(folder, PAIRS, tmp_path, objective="orpo", pairs=UNITS, max_length=64, beta=BETA)
+    assert_same_step(ours, theirs, [*SHOWN, "nll_loss", "log_odds_chosen"], tmp_path)
+
+
 def odd(completion_ids, **_):
     return [sum(token % 2 for token in ids) / len(ids) for ids in completion_ids]
+
+
+def completions_by_prompt(objective):
+    """(token ids of the prompt, those of a completion, its log-probabilities) of what was sampled, by the prompt."""
+    rollouts, count = objective.rollouts, objective.config.generations
+    sampled = defaultdict(list)
+    for number, (begin, end) in enumerate(itertools.pairwise(rollouts.offsets.tolist())):
+        first, last = rollouts.prompt_offsets[number // count : number // count + 2].tolist()
+        ids = rollouts.prompts[first:last].tolist(), rollouts.ids[begin:end].tolist()
+        sampled[objective.tokenizer.decode(ids[0])].append((*ids, rollouts.sampling_logprobs[begin:end].tolist()))
+    return sampled
+
+
+GENERATED = {"generations": 4, "max_completion_length": 6, "temperature": 0.7}
+GENERATED_BY_TRL = {"per_device_train_batch_size": 4 * UNITS, "num_generations": 4, "max_completion_length": 6,
+                    "temperature": 0.7}  # fmt: skip
+PROMPTS = [{"prompt": pair["prompt"]} for pair in PAIRS]
+
+
+def reinforced_by_us(folder, tmp_path, **settings):
+    (tmp_path / "odd.py").write_text(inspect.getsource(odd))
+    return trained_by_us(
+        folder, PROMPTS, tmp_path, objective="grpo", prompts=UNITS, reward=(f"{tmp_path}/odd.py:odd",),
+        completions_every=0, keep_zero_spread=True, **GENERATED, **settings,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["dapo", "grpo", "dr_grpo"])
 def test_grpo(folder, tmp_path, name):
     """TRL's trainer gets the completions that our engine samples; both judge them by the same function."""
-    (tmp_path / "odd.py").write_text(inspect.getsource(odd))
-    prompts = [{"prompt": pair["prompt"]} for pair in PAIRS]
-    ours = trained_by_us(
-        folder, prompts, tmp_path, objective="grpo", prompts=UNITS, generations=4, max_completion_length=6,
-        temperature=0.7, loss=(name,), reward=(f"{tmp_path}/odd.py:odd",), completions_every=0, keep_zero_spread=True,
-    )  # fmt: skip
-    rollouts, tokenizer = ours[3].rollouts, ours[3].tokenizer
-    sampled = defaultdict(list)
-    for number, (begin, end) in enumerate(itertools.pairwise(rollouts.offsets.tolist())):
-        first, last = rollouts.prompt_offsets[number // 4 : number // 4 + 2].tolist()
-        ids = rollouts.prompts[first:last].tolist(), rollouts.ids[begin:end].tolist()
-        sampled[tokenizer.decode(ids[0])].append((*ids, rollouts.sampling_logprobs[begin:end].tolist()))
+    ours = reinforced_by_us(folder, tmp_path, loss=(name,))
+    sampled = completions_by_prompt(ours[3])
 
     def rollout(given, trainer):
         taken = [sampled[prompt].pop() for prompt in given]
         return dict(zip(("prompt_ids", "completion_ids", "logprobs"), map(list, zip(*taken, strict=True)), strict=True))
 
-    settings = {"per_device_train_batch_size": 4 * UNITS, "num_generations": 4, "max_completion_length": 6,
-                "temperature": 0.7, "beta": 0.0, "loss_type": name}  # fmt: skip
-    options = {"reward_funcs": odd, "rollout_func": rollout, "settings": settings}
-    theirs = trained_by_trl(folder, GRPOTrainer, GRPOConfig, prompts, tmp_path, **options)
+    options = {"reward_funcs": odd, "rollout_func": rollout}
+    settings = GENERATED_BY_TRL | {"beta": 0.0, "loss_type": name}
+    theirs = trained_by_trl(folder, GRPOTrainer, GRPOConfig, PROMPTS, tmp_path, settings=settings, **options)
     assert not any(sampled.values()) and theirs[2]["reward_std"] > 0
     assert_same_step(ours, theirs, ["reward", "entropy", "completions/mean_length"], tmp_path)
+
+
+def test_rloo_with_the_divergence_in_the_reward(folder, tmp_path):
+    """Against a reference with other weights, of which TRL's trainer would make none."""
+    ours = reinforced_by_us(folder, tmp_path, loss=("rloo",), beta=BETA, reference=f"model:{folder / 'reference'}")
+    sampled = completions_by_prompt(ours[3])
+
+    class Given(RLOOTrainer):
+        def _generate_single_turn(self, prompt_ids, *_):
+            reference = AutoModelForCausalLM.from_pretrained(folder / "reference", dtype=torch.float32)
+            self.ref_model.load_state_dict(reference.state_dict())
+            return [sampled[self.processing_class.decode(ids, skip_special_tokens=True)].pop()[1] for ids in prompt_ids]
+
+    settings = GENERATED_BY_TRL | {"beta": BETA}
+    theirs = trained_by_trl(folder, Given, RLOOConfig, PROMPTS, tmp_path, settings=settings, reward_funcs=odd)
+    assert not any(sampled.values()) and abs(theirs[2]["kl"]) > 0.01
+    assert_same_step(ours, theirs, ["reward", "kl", "entropy", "completions/mean_length"], tmp_path)

@@ -255,7 +255,7 @@ def test_bad_teachers_and_settings_without_effect_are_refused(folder):
     folder, _ = folder
     save_model(folder / "foreign", ["completely", "different", "letters"])
     with pytest.raises(
-        InputError, match=r"--teacher .*foreign: token \d+ is '.+' in the tokenizer of .*; take a teacher"
+        InputError, match=r"--teacher .*foreign: token \d+ is '.+' in the tokenizer of .*; take a model"
     ):
         plan(distillation(folder, teacher=str(folder / "foreign")))
     ligermodels.export(ligermodels.create(RAW | {"vocab_size": 400}), folder / "bare")

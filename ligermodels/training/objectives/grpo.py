@@ -21,7 +21,7 @@ from ligermodels.distributed import World
 from ligermodels.errors import InputError
 from ligermodels.kernels.logprobs_of_logits import LogProbs
 from ligermodels.layers.decoder import CausalLM
-from ligermodels.losses import entropy_sum, top_entropy_mask
+from ligermodels.losses import entropy_sum, segment_sums, top_entropy_mask
 from ligermodels.memory import TrainingMemory
 from ligermodels.training.checkpoints import Progress
 from ligermodels.training.config import RunConfig, TrainConfig
@@ -58,6 +58,7 @@ from ligermodels.training.reinforcement.rollouts import (
     MiniBatch,
     RolloutBatch,
     Rollouts,
+    Scores,
     mini_batch,
     pack_rollouts,
     with_values,
@@ -142,7 +143,7 @@ class GRPO(Objective):
     def complete(self, config: RunConfig) -> None:
         super().complete(config)
         if self.spec is not None:
-            self.reference = make_live_reference(self.spec, config, self.world)
+            self.reference = make_live_reference(self.spec, config, self.world, self.data.tokenizer)
             self.reference.temperature = self.temperature
         if len(self.data.training) < self.prompts_per_generation:
             raise InputError(
@@ -222,17 +223,22 @@ class GRPO(Objective):
             self.rewards, prompts, samples, TrainerState(progress.step, config.steps), config.reward_timeout
         )
         judged = time.perf_counter()
-        rollouts = replace(
-            pack_rollouts(generation.groups, progress.step),
-            advantages=advantages_of(config, self.policy.name, generation, self.weights),
-            kept=kept_completions(config, generation, self.weights),
-        )
-        if self.scores:
-            rollouts = self.score(model, rollouts)
-        if self.file is not None and progress.step % config.completions_every < self.updates:
-            lines = completion_lines(generation, self.rewards, rollouts.advantages.tolist(), progress.step + 1)
-            self.file.write(lines, progress.step)
         metrics = generation_metrics(generation, self.rewards)
+        rollouts = replace(
+            pack_rollouts(generation.groups, progress.step), kept=kept_completions(config, generation, self.weights)
+        )
+        kl = torch.zeros(len(rollouts.kept))
+        if self.scores:
+            scores = self.score(model, rollouts)
+            rollouts = self.with_scores(rollouts, scores)
+            if self.policy.subtracts_kl:
+                kl = segment_sums(scores.logprobs - scores.reference, rollouts.offsets)
+                metrics["kl"] = float(kl.sum()) / max(1, len(rollouts.read_tokens))
+        advantages = advantages_of(config, self.policy.name, generation, self.weights, kl)
+        rollouts = replace(rollouts, advantages=advantages)
+        if self.file is not None and progress.step % config.completions_every < self.updates:
+            lines = completion_lines(generation, self.rewards, advantages.tolist(), progress.step + 1)
+            self.file.write(lines, progress.step)
         metrics |= {
             "time/sample": sampled - began, "time/reward": judged - sampled, "time/score": time.perf_counter() - judged
         }  # fmt: skip
@@ -245,8 +251,8 @@ class GRPO(Objective):
         return self.data.tokenizer
 
     @torch.no_grad()
-    def score(self, model: CausalLM, rollouts: Rollouts) -> Rollouts:
-        """Log-probabilities and entropies before the first update, over the very rows that the updates take."""
+    def score(self, model: CausalLM, rollouts: Rollouts) -> Scores:
+        """Of the policy before the first update, over the very rows that the updates take."""
         device, count = self.world.device, len(rollouts.ids)
         found = torch.zeros(3, count, device=device)
         model.eval()
@@ -259,16 +265,18 @@ class GRPO(Objective):
                 if self.reference is not None:
                     found[2, places] = self.reference.logprobs(model, row.batch)
         model.train()
-        logprobs, entropy, reference = distributed.total(found).cpu()
-        mask = torch.zeros(0)
-        if self.config.top_entropy < 1:
-            read = rollouts.tokens_of(rollouts.kept.nonzero()[:, 0].tolist())
-            mask = torch.zeros(count)
-            mask[read] = top_entropy_mask(entropy[read], self.config.top_entropy)
+        return Scores(*distributed.total(found).cpu())
+
+    def with_scores(self, rollouts: Rollouts, scores: Scores) -> Rollouts:
+        """The rollouts with what the loss reads of the scores."""
         none = torch.zeros(0)
+        mask = none
+        if self.config.top_entropy < 1:
+            mask = torch.zeros(len(rollouts.ids))
+            mask[rollouts.read_tokens] = top_entropy_mask(scores.entropy[rollouts.read_tokens], self.config.top_entropy)
         return replace(
-            rollouts, old_logprobs=logprobs if self.updates > 1 else none, token_mask=mask,
-            ref_logprobs=none if self.reference is None else reference,
+            rollouts, old_logprobs=scores.logprobs if self.updates > 1 else none, token_mask=mask,
+            ref_logprobs=scores.reference if self.policy.penalises_kl else none,
         )  # fmt: skip
 
     def mini_batch(self, rollouts: Rollouts, number: int) -> MiniBatch:

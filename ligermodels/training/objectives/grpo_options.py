@@ -35,8 +35,8 @@ def policy_options(config: TrainConfig) -> PolicyOptions:
     names = config.loss or ("dapo",)
     if len(names) > 1:
         raise InputError(f"--loss {' '.join(names)}: reinforcement learning has one loss; name one of them")
-    if names[0] == "rloo" and config.beta:
-        raise InputError("--beta has no effect with --loss rloo, which has no reference: leave it out")
+    if names[0] == "rloo" and not config.kl_correction:
+        raise InputError("--kl-correction off has no effect with --loss rloo: leave it out")
     if names[0] == "rloo" and config.scale_rewards is not None:
         raise InputError("--scale-rewards has no effect with --loss rloo: leave it out")
     if names[0] == "rloo" and config.reward_aggregation != FIELDS["reward_aggregation"].default:
@@ -111,10 +111,13 @@ def grpo_choices(config: TrainConfig, count: int, longest_prompt: int, hidden_si
     }
 
 
-def advantages_of(config: TrainConfig, loss: str, generation: JudgedGeneration, weights: Sequence[float]) -> Tensor:
-    """fp32 [C]. weights: of the reward functions."""
+def advantages_of(
+    config: TrainConfig, loss: str, generation: JudgedGeneration, weights: Sequence[float], kl: Tensor
+) -> Tensor:
+    """fp32 [C]. weights: of the reward functions. kl: [C], which RLOO subtracts from their sum, times beta."""
     if loss == "rloo":
-        return rloo_advantages(generation.rewards, config.generations, reward_weights=weights)
+        totals = weighted_totals(generation.rewards, weights)
+        return rloo_advantages(totals - (config.beta or 0.0) * kl, config.generations)
     return group_advantages(
         generation.rewards, config.generations, reward_weights=weights, scale_rewards=config.scale_rewards or "group",
         multi_objective_aggregation=config.reward_aggregation,

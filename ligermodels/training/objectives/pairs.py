@@ -1,7 +1,7 @@
 """DPO, ORPO, CPO and SimPO: losses of pairs, over the pairs of a step. The formulas are in `ligermodels.losses`."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +13,9 @@ from ligermodels.errors import InputError
 from ligermodels.kernels.logprobs_of_logits import LogProbs
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.losses.preference import SORTED
-from ligermodels.training.config import TrainConfig
-from ligermodels.training.data.preferences import PreferenceBatch, Step
+from ligermodels.training.config import RunConfig, TrainConfig
+from ligermodels.training.data.preferences import PreferenceBatch
+from ligermodels.training.data.preferences.steps import Groups
 from ligermodels.training.objectives.groups import (
     GroupObjective,
     balance_share,
@@ -106,15 +107,34 @@ class DPO(Referenced, PairObjective):
         if self.config.discopop_tau is not None and "discopop" not in self.options["loss_type"]:
             raise InputError("--discopop-tau goes with --loss discopop, which is missing")
         self.pair_loss(*NO_PAIR, torch.zeros(2), **{**self.options, **trust})
-
-    def assemble(self, model: CausalLM, step: Step, mismatched: Callable[[], Step]) -> Work:
-        sorts = SORTED & set(self.options["loss_type"])
-        if sorts and (len(step.batches) > 1 or self.world.size > 1):
+        if self.sorts and self.world.size > 1:
             raise InputError(
-                f"--loss {min(sorts)}: sorts the pairs of a step, which must be in one row: raise --sequence-length "
-                f"{self.config.sequence_length}, lower --pairs {self.config.units}, and train on one rank"
+                f"--loss {self.sorts}: sorts the pairs of a step, which must be on one rank, but there are "
+                f"{self.world.size}: start one process"
             )
-        return super().assemble(model, step, mismatched)
+
+    @property
+    def sorts(self) -> str | None:
+        """The name of a loss that sorts the pairs of a step; None without one."""
+        return min(SORTED & set(self.options["loss_type"]), default=None)
+
+    def complete(self, config: RunConfig) -> None:
+        super().complete(config)
+        if self.sorts:
+            self.refuse_several_rows()
+
+    def refuse_several_rows(self) -> None:
+        """Raises InputError where a step of the run, or of its validation, is more than one row."""
+        length, units, steps = self.config.sequence_length, self.config.units, self.config.steps
+        training, held_out = self.data.training, self.data.validation.groups
+        taken = [training.numbers(step * units, units) for step in range(steps)]
+        validated = [range(first, min(first + units, len(held_out))) for first in range(0, len(held_out), units)]
+        most = max(most_tokens(training.groups, taken), most_tokens(held_out, validated))
+        if units > 1 and most > length:
+            raise InputError(
+                f"--loss {self.sorts}: sorts the pairs of a step, which must be in one row, but a step has up to "
+                f"{most:,} tokens: give --sequence-length {most} instead of {length}, or lower --pairs {units}"
+            )
 
     def policy(self, model: CausalLM, batch: PreferenceBatch, *extras: str) -> tuple[LogProbs, Tensor | None]:
         return super().policy(model, batch, *extras, *(["log_sum_squares"] if self.config.wpo else []))
@@ -161,3 +181,9 @@ class SimPO(PairObjective):
             beta=config.beta, gamma=config.gamma, alpha=config.alpha, label_smoothing=config.label_smoothing,
             nll_weight=config.nll_weight,
         )  # fmt: skip
+
+
+def most_tokens(groups: Groups, steps: Iterable[Sequence[int]]) -> int:
+    """Of the groups of one step, in a row. steps: the numbers of their groups."""
+    tokens = groups.laid_out[0]
+    return max(int(tokens[step].sum()) for step in steps)

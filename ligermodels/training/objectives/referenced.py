@@ -50,7 +50,7 @@ class Referenced(GroupObjective):
         if self.spec.kind == "precomputed":
             self.reference = PrecomputedReference(config, self.world, self.data, self.ld_alpha)
         else:
-            self.reference = make_live_reference(self.spec, config, self.world)
+            self.reference = make_live_reference(self.spec, config, self.world, self.data.tokenizer)
 
     def bytes_beside(self, model: CausalLM) -> int:
         return self.reference.bytes_beside(model, dp_shard_size(self.world, self.config.dp_replicate))

@@ -26,8 +26,10 @@ from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.lora import lora_disabled
 from ligermodels.losses.pairs import pair_sums
 from ligermodels.memory import held_bytes, trained_parameters
+from ligermodels.tokenizer import Tokenizer
 from ligermodels.training.config import TrainConfig
 from ligermodels.training.data.preferences import PreferenceBatch
+from ligermodels.training.objectives.vocabulary import refuse_other_tokens, tokenizer_of
 from ligermodels.training.runs.defaults import TORCH_DTYPES
 from ligermodels.training.scaling import fsdp
 from ligermodels.weights.loading import load_weights, shard_and_offset
@@ -183,11 +185,12 @@ def local_part(tensor: Tensor) -> Tensor:
 class ModelReference(Reference):
     """A model of its own, frozen, in the compute dtype, sharded as the policy.
 
-    folder: of its weights; None for the policy's, as they are at the start.
+    folder: of its weights; None for the policy's, as they are at the start. tokenizer: that of the policy's data; None
+    before they are opened.
     """
 
-    def __init__(self, config: TrainConfig, world: World, folder: str | None) -> None:
-        self.config, self.world = config, world
+    def __init__(self, config: TrainConfig, world: World, folder: str | None, tokenizer: Tokenizer | None) -> None:
+        self.config, self.world, self.tokenizer = config, world, tokenizer
         self.folder = None if folder is None else resolve(folder)
         self.model: CausalLM | None = None
 
@@ -205,6 +208,9 @@ class ModelReference(Reference):
                 f"--reference model:{self.folder}: has a vocabulary of {model.config.vocab_size:,} tokens, the policy "
                 f"{policy.config.vocab_size:,}; take a model with the same tokenizer"
             )
+        other = None if self.folder is None else tokenizer_of(self.folder)
+        if self.tokenizer is not None and other is not None:
+            refuse_other_tokens(self.tokenizer, other, config.title, f"--reference model:{self.folder}")
         return model
 
     def prepare(self, model: CausalLM, say: Callable[[str], Any]) -> None:
@@ -232,8 +238,13 @@ def default_reference(config: TrainConfig) -> str:
     return "adapter" if config.adapter else "base" if config.with_lora else "precomputed"
 
 
-def make_live_reference(spec: ReferenceSpec, config: TrainConfig, world: World) -> Reference:
-    """A reference that computes log-probabilities of any row: all kinds but "precomputed". Raises InputError."""
+def make_live_reference(
+    spec: ReferenceSpec, config: TrainConfig, world: World, tokenizer: Tokenizer | None = None
+) -> Reference:
+    """A reference that computes log-probabilities of any row: all kinds but "precomputed". Raises InputError.
+
+    tokenizer: as for `ModelReference`.
+    """
     if spec.kind == "base" and not config.with_lora:
         raise InputError("--reference base goes with --lora-rank, which is missing; take precomputed or model")
     if spec.kind == "base" and config.modules_to_save:
@@ -253,7 +264,7 @@ def make_live_reference(spec: ReferenceSpec, config: TrainConfig, world: World) 
         case "ema":
             return SnapshotReference(spec.alpha, spec.steps)
         case _:
-            return ModelReference(config, world, spec.folder)
+            return ModelReference(config, world, spec.folder, tokenizer)
 
 
 def refuse_base_that_is_trained(model: CausalLM) -> None:

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
-from ligermodels.hub import create, load_tokenizer, quantise_on_meta, resolve
+from ligermodels.hub import create, quantise_on_meta, resolve
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.reward_model import RewardModel
 from ligermodels.memory import decoder_blocks, gathered_bytes, held_bytes, inference_memory
 from ligermodels.tokenizer import Tokenizer
-from ligermodels.tokenizer.files import has_tokenizer
 from ligermodels.training.data.batches import Batch
 from ligermodels.training.data.preferences import PreferenceBatch
+from ligermodels.training.objectives.vocabulary import refuse_other_tokens, tokenizer_of
 from ligermodels.training.scaling import fsdp
 from ligermodels.weights.loading import load_weights
 
@@ -37,7 +37,7 @@ class TeacherModel:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        return load_tokenizer(self.folder) if has_tokenizer(self.folder) else None
+        return tokenizer_of(self.folder)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def common_vocabulary(
     sizes = student.config.vocab_size, teacher.config.vocab_size
     own, other = tokenizers
     if own is not None and other is not None:
-        refuse_other_tokens(own, other, names)
+        refuse_other_tokens(own, other, names[0], f"--teacher {names[1]}")
     if sizes[0] == sizes[1]:
         return None
     if own is None or other is None or own.vocab_size > min(sizes):
@@ -97,15 +97,3 @@ def common_vocabulary(
             "that the rest is padding; take a teacher with the student's vocabulary"
         )
     return own.vocab_size
-
-
-def refuse_other_tokens(own: Tokenizer, other: Tokenizer, names: tuple[str, str]) -> None:
-    mine, theirs = (tokenizer.tokenizer.get_vocab(with_added_tokens=True) for tokenizer in (own, other))
-    if mine == theirs:
-        return
-    token = min(number for _, number in mine.items() ^ theirs.items())
-    here, there = (next((text for text, number in v.items() if number == token), None) for v in (mine, theirs))
-    raise InputError(
-        f"--teacher {names[1]}: token {token} is {here!r} in the tokenizer of {names[0]}, {there!r} in the teacher's; "
-        "take a teacher with the same vocabulary"
-    )

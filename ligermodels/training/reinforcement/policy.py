@@ -90,8 +90,13 @@ class PolicyOptions:
 
     @property
     def penalises_kl(self) -> bool:
-        """Whether the KL divergence is a term of the loss; RLOO has it in the reward."""
+        """Whether the KL divergence is a term of the loss."""
         return self.beta > 0 and self.name != "rloo"
+
+    @property
+    def subtracts_kl(self) -> bool:
+        """Whether β times the KL divergence of a completion is subtracted from its reward: RLOO's."""
+        return self.beta > 0 and self.name == "rloo"
 
     def reads_tokens_alone(self, row: RolloutBatch) -> bool:
         """Whether a token's term of the loss depends on no other token's log-probability under the policy.

@@ -190,7 +190,7 @@ def call_rewards(functions: Sequence[RewardFunction], judged: Judged, state: Tra
     helpers = {"trainer_state": state, "log_extra": log_extra, "log_metric": log_metric}
     available = {**judged.columns, **lists, **helpers}
     calls = [(function, arguments_of(function, available)) for function in functions]
-    returned = asyncio.run(gather_async(calls, judged, seconds))
+    returned = call_async(calls, judged, seconds)
     for function, arguments in calls:
         if not inspect.iscoroutinefunction(function.function):
             returned[function.name] = call_one(function, arguments, judged, seconds)
@@ -204,22 +204,32 @@ def call_rewards(functions: Sequence[RewardFunction], judged: Judged, state: Tra
     return rewards
 
 
-async def gather_async(
+def call_async(
     calls: Sequence[tuple[RewardFunction, dict[str, Any]]], judged: Judged, seconds: float
 ) -> dict[str, Any]:
     """What the async functions return, by name; they run at the same time."""
+    awaited = [(function, arguments) for function, arguments in calls if inspect.iscoroutinefunction(function.function)]
+    returned: dict[str, Any] = {}
 
-    async def one(function: RewardFunction, arguments: dict[str, Any]) -> Any:
+    async def one(function: RewardFunction, arguments: dict[str, Any]) -> None:
         try:
-            return await asyncio.wait_for(function.function(**arguments), seconds)
-        except TimeoutError as error:
-            raise too_slow(function, judged, seconds) from error
+            returned[function.name] = await function.function(**arguments)
         except Exception as error:
             raise failed(function, judged, error) from error
+        except (TimeLimitExceeded, BaseExceptionGroup):  # the latter from a TaskGroup
+            raise too_slow(function, judged, seconds) from None
 
-    awaited = [(function, arguments) for function, arguments in calls if inspect.iscoroutinefunction(function.function)]
-    values = await asyncio.gather(*(one(function, arguments) for function, arguments in awaited))
-    return {function.name: value for (function, _), value in zip(awaited, values, strict=True)}
+    async def all_of_them() -> None:
+        await asyncio.gather(*(one(function, arguments) for function, arguments in awaited))
+
+    try:
+        with time_limit(seconds):  # not a timeout of asyncio, which a function that blocks would hold back
+            asyncio.run(all_of_them())
+    except TimeLimitExceeded:  # while all of them waited
+        for function, _ in awaited:
+            if function.name not in returned:
+                raise too_slow(function, judged, seconds) from None
+    return returned
 
 
 def call_one(function: RewardFunction, arguments: dict[str, Any], judged: Judged, seconds: float) -> Any:

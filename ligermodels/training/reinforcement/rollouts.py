@@ -7,6 +7,7 @@ continues with the same completions. Must not know how they were sampled or judg
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,6 +60,11 @@ class Rollouts:
         spans = [torch.arange(*self.offsets[c : c + 2].tolist()) for c in completions]
         return torch.cat([*spans, torch.arange(0)])
 
+    @property
+    def read_tokens(self) -> Tensor:
+        """The places in [N] of the tokens that updates read, int64."""
+        return self.tokens_of(self.kept.nonzero()[:, 0].tolist())
+
     def kept_of(self, prompt: int) -> list[int]:
         """The completions of a prompt that updates read."""
         first = prompt * self.generations
@@ -69,6 +75,15 @@ class Rollouts:
         ids = self.prompts[self.prompt_offsets[prompt] : self.prompt_offsets[prompt + 1]].numpy()
         kept = [self.ids[self.offsets[c] : self.offsets[c + 1]].numpy() for c in self.kept_of(prompt)]
         return Group(ids, tuple(kept), (None,) * len(kept))
+
+
+class Scores(NamedTuple):
+    """Of the tokens of rollouts, fp32 [N]; 0 of those that updates do not read. logprobs, entropy: of the policy.
+    reference: the log-probabilities of the reference; 0 without one."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    reference: Tensor
 
 
 def pack_rollouts(groups: Sequence[JudgedGroup], first_step: int) -> Rollouts:

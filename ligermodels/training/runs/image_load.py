@@ -38,7 +38,7 @@ def image_load(model: CausalLM, data: Data | PreferenceData) -> ImageLoad:
         counts = data.training.image_tokens
         sizes, most = np.full(len(counts), data.training.length), int(counts.max())
     else:
-        sizes, counts = data.training.laid_out
+        sizes, counts = data.training.groups.laid_out
         most = most_of_a_row(sizes, counts, data.training.groups.options.tokens_per_row)
     tokens, of_all_tokens = int(counts.sum()), int(sizes.sum())
     share = tokens / of_all_tokens

@@ -9,7 +9,7 @@ import torch
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
 from ligermodels.training import TrainConfig, train
-from ligermodels.training.objectives import grpo
+from ligermodels.training.objectives import grpo, watching
 from ligermodels.training.reinforcement.judging import pass_fraction
 from ligermodels.training.reinforcement.policy import policy_loss
 from ligermodels.training.runs.preparing import prepare
@@ -21,6 +21,9 @@ def even(completion_ids, **columns):
 
 def solves(completion_ids, **columns):
     return [float(any(token % 2 == 0 for token in ids[:5])) for ids in completion_ids]
+
+def constant(completions, **columns):
+    return [1.0] * len(completions)
 
 def first(prompts, completions, answer, log_extra, log_metric):
     log_extra("answer", answer)
@@ -140,6 +143,17 @@ def test_the_weight_of_the_entropy_follows_its_target_and_is_in_the_checkpoint(c
         assert torch.equal(one, other)
 
 
+def test_a_run_whose_rewards_never_differ_warns_and_ends(config, few, monkeypatch, capsys, tmp_path):
+    """With --keep-zero-spread it continues."""
+    monkeypatch.setattr(watching, "USELESS_GENERATIONS", 2)
+    settings = few | {"steps": 3, "learning_rate": 1e-3}
+    with pytest.raises(InputError, match=r"2 generations in a row had no prompt .* \(mean reward 1\): nothing can be"):
+        train(config("constant", **settings))
+    assert "100% of the prompts got equal rewards for all completions" in capsys.readouterr().out
+    found = train(config("constant", **settings, keep_zero_spread=True, output=tmp_path / "kept")).metrics
+    assert [record["frac_reward_zero_std"] for record in found if "reward" in record] == [1.0] * 3
+
+
 def test_pass_at_k_is_the_share_of_prompts_that_one_completion_solves(config, few):
     """Of five tokens one must be even: of two completions, one in a thousand fails."""
     found = train(config("solves", **few, steps=1, pass_at=2, eval_every=1, keep_zero_spread=True)).metrics
@@ -177,6 +191,7 @@ def test_logits_that_are_not_finite_end_a_generation_with_one_line(config, few):
             "--sampler-clip-min 3: must be below --sampler-clip, 3",
         ),
         ({"kl_correction": False}, "--kl-correction off goes with --beta, which is missing"),
+        ({"loss": ("rloo",), "beta": 0.1, "kl_correction": False}, "--kl-correction off has no effect with --loss"),
         (
             {"loss": ("rloo",), "reward_aggregation": "normalize_then_sum"},
             "--reward-aggregation normalize_then_sum has no effect with --loss rloo: leave it out",

@@ -1,5 +1,7 @@
 """Settings that have no effect or contradict an objective, and what a run says about its data."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from ligermodels.errors import InputError
 from ligermodels.training import TrainConfig
 from ligermodels.training.objectives import OBJECTIVES, make_objective
 from ligermodels.training.objectives.references import ReferenceSpec, parse_reference
-from ligermodels.training.objectives.watching import PairWatch
+from ligermodels.training.objectives.watching import GenerationWatch, PairWatch
 from ligermodels.training.runs.contradictions import refuse_contradictions
 
 ALONE = World(torch.device("cpu"))
@@ -59,6 +61,13 @@ def test_a_setting_without_effect_and_a_contradiction_are_refused_by_name(object
     assert words in refusal(objective, **settings)
 
 
+@pytest.mark.parametrize("loss", ["aot", "aot_unpaired"])
+def test_a_loss_that_sorts_the_pairs_of_a_step_is_refused_on_several_ranks(loss):
+    config = TrainConfig(model="qwen2", objective="dpo", loss=("sigmoid", loss))
+    with pytest.raises(InputError, match=f"^--loss {loss}: sorts the pairs of a step, .* but there are 2: start one"):
+        make_objective(config, replace(ALONE, size=2))
+
+
 def test_every_objective_can_be_made():
     for name, kind in OBJECTIVES.items():
         needed = {"distill": {"teacher": "folder"}, "grpo": {"reward": ("exact",)}}.get(name, {})
@@ -89,3 +98,28 @@ def test_chosen_answers_that_fall_by_more_than_the_rejected_are_told():
     assert watch.warnings(values(0.7, -65.0, -90.0)) == []
     (line,) = watch.warnings(values(0.7, -65.0, -70.0))
     assert line.startswith("the chosen answers have lost 15 nats, more than the rejected: raise --beta")
+
+
+def generation(without_spread, clipped=0.5):
+    return {"frac_reward_zero_std": without_spread, "reward": 0.25, "completions/clipped_ratio": clipped}
+
+
+def test_groups_without_spread_and_completions_without_an_end_are_told_once():
+    watch = GenerationWatch(keeps_all=False)
+    assert watch.warnings({"loss": 0.0}) == watch.warnings(generation(0.8)) == []  # the first: a later update
+    (line,) = watch.warnings(generation(0.81))
+    assert line.startswith("81% of the prompts got equal rewards for all completions, and teach nothing")
+    (line,) = watch.warnings(generation(1.0, clipped=1.0))
+    assert line.startswith("every completion reached --max-completion-length: raise it, or name a text that ends one")
+    assert watch.warnings(generation(1.0, clipped=1.0)) == []
+
+
+def test_ten_generations_in_a_row_without_spread_end_a_run():
+    watch = GenerationWatch(keeps_all=False)
+    for share in [1.0] * 9 + [0.99] + [1.0] * 9:
+        watch.refuse_useless(generation(share))
+    with pytest.raises(InputError, match=r"^10 generations in a row had no prompt .* \(mean reward 0.25\): nothing"):
+        watch.refuse_useless(generation(1.0))
+    watch = GenerationWatch(keeps_all=True)
+    for _ in range(20):
+        watch.refuse_useless(generation(1.0))

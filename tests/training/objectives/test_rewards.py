@@ -54,6 +54,15 @@ def sleeps(completions):
     except Exception:
         return [0.0] * 3
 async def sleeps_too(completions): await asyncio.sleep(60)
+async def waits(completions): await asyncio.Event().wait()
+async def blocks(completions): time.sleep(60)
+async def computes(completions):
+    while True:
+        pass
+async def blocks_in_a_group(completions):
+    async with asyncio.TaskGroup() as group:
+        group.create_task(blocks(completions))
+async def has_a_limit(completions): raise TimeoutError("no answer")
 class Model:
     pass
 model = 3
@@ -104,6 +113,7 @@ def test_built_in_functions():
         ("words", "words: returned 'a' for a completion of the prompt of sums.jsonl:1; must be a finite number"),
         ("nan", "nan: returned nan for a completion of the prompt of sums.jsonl:1; must be a finite number, or None"),
         ("fails", r"fails: raised ZeroDivisionError: division by zero in \S*rewards.py:31, for the prompts of"),
+        ("has_a_limit", r"has_a_limit: raised TimeoutError: no answer in \S*rewards.py:\d+, for the prompts of"),
         ("needs", "needs: needs solution, which the prompts do not have; their columns are answer, level"),
     ],
 )
@@ -112,10 +122,17 @@ def test_what_a_function_may_not_do_is_named(rewards, name, message):
         call(rewards(name))
 
 
-@pytest.mark.parametrize("name", ["sleeps", "sleeps_too"])
+@pytest.mark.parametrize("name", ["sleeps", "sleeps_too", "blocks", "computes", "blocks_in_a_group"])
 def test_a_function_that_does_not_return_is_stopped(rewards, name):
     with pytest.raises(InputError, match=rf"{name}: did not return within 0.1 s, .* or raise --reward-timeout"):
         call(rewards(name), seconds=0.1)
+
+
+def test_the_async_function_that_holds_up_the_others_is_named(rewards):
+    with pytest.raises(InputError, match=r"blocks: did not return within 0.1 s"):
+        call(rewards("first", "waits", "second", "blocks"), seconds=0.1)
+    with pytest.raises(InputError, match=r"waits: did not return within 0.1 s"):
+        call(rewards("first", "second", "waits"), seconds=0.1)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from ligermodels.distributed import World
+from ligermodels.errors import InputError
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.training import TrainConfig, plan, train
 from ligermodels.training.objectives.pairs import DPO
@@ -108,6 +110,26 @@ def test_the_rows_that_a_step_is_divided_into_change_nothing_but_rounding(object
     for one, other in zip(whole, divided, strict=True):
         names = one.keys() - {"tokens_per_second"}
         assert {name: one[name] for name in names} == pytest.approx({name: other[name] for name in names}, abs=2e-4)
+
+
+@pytest.mark.parametrize("longest", ["trained on", "held out"])
+def test_a_loss_that_sorts_the_pairs_of_a_step_is_refused_before_a_run_with_a_step_of_several_rows(longest, tmp_path):
+    """The message names the length that just holds every step of training and validation."""
+    config = TrainConfig(**COMMON, objective="dpo", loss=("aot",), sequence_length=32, output=tmp_path / "run")
+    if longest == "held out":
+        records = [{"prompt": f"{n} is", "chosen": " Good." * n, "rejected": " No." * 9} for n in range(1, 13)]
+        (tmp_path / "long.jsonl").write_text("\n".join(map(json.dumps, records)))
+        config = replace(config, validation_data=("long.jsonl",))
+    with pytest.raises(InputError, match=r"^--loss aot: sorts the pairs of a step, which must be in one row") as error:
+        train(config)
+    (most,) = re.findall(r"up to \d+ tokens: give --sequence-length (\d+) instead of 32, or lower", str(error.value))
+    with pytest.raises(InputError, match=f"a step has up to {most} tokens"):
+        train(replace(config, sequence_length=int(most) - 1))
+    assert not (tmp_path / "run").exists()
+    alone = World(torch.device("cpu"))
+    data = prepare(replace(config, sequence_length=int(most)), alone).objective.data
+    taken = [*(data.training.step(first, 8, alone) for first in (0, 8)), *data.validation.steps(8, alone)]
+    assert [len(step.batches) for step in taken] == [1] * len(taken) and len(taken) > 2
 
 
 @pytest.mark.parametrize("kind", ["ema:0.5/2", "precomputed"])

@@ -92,7 +92,7 @@ HALF = {"dtype": "bfloat16", "steps": 3}
 RUNS = {  # name: (settings of both runs, further settings of the run on two ranks)
     "untied": ({"model": config("llama", False)}, {}),
     "tied, activation checkpointing": ({"model": config("qwen2", True)}, {"checkpointed_blocks": 1}),
-    "tiles of tokens": ({"model": config("llama", False)}, {"checkpointed_blocks": 2, "tile_tokens": 10}),
+    "tiles of tokens": ({"model": config("llama", False), "checkpointed_blocks": 2, "tile_tokens": 10}, {}),
     "compiled": ({"model": config("llama", False), "steps": 2}, {"compiled": True, "checkpointed_blocks": 1}),
     "experts, no reshard after forward": ({"model": config("mixtral", False)}, {"reshard_after_forward": False}),
     "bf16 on fp32 parameters": ({"model": config("llama", False)} | HALF, {"checkpointed_blocks": 2}),

@@ -99,6 +99,11 @@ class Groups:
         """Tokens."""
         return max(part.longest_prompt for part in self.parts)
 
+    @property
+    def laid_out(self) -> np.ndarray:
+        """Tokens of each group in a row, and those of its images among them: int64 [2, U]."""
+        return np.concatenate([part.laid_out(self.options.share_prompts) for part in self.parts], 1)
+
     def locate(self, number: int) -> tuple[GroupSelection, int]:
         """The selection that has group number `number`, and its index there."""
         part = int(np.searchsorted(self.ends, number, side="right"))
@@ -195,11 +200,6 @@ class TrainingGroups:
     def fingerprint(self) -> str:
         """A hash of all groups: a cursor has the same meaning only for groups with the same fingerprint."""
         return hashlib.sha256("".join(part.fingerprint for part in self.groups.parts).encode()).hexdigest()
-
-    @property
-    def laid_out(self) -> np.ndarray:
-        """Tokens of each group in a row, and those of its images among them: int64 [2, U]."""
-        return np.concatenate([part.laid_out(self.groups.options.share_prompts) for part in self.groups.parts], 1)
 
     @property
     def labels(self) -> tuple[int, int]:

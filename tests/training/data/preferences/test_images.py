@@ -121,7 +121,7 @@ def test_a_batch_has_each_image_where_its_tokens_are(folder, tmp_path):
         [batch] = step.batches
         tokens = (batch.input_ids == decoder.processor.feature_id).sum()
         assert batch.images["image_grid_thw"].prod(1).sum() == 4 * tokens == 4 * 18 * (1 if share else 2)
-        assert (data.training.laid_out.sum(1) == [step.tokens, int(tokens)]).all()
+        assert (data.training.groups.laid_out.sum(1) == [step.tokens, int(tokens)]).all()
         assert sorted(decoded) == [0, 1, 2]
         decoded.clear()
 
