@@ -54,6 +54,7 @@ class TrainingMemory:
     offloaded_states: optimizer states in host memory, which are not in `optimizer_states`.
     offloaded_inputs: inputs of every k-th checkpointed block in host memory, which are not in `activations`.
     offloads_every: that k; 0 where no input is offloaded.
+    gathered: additional memory while all weights are gathered at once, as for generation.
     beside: what stays beside the model: weights of a reference or a teacher, the cache of an engine.
     unsharded_at_start, unsharded_at_end: memory that sharding takes besides the shards, at the start and the end of
     backward: unsharded parameters and gradients, and communication buffers.
@@ -67,6 +68,7 @@ class TrainingMemory:
     block: int
     unsharded_at_start: int = 0
     unsharded_at_end: int = 0
+    gathered: int = 0
     beside: int = 0
     offloaded_states: int = 0
     offloaded_inputs: int = 0
@@ -156,6 +158,7 @@ def training_memory(
     offloaded_states: int = 0,
     room_for_inputs: int = 0,
     keep_unsharded: bool = False,
+    replicate_quantised: bool = False,
     beside: int = 0,
     patches: int = 0,
     context: int = 1,
@@ -175,6 +178,7 @@ def training_memory(
     room_for_inputs: bytes of host memory for the inputs of checkpointed blocks.
     keep_unsharded: blocks keep their unsharded parameters from forward to backward (FSDP2's reshard_after_forward is
     False).
+    replicate_quantised: as that of `fsdp.shard`.
     beside: bytes of a rank that stay beside the model.
     patches: of the images of a micro-batch.
     context: number of ranks that share the tokens of a micro-batch (context parallelism).
@@ -215,13 +219,17 @@ def training_memory(
             head_gradient = largest_gradient_of_block(model)
         loss = max(loss, head_gradient + last - saved[-1])
     experts = distributed_experts(model) if expert_ranks > 1 else set()
-    owned: dict[Tensor, int] = {p: shard_bytes(p, expert_ranks if p in experts else shards) for p in model.parameters()}
+    replicated: set[Tensor] = set(model.replicated_parameters(replicate_quantised))
+    owners = {**dict.fromkeys(experts, expert_ranks), **dict.fromkeys(replicated, 1)}
+    owned: dict[Tensor, int] = {p: shard_bytes(p, owners.get(p, shards)) for p in model.parameters()}
     if optimizer_states is None:
         states = sum(2 * owned[p] + FP32_BYTES for p in trained)  # AdamW's: two moments and a step count
     else:  # those of the experts are their part of the trained elements
         of_experts = optimizer_states * elements(p for p in trained if p in experts) // max(1, elements(trained))
         states = (optimizer_states - of_experts) // shards + of_experts // expert_ranks
-    unsharded_at_start, unsharded_at_end = unsharded_bytes(model, size, shards, trained, keep_unsharded, experts)
+    unsharded_at_start, unsharded_at_end = unsharded_bytes(
+        model, size, shards, trained, keep_unsharded, experts | replicated
+    )
     not_recomputed = [p for block in model.blocks[checkpointed_blocks:] for p in block.parameters() if p in experts]
     widened = elements(p for p in not_recomputed if p.itemsize != size) * size // expert_ranks
     return TrainingMemory(
@@ -234,6 +242,7 @@ def training_memory(
         block=largest + hidden + arriving + largest_dequantised(model),
         unsharded_at_start=unsharded_at_start + widened,
         unsharded_at_end=unsharded_at_end,
+        gathered=gathered_bytes(model, size, experts | replicated),
         beside=beside,
         offloaded_states=offloaded_states,
         offloaded_inputs=sum(offloaded),
@@ -288,25 +297,25 @@ def shard_bytes(parameter: Tensor, shards: int) -> int:
 
 
 def unsharded_bytes(
-    model: CausalLM, size: int, shards: int, trained: list[Tensor], keep_unsharded: bool, experts: Collection[Tensor]
+    model: CausalLM, size: int, shards: int, trained: list[Tensor], keep_unsharded: bool, left_out: Collection[Tensor]
 ) -> tuple[int, int]:
     """Bytes that sharding takes besides the shards, at the start and at the end of backward.
 
     These are unsharded parameters, gradients before their reduction, and buffers of all-gather and reduce-scatter.
-    experts: parameters that are distributed instead.
+    left_out: parameters that are distributed or replicated instead.
     """
     if shards == 1 and all(parameter.dtype.itemsize == size for parameter in trained):
         return 0, 0
     layers = model.blocks
     copies = 2 if shards > 1 else 1  # the last all-gather exists twice: as its buffer and as parameters
     kept = layers if keep_unsharded else layers[-1:]  # FSDP2 keeps the last block unsharded in any case
-    start = copies * model.head.weight.numel() * size + sum(gathered_bytes(block, size, experts) for block in kept)
-    ids = {id(parameter) for parameter in trained if parameter not in experts}
+    start = copies * model.head.weight.numel() * size + sum(gathered_bytes(block, size, left_out) for block in kept)
+    ids = {id(parameter) for parameter in trained if parameter not in left_out}
     end = 0
     for block in layers:
         # The next all-gather is prefetched meanwhile; gradients are reduced in the wider dtype of the two.
         gradients = sum(p.numel() * (size + max(size, p.itemsize)) for p in block.parameters() if id(p) in ids)
-        end = max(end, 2 * gathered_bytes(block, size, experts) + gradients)
+        end = max(end, 2 * gathered_bytes(block, size, left_out) + gradients)
     return start, end
 
 
