@@ -150,6 +150,17 @@ def test_the_plan_counts_the_bytes_of_the_quantised_weights(folder):
     assert count_parameters(model) == count_parameters(ligermodels.load(folder / "base"))
 
 
+def test_a_generation_gathers_what_is_sharded(folder):
+    """Half of the bytes and all that are gathered, or each of them once."""
+    config = TrainConfig(model=str(folder / "base"), quantize="nf4", **LORA | objectives(folder)["grpo"])
+    run = prepare(config, World(torch.device("cpu"), 0, 2))
+    sharded, replicated = (
+        run.objective.phases(run.estimate(checkpointed_blocks=0, replicate_quantised=each))["generate"]
+        for each in (False, True)
+    )
+    assert sharded - replicated == sum(p.nbytes for p in run.model.parameters() if p.dtype == torch.uint8) // 2 > 0
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
