@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import ligermodels
 from ligermodels.aliases import flag_of
@@ -110,6 +111,19 @@ def test_a_base_that_is_stored_in_4_bits_needs_no_flag(folder):
     settings = objectives(folder)["sft"]
     expected = losses(model=str(folder / "base"), quantize="nf4", output="quantised", **settings)[1]
     assert losses(model=str(folder / "nf4"), output="stored", **settings)[1] == expected
+
+
+def test_a_base_of_which_some_tensors_are_not_quantised_trains_as_its_dequantised_weights(folder):
+    mixed, q = Path(shutil.copytree(folder / "nf4", "mixed")), "model.layers.1.self_attn.q_proj.weight"
+    tensors = load_file(mixed / "model.safetensors")
+    of_q = [name for name in tensors if name.startswith(f"{q}.")]
+    tensors[q] = load_file(folder / "dense" / "model.safetensors")[q]
+    save_file({name: tensor for name, tensor in tensors.items() if name not in of_q}, mixed / "model.safetensors")
+    settings = objectives(folder)["sft"]
+    model, found = losses(model=str(mixed), output="of mixed", **settings)
+    assert found == losses(model=str(folder / "nf4"), output="of nf4", **settings)[1]
+    first, second = (layer.self_attn.qkv_proj.base_layer.weight for layer in model.model.layers)
+    assert second.nbytes - first.nbytes > 3 * 64 * 64  # q_proj [64, 64] in fp32 instead of about half a byte each
 
 
 def test_a_run_on_a_quantised_base_resumes_to_the_bit(folder):
