@@ -74,11 +74,11 @@ class PartlyNf4:
 
     def quantize(self, weight: Tensor) -> Tensor:
         rows = zip(self.layouts, weight.split(self.parts), strict=True)
-        return joined(layout.quantize(part) for layout, part in rows)
+        return in_sequence(layout.quantize(part) for layout, part in rows)
 
     def pack(self, parts: Iterable[Mapping[str, Tensor]]) -> Tensor:
         """The parts of a weight, with the fields of `Nf4Part` or their `values` -> the weight's bytes [nbytes]."""
-        return joined(layout.pack([part]) for layout, part in zip(self.layouts, parts, strict=True))
+        return in_sequence(layout.pack([part]) for layout, part in zip(self.layouts, parts, strict=True))
 
     def unpack(self, data: Tensor) -> list[dict[str, Tensor]]:
         parts = zip(self.layouts, self.split(data), strict=True)
@@ -92,5 +92,5 @@ class PartlyNf4:
         raise NotImplementedError("experts are quantised as a whole")
 
 
-def joined(parts: Iterable[Tensor]) -> Tensor:
+def in_sequence(parts: Iterable[Tensor]) -> Tensor:
     return torch.cat([F.pad(part, (0, -len(part) % ALIGNMENT)) for part in parts])
