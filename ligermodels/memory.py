@@ -55,6 +55,7 @@ class TrainingMemory:
     offloaded_states: optimizer states in host memory, which are not in `optimizer_states`.
     offloaded_inputs: inputs of every k-th checkpointed block in host memory, which are not in `activations`.
     offloads_every: that k; 0 where no input is offloaded.
+    gathered: additional memory while all weights are gathered at once, as for generation.
     beside: what stays beside the model: weights of a reference or a teacher, the cache of an engine.
     unsharded_at_start, unsharded_at_end: memory that sharding takes besides the shards, at the start and the end of
     backward: unsharded parameters and gradients, and communication buffers.
@@ -68,6 +69,7 @@ class TrainingMemory:
     block: int
     unsharded_at_start: int = 0
     unsharded_at_end: int = 0
+    gathered: int = 0
     beside: int = 0
     offloaded_states: int = 0
     offloaded_inputs: int = 0
@@ -157,6 +159,7 @@ def training_memory(
     offloaded_states: int = 0,
     room_for_inputs: int = 0,
     keep_unsharded: bool = False,
+    replicate_quantised: bool = False,
     beside: int = 0,
     patches: int = 0,
     context: int = 1,
@@ -176,6 +179,7 @@ def training_memory(
     room_for_inputs: bytes of host memory for the inputs of checkpointed blocks.
     keep_unsharded: blocks keep their unsharded parameters from forward to backward (FSDP2's reshard_after_forward is
     False).
+    replicate_quantised: as that of `fsdp.shard`.
     beside: bytes of a rank that stay beside the model.
     patches: of the images of a micro-batch.
     context: number of ranks that share the tokens of a micro-batch (context parallelism).
@@ -216,7 +220,7 @@ def training_memory(
             head_gradient = largest_gradient_of_block(model)
         loss = max(loss, head_gradient + last - saved[-1])
     experts = distributed_experts(model) if expert_ranks > 1 else set()
-    replicated: set[Tensor] = set(model.replicated_parameters())
+    replicated: set[Tensor] = set(model.replicated_parameters(replicate_quantised))
     ranks: dict[Tensor, int] = dict.fromkeys(model.parameters(), shards)  # over which each one is distributed
     ranks |= dict.fromkeys(experts, expert_ranks) | dict.fromkeys(replicated, 1)
     owned: dict[Tensor, int] = {p: shard_bytes(p, count) for p, count in ranks.items()}
@@ -242,6 +246,7 @@ def training_memory(
         block=largest + hidden + arriving + largest_dequantised(model),
         unsharded_at_start=unsharded_at_start + widened,
         unsharded_at_end=unsharded_at_end,
+        gathered=gathered_bytes(model, size, experts | replicated),
         beside=beside,
         offloaded_states=offloaded_states,
         offloaded_inputs=sum(offloaded),
@@ -308,7 +313,7 @@ def unsharded_bytes(
     """Bytes that sharding takes besides the shards, at the start and at the end of backward.
 
     These are unsharded parameters, gradients before their reduction, and buffers of all-gather and reduce-scatter.
-    left_out: parameters that FSDP2 does not shard.
+    left_out: parameters that are distributed or replicated instead.
     """
     if shards == 1 and all(parameter.itemsize == size for parameter in trained if parameter not in left_out):
         return 0, 0

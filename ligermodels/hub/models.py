@@ -115,7 +115,7 @@ def quantise_as_stored(model: CausalLM, plan: LoadPlan, quantize: str | None) ->
             f"{plan.checkpoint.folder}: is in NF4 already; leave out quantize={quantize!r}, or load the original"
         )
     if stored and scheme is not None:
-        quantise(model, scheme, stored, plan.rules)
+        quantise(model, scheme, stored, plan.rules, plan.dense_parts)
     elif quantize is not None:
         quantise(model, quantize)
 

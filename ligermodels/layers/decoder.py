@@ -44,7 +44,7 @@ from ligermodels.layers.packed import AdaptableModule, name_parts
 from ligermodels.layers.rope import query_scale, rotary_embedding
 from ligermodels.layers.row_layout import AlignedRows, batch_shape, hub_offsets, row_layout
 from ligermodels.weights.mapping import Rule, packed_projections
-from ligermodels.weights.module import HubModule
+from ligermodels.weights.module import HubModule, quantised_bytes
 
 IGNORE_INDEX = -100
 
@@ -204,10 +204,13 @@ class CausalLM(CheckpointedModel, AdaptableModule, HubModule, ABC):
         """All blocks through which gradients flow, in the order of the forward pass."""
         return [cast(Block, block) for block in self.model.layers]
 
-    def replicated_parameters(self) -> list[nn.Parameter]:
-        """Parameters that every rank keeps whole where the others are sharded: FSDP2 shards and gathers parameters of
-        one dtype together."""
-        return self.fp32_parameters()
+    def replicated_parameters(self, quantised: bool = False) -> list[nn.Parameter]:
+        """Parameters that every rank keeps whole where the others are sharded. Those in fp32: FSDP2 shards and gathers
+        parameters of one dtype together.
+
+        quantised: whether the bytes of quantised weights are among them.
+        """
+        return [*self.fp32_parameters(), *(quantised_bytes(self) if quantised else ())]
 
     @property
     def head(self) -> nn.Linear:

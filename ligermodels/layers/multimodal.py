@@ -106,10 +106,10 @@ class ImageParts(CausalLM):
         """The blocks of the tower, in the order of computation."""
         return [cast(Block, block) for name in self.tower_lists for block in self.get_submodule(name).children()]
 
-    def replicated_parameters(self) -> list[nn.Parameter]:
+    def replicated_parameters(self, quantised: bool = False) -> list[nn.Parameter]:
         """A frozen tower too: ranks that hold no image would not gather it together with the others."""
-        tower = [] if is_trained(self.visual) else list(self.visual.parameters())
-        return super().replicated_parameters() + tower
+        tower = [] if is_trained(self.visual) else self.visual.parameters()
+        return [*super().replicated_parameters(quantised), *tower]
 
     def parts(self) -> dict[str, list[nn.Parameter]]:
         """The parameters of each of MODEL_PARTS."""

@@ -5,6 +5,7 @@ Embeddings, the head, norms, routers and biases stay as they are. Must not know 
 
 import math
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from ligermodels.errors import InputError, suggest
 from ligermodels.kernels.fp8 import FP8_BLOCK, Float8
 from ligermodels.kernels.mxfp4 import Mxfp4Layout
 from ligermodels.kernels.nf4 import NF4_BLOCK, Nf4
+from ligermodels.kernels.partly_nf4 import DensePart, PartlyNf4
 from ligermodels.kernels.quantised_weight import WeightLayout
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.lora import lora_modules
@@ -21,19 +23,21 @@ from ligermodels.layers.lora_targets import expert_projections, linear_projectio
 from ligermodels.layers.moe import Experts, QuantisedExperts
 from ligermodels.layers.packed import PackedLinear
 from ligermodels.layers.quantised import QuantisedLinear
-from ligermodels.weights.mapping import Rule, pieces_of
+from ligermodels.weights.mapping import Piece, Rule, pieces_of
 
 FORMATS = ("nf4", "fp8", "mxfp4")
 
 
 def quantise(
-    model: CausalLM, scheme: str, only: Iterable[str] | None = None, rules: tuple[Rule, ...] | None = None
-) -> None:
+    model: CausalLM, scheme: str, only: Iterable[str] | None = None, rules: tuple[Rule, ...] | None = None,
+    dense: Mapping[str, torch.dtype] = MappingProxyType({}),
+) -> None:  # fmt: skip
     """Replaces linears and routed experts of the blocks by quantised ones, in place; loading sets their bytes.
 
     model: on the meta device, in the dtype in which weights are used. scheme: one of FORMATS.
     only: the names of the weights that are quantised, if a checkpoint says which; None for all of them.
     rules: of the layout whose tensors are quantised, each by itself; None for the Hub's own.
+    dense: the tensors of weights in NF4 that a checkpoint does not quantise, and their dtypes there.
     All parameters are frozen. Raises InputError for another scheme, and for weights that it cannot hold.
     """
     if scheme not in FORMATS:
@@ -52,7 +56,7 @@ def quantise(
     layouts: dict[str, dict[str, WeightLayout]] = {}  # by module
     for name in names if only is None else only:
         module, _, weight = name.rpartition(".")
-        layouts.setdefault(module, {})[weight] = layout_of(model, name, scheme, rules)
+        layouts.setdefault(module, {})[weight] = layout_of(model, name, scheme, rules, dense)
     model.requires_grad_(False)
     for name, of_module in layouts.items():
         model.set_submodule(name, quantised_module(name, model.get_submodule(name), of_module))
@@ -81,8 +85,13 @@ def quantisable(model: CausalLM) -> bool:
     return all(model.get_parameter(name).shape[-1] % NF4_BLOCK == 0 for name in quantisable_weights(model))
 
 
-def layout_of(model: CausalLM, parameter: str, scheme: str, rules: tuple[Rule, ...]) -> WeightLayout:
-    """The layout of a parameter. Each of the tensors in it is quantised by itself. Raises InputError."""
+def layout_of(
+    model: CausalLM, parameter: str, scheme: str, rules: tuple[Rule, ...], dense: Mapping[str, torch.dtype]
+) -> WeightLayout:
+    """The layout of a parameter. Each of the tensors in it is quantised by itself. dense: as that of `quantise`.
+
+    Raises InputError.
+    """
     weight = model.get_parameter(parameter)
     shape, dtype = tuple(weight.shape), weight.dtype
     if scheme == "nf4" and shape[-1] % NF4_BLOCK:
@@ -92,8 +101,17 @@ def layout_of(model: CausalLM, parameter: str, scheme: str, rules: tuple[Rule, .
         )
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise InputError(f"quantize {scheme}: dtype is {dtype}; must be bfloat16, float16 or float32")
-    parts = tuple(math.prod(piece.box_shape[:-1]) for piece in pieces_of(parameter, shape, rules))
+    pieces = list(pieces_of(parameter, shape, rules))
+    if any(piece.tensor in dense for piece in pieces):
+        return PartlyNf4(tuple(layout_of_part(piece, dtype, dense.get(piece.tensor)) for piece in pieces))
+    parts = tuple(math.prod(piece.box_shape[:-1]) for piece in pieces)
     if scheme == "fp8":
         stored = read_scaled(model.config.raw)
         return Float8(shape, parts, dtype, stored.block or FP8_BLOCK if isinstance(stored, Fp8) else FP8_BLOCK)
     return Nf4(shape, parts, dtype) if scheme == "nf4" else Mxfp4Layout(shape, parts, dtype)
+
+
+def layout_of_part(piece: Piece, dtype: torch.dtype, stored: torch.dtype | None) -> Nf4 | DensePart:
+    """Of one tensor of a weight. dtype: in which it is used. stored: that of a tensor which is not quantised."""
+    rows = (piece.shape[0],)
+    return Nf4(piece.shape, rows, dtype) if stored is None else DensePart(piece.shape, rows, dtype, stored)

@@ -81,7 +81,7 @@ def train(config: TrainConfig) -> TrainResult:
     Raises InputError for what cannot be run, before memory is allocated where that is known by then.
     """
     prepared = prepare(config, distributed.start())
-    config, world, pretrained, adapter, model, objective, build, estimate, reshard_after_forward, run = prepared
+    config, world, pretrained, adapter, model, objective, build, estimate, shard, run = prepared
     data = objective.data
     compute_dtype = TORCH_DTYPES[config.dtype]
     has_template = data.tokenizer is not None and bool(data.tokenizer.templates)
@@ -109,10 +109,7 @@ def train(config: TrainConfig) -> TrainResult:
             float8.convert(model, world.device)
         if config.compile:
             compile_blocks(model, world.device)
-        fsdp.shard(
-            model, world, compute_dtype, dp_replicate=config.dp_replicate, expert_parallel=config.expert_parallel,
-            reshard_after_forward=reshard_after_forward,
-        )  # fmt: skip
+        shard(model)
         give_initial_weights(model, pretrained, adapter, config.seed, world.device)
         model.generation_config = generation_config(
             data.tokenizer, model.generation_config, model.config.raw, chats=chats

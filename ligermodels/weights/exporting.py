@@ -204,7 +204,9 @@ def stored_in_bits(
             parts = weight._replace(data=full_tensor(weight.data)).unpack()
             for piece, part in zip(group, parts, strict=True):
                 refuse_unwritable_bits(piece, weight.scheme)
-                if weight.scheme == "fp8":
+                if "values" in part:  # of a tensor that is not quantised
+                    found[piece.tensor] = {piece.tensor: part["values"]}
+                elif weight.scheme == "fp8":
                     found[piece.tensor] = fp8_tensors_of(piece.tensor, part)
                 else:
                     found[piece.tensor] = tensors_of(piece.tensor, part, piece.shape, weight.dtype)

@@ -73,9 +73,10 @@ class LoadPlan:
 
     @property
     def quantised_parameters(self) -> tuple[str, ...]:
-        """The parameters that the checkpoint stores in few bits.
+        """The parameters that the checkpoint stores in few bits, all of their tensors or, in NF4, some.
 
-        Raises CheckpointError where one consists of others too, or has another order there that its bits cannot have.
+        Raises CheckpointError where another format quantises some alone, or where one has another order there that its
+        bits cannot have.
         """
         bits = {p.tensor for p in self.pieces if p.tensor in self.nf4 or self.has_scale(p.tensor)}
         pieces = [piece for piece in self.pieces if piece.tensor in bits]
@@ -83,13 +84,27 @@ class LoadPlan:
         dense = {piece.parameter: piece for piece in self.pieces if piece.tensor not in bits}
         permutable = isinstance(self.quantisation, Mxfp4)
         for piece in pieces:
-            if piece.parameter in dense or (piece.view and not permutable):
-                other = dense.get(piece.parameter, piece).tensor
+            other = dense.get(piece.parameter, piece)
+            partly = other is not piece and (self.quantisation is not None or len(other.index) > 2)
+            if partly or ((piece.view or other.view) and not permutable):
                 raise CheckpointError(
-                    f"{self.checkpoint.folder}: {piece.tensor} is in few bits, but is one weight here with {other}, "
-                    f"which {'is not' if piece.parameter in dense else 'has another order'}; {REMEDY}"
+                    f"{self.checkpoint.folder}: {piece.tensor} is in few bits, but is one weight here with "
+                    f"{other.tensor}, which {'is not' if partly else 'has another order'}; {REMEDY}"
                 )
         return found
+
+    @property
+    def dense_parts(self) -> dict[str, torch.dtype]:
+        """The tensors that are one weight with others in NF4, but are not quantised, and their dtypes."""
+        mixed = {piece.parameter for piece in self.pieces if piece.tensor in self.nf4}
+        dense = (p.tensor for p in self.pieces if p.parameter in mixed and p.tensor not in self.nf4)
+        return {tensor: self.checkpoint.tensors[tensor].dtype for tensor in dense}
+
+    def read_nf4_part(self, tensor: str) -> dict[str, Tensor]:
+        """A tensor of a weight in NF4 for `StoredWeight.pack`, on the host; see `PartlyNf4`."""
+        if tensor in self.nf4:
+            return self.nf4[tensor].read()
+        return {"values": read_tensors({tensor: self.checkpoint.tensors[tensor]})[tensor]}
 
     def has_scale(self, tensor: str) -> bool:
         return self.quantisation is not None and needs_scale(tensor, self.checkpoint.tensors[tensor])
@@ -145,8 +160,8 @@ def fill_weights(model: HubModule, plan: LoadPlan) -> None:
     kept_in_bits = set()
     for group in tqdm(groups, f"Quantising {folder.name}", delay=1, disable=not is_first() or None):
         weight, file = tensors[group[0].parameter], stored[group[0].tensor].file
-        if group[0].tensor in plan.nf4:
-            fill_stored(weight, file, [plan.nf4[piece.tensor].read() for piece in group])
+        if any(piece.tensor in plan.nf4 for piece in group):
+            fill_stored(weight, file, [plan.read_nf4_part(piece.tensor) for piece in group])
         elif plan.has_scale(group[0].tensor) and weight.scheme == scheme_of(model.config.raw):
             fill_stored(weight, file, [read_part(p, stored[p.tensor], scales[p.tensor]) for p in group])
             kept_in_bits |= {piece.tensor for piece in group}

@@ -224,6 +224,12 @@ class Fp32Module(nn.Module):
         return super()._apply(apply, recurse)
 
 
+def quantised_bytes(model: nn.Module) -> list[nn.Parameter]:
+    """The bytes of all quantised weights."""
+    owners = (module for module in model.modules() if isinstance(module, QuantisedModule))
+    return [owner.get_parameter(name + BYTES) for owner in owners for name in owner.quantised_weights()]
+
+
 def named_weights(module: nn.Module) -> dict[str, Any]:
     """The parameters of a module by name, tied ones once, with quantised weights in place of their bytes."""
     quantised = {

@@ -193,6 +193,17 @@ def test_one_projection_in_few_bits_is_refused():
         quantise(model, "nf4", [f"{FIRST}.down_proj"])
 
 
+def test_experts_of_which_one_is_not_quantised_are_refused_before_memory_is_taken(folder, tmp_path, monkeypatch):
+    ligermodels.export(ligermodels.load(folder, quantize="nf4"), tmp_path / "nf4")
+    file, up = tmp_path / "nf4" / "model.safetensors", f"{FIRST}.1.up_proj.weight"
+    tensors = load_file(file)
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(up)}
+    save_file(kept | {up: torch.zeros(INNER, HIDDEN, dtype=torch.float16)}, file)
+    monkeypatch.setattr(ligermodels.layers.decoder.CausalLM, "to_empty", None)
+    with pytest.raises(CheckpointError, match=rf"is in few bits, but is one weight here with {up}, which is not"):
+        ligermodels.load(tmp_path / "nf4")
+
+
 def test_a_weight_that_is_not_finite_is_refused(tmp_path):
     model = ligermodels.create(RAW, dtype=torch.float16)
     with torch.no_grad():

@@ -1,12 +1,14 @@
 """QLoRA runs: of every kind they take the steps that they would take on the dequantised weights, to the bit."""
 
 import json
+import re
 import shutil
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import ligermodels
 from ligermodels.aliases import flag_of
@@ -20,7 +22,8 @@ from ligermodels.training.runs.contradictions import refuse_contradictions
 from ligermodels.training.runs.preparing import prepare
 from ligermodels.training.runs.settings import config_of_run
 from ligermodels.weights.module import named_weights
-from tests.training.launching import loop, records
+from tests.training.launching import loop
+from tests.training.launching import losses as losses_of
 from tests.training.small_models import save_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -110,6 +113,19 @@ def test_a_base_that_is_stored_in_4_bits_needs_no_flag(folder):
     assert losses(model=str(folder / "nf4"), output="stored", **settings)[1] == expected
 
 
+def test_a_base_of_which_some_tensors_are_not_quantised_trains_as_its_dequantised_weights(folder):
+    mixed, q = Path(shutil.copytree(folder / "nf4", "mixed")), "model.layers.1.self_attn.q_proj.weight"
+    tensors = load_file(mixed / "model.safetensors")
+    of_q = [name for name in tensors if name.startswith(f"{q}.")]
+    tensors[q] = load_file(folder / "dense" / "model.safetensors")[q]
+    save_file({name: tensor for name, tensor in tensors.items() if name not in of_q}, mixed / "model.safetensors")
+    settings = objectives(folder)["sft"]
+    model, found = losses(model=str(mixed), output="of mixed", **settings)
+    assert found == losses(model=str(folder / "nf4"), output="of nf4", **settings)[1]
+    first, second = (layer.self_attn.qkv_proj.base_layer.weight for layer in model.model.layers)
+    assert second.nbytes - first.nbytes > 3 * 64 * 64  # q_proj [64, 64] in fp32 instead of about half a byte each
+
+
 def test_a_run_on_a_quantised_base_resumes_to_the_bit(folder):
     given = LORA | objectives(folder)["sft"] | {"checkpoint_every": 1, "output": "whole"}
     whole = train(TrainConfig(model=str(folder / "base"), quantize="nf4", **given))
@@ -146,6 +162,17 @@ def test_the_plan_counts_the_bytes_of_the_quantised_weights(folder):
     again = training_memory(model.float(), 1, 8, torch.float32)
     assert again.gradients == 0 and again.weights == sum(parameter.nbytes for parameter in model.parameters())
     assert count_parameters(model) == count_parameters(ligermodels.load(folder / "base"))
+
+
+def test_a_generation_gathers_what_is_sharded(folder):
+    """Half of the bytes and all that are gathered, or each of them once."""
+    config = TrainConfig(model=str(folder / "base"), quantize="nf4", **LORA | objectives(folder)["grpo"])
+    run = prepare(config, World(torch.device("cpu"), 0, 2))
+    sharded, replicated = (
+        run.objective.phases(run.estimate(checkpointed_blocks=0, replicate_quantised=each))["generate"]
+        for each in (False, True)
+    )
+    assert sharded - replicated == sum(p.nbytes for p in run.model.parameters() if p.dtype == torch.uint8) // 2 > 0
 
 
 @pytest.mark.parametrize(
@@ -196,15 +223,27 @@ def test_weights_that_are_stored_in_4_bits_are_not_trained_in_full(folder):
         plan(TrainConfig(model=str(folder / "nf4"), **settings))
 
 
-def test_two_ranks_share_the_bytes_of_the_base(folder, launcher):
-    """Every rank holds half of them, and the losses are those of one process."""
-    settings = LORA | objectives(folder)["sft"] | {"model": str(folder / "experts"), "quantize": "nf4"}
-    targets = "all-linear", "experts"
-    expected = losses(output="one", lora_targets=targets, **settings)[1]
-    names = ("model", "data", "sequence_length", "batch_size", "lora_rank", "steps", "warmup", "learning_rate")
-    values = (settings[name][0] if name == "data" else settings[name] for name in names)
-    flags = [text for name, value in zip(names, values, strict=True) for text in (flag_of(name), str(value))]
-    flags += ["--lora-targets", *targets]
-    launcher.succeed(*flags, "--quantize", "nf4", "--eval-every", "9", "--no-export", "--output", "two", ranks=2)
-    found = [record["loss"] for record in records(launcher.folder / "two") if "loss" in record]
-    assert found == pytest.approx(expected, rel=1e-5)
+def flags_of(settings):
+    values = {name: value if isinstance(value, tuple) else (value,) for name, value in settings.items()}
+    return [text for name, given in values.items() for text in (flag_of(name), *map(str, given))]
+
+
+def test_two_ranks_share_the_bytes_of_the_base_or_have_all_of_them(folder, launcher):
+    """The plan says which, and the losses are those of one process. A run resumes in the other way to the bit."""
+    base = save_model(launcher.folder / "base", TEXTS, **EXPERTS, num_hidden_layers=6)
+    settings = LORA | objectives(folder)["sft"] | {"model": str(base), "quantize": "nf4"}
+    settings |= {"lora_targets": ("all-linear", "experts"), "no_export": False, "lora_export": "adapter"}
+    expected = losses(output="one", **settings)[1]
+    del settings["no_export"]
+    flags = [*flags_of(settings), "--checkpoint-every", "1"]
+    sharded = launcher.succeed(*flags, "--output", "sharded", ranks=2)
+    whole = launcher.succeed(10**12, *flags, "--output", "whole", ranks=2, module="tests.training.train_with_memory")
+    assert re.search(r"chosen: quantised weights, [\d.]+ KiB: sharded over 2 ranks\n", sharded.stdout)
+    assert re.search(r"chosen: quantised weights, [\d.]+ KiB: whole on every rank, never gathered\n", whole.stdout)
+    found = losses_of(launcher.folder / "sharded")
+    assert found == pytest.approx(expected, rel=1e-5) and losses_of(launcher.folder / "whole") == found
+    adapter = (launcher.folder / "sharded" / "adapter" / "adapter_model.safetensors").read_bytes()
+    shutil.rmtree(launcher.folder / "whole" / "checkpoints" / "step-000002")
+    shutil.rmtree(launcher.folder / "whole" / "adapter")
+    launcher.succeed("--resume", "whole", ranks=2)
+    assert (launcher.folder / "whole" / "adapter" / "adapter_model.safetensors").read_bytes() == adapter

@@ -219,6 +219,14 @@ def test_the_flops_of_a_patch_equal_torchs_count(name):
     assert flops_per_patch(model, [grid]) == pytest.approx(linear / grid.patches + attention)
 
 
+def test_a_frozen_tower_is_whole_on_every_rank_in_the_estimate():
+    model = ligermodels.create(CASES["qwen2_vl"], device="meta")
+    shared = training_memory(model, 1, 8, torch.float32, shards=2).weights
+    model.train_parts(["text"])
+    tower = sum(p.nbytes - p[: -(-len(p) // 2)].nbytes for p in model.visual.parameters())
+    assert training_memory(model, 1, 8, torch.float32, shards=2).weights == shared + tower > shared
+
+
 def test_text_alone_reports_the_same_as_without_images():
     model = ligermodels.create(CASES["qwen2_vl"], device="meta")
     text = ligermodels.create({**CASES["qwen2_vl"], "model_type": "qwen2", "rope_scaling": None}, device="meta")

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import ligermodels
 from ligermodels.errors import CheckpointError, ConfigError, InputError
+from ligermodels.kernels.partly_nf4 import PartlyNf4
 from ligermodels.layers.quantised import QuantisedLinear
 from ligermodels.weights.bitsandbytes import NF4_STATE
 from ligermodels.weights.files import tensor_hashes
@@ -31,17 +32,20 @@ def original(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module")
-def stored(original, tmp_path_factory):
-    """A checkpoint that transformers has quantised and written."""
+def quantised_by_transformers(original, path, skipped=("lm_head",)):
+    """A checkpoint that transformers has quantised and written, without the modules `skipped`."""
     config = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
+        bnb_4bit_compute_dtype=torch.bfloat16, llm_int8_skip_modules=[*skipped],
     )  # fmt: skip
-    path = tmp_path_factory.mktemp("stored") / "model"
     theirs = AutoModelForCausalLM.from_pretrained(original, quantization_config=config, dtype=torch.bfloat16)
     theirs.save_pretrained(path)
     return path
+
+
+@pytest.fixture(scope="module")
+def stored(original, tmp_path_factory):
+    return quantised_by_transformers(original, tmp_path_factory.mktemp("stored") / "model")
 
 
 def their_values(folder):
@@ -79,6 +83,44 @@ def test_a_stored_model_is_written_back_byte_for_byte(stored, tmp_path):
     assert tensor_hashes(tmp_path / "again") == tensor_hashes(stored)
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (stored, tmp_path / "again"))
     assert after["quantization_config"] == before["quantization_config"]
+
+
+LAYER = "model.layers.0."
+SKIPPED = {  # modules that are not quantised: how many weights these are, and how many packed ones have others too
+    "a linear": ([f"{LAYER}mlp.down_proj"], 1, 0),
+    "all of a block's attention": ([f"{LAYER}self_attn"], 4, 0),
+    "one part of a packed linear": ([f"{LAYER}self_attn.q_proj"], 1, 1),
+    "parts of both packed linears": ([f"{LAYER}self_attn.k_proj", f"{LAYER}mlp.up_proj"], 2, 2),
+}
+
+
+@pytest.mark.parametrize("name", SKIPPED)
+def test_modules_that_are_not_quantised_stay_so(name, original, tmp_path):
+    """They are read and written back byte for byte, and LoRA trains beside them as on the dequantised weights."""
+    skipped, weights, mixed = SKIPPED[name]
+    folder = quantised_by_transformers(original, tmp_path / "stored", [*skipped, "lm_head"])
+    model = ligermodels.load(folder)
+    expected, got = their_values(folder), our_values(model)
+    assert len(expected) == 2 * len(PROJECTIONS) - weights and expected.keys() <= got.keys()
+    dense = load_file(original / "model.safetensors")
+    assert all(torch.equal(value, expected.get(name, dense[name])) for name, value in got.items())
+    assert sum(isinstance(x.layout, PartlyNf4) for x in named_weights(model).values() if hasattr(x, "layout")) == mixed
+    ligermodels.export(model, tmp_path / "again")
+    assert tensor_hashes(tmp_path / "again") == tensor_hashes(folder)
+    before, after = (json.loads((path / "config.json").read_text()) for path in (folder, tmp_path / "again"))
+    assert after["quantization_config"] == before["quantization_config"]
+
+    with pytest.warns(UserWarning, match="dequantised"):
+        ligermodels.export(model, tmp_path / "dense", dtype="bfloat16")
+    ids, gradients = torch.arange(12)[None], []
+    for source in (folder, tmp_path / "dense"):
+        torch.manual_seed(0)
+        trained = adapt(ligermodels.load(source))
+        trained(ids, ids).loss.backward()
+        gradients.append({name: p.grad for name, p in trained.named_parameters() if p.requires_grad})
+    assert gradients[0].keys() == gradients[1].keys()
+    assert all(torch.equal(gradients[0][name], gradient) for name, gradient in gradients[1].items())
+    assert all(gradient.abs().max() > 0 for gradient in gradients[1].values())
 
 
 def test_transformers_reads_what_we_quantise(original, tmp_path):
@@ -160,9 +202,13 @@ DAMAGE = {
     "another map of one part": (
         lambda t: {f"{Q}.nested_quant_map": t[f"{Q}.nested_quant_map"] / 2}, "different values for the same codes",
     ),
-    "a part that is not in 4 bits": (
-        lambda t: {key: None for key in t if key.startswith(f"{Q}.")} | {Q: torch.zeros(128, 128)},
-        "is in few bits, but is one weight here with model.layers.0.self_attn.q_proj.weight, which is not",
+    "a part that is not quantised, of another shape": (
+        lambda t: {key: None for key in t if key.startswith(f"{Q}.")} | {Q: torch.zeros(64, 128)},
+        r"q_proj.weight is \[64, 128\] instead of \[128, 128\]",
+    ),
+    "a part that is not quantised, in integers": (
+        lambda t: {key: None for key in t if key.startswith(f"{Q}.")} | {Q: torch.zeros(128, 128, dtype=torch.int8)},
+        "q_proj.weight is torch.int8",
     ),
 }  # fmt: skip
 

@@ -88,12 +88,13 @@ class OnPolicyDistill(Taught, GroupDistill):
 
     def bytes_beside(self, model: CausalLM) -> int:
         dtype = TORCH_DTYPES[str(self.config.dtype)]
-        kept, self.generation_bytes = self.sampler.memory(model, dtype, gathered=self.world.size > 1)
+        kept, self.generation_bytes = self.sampler.memory(model, dtype)
         return super().bytes_beside(model) + kept
 
     def phases(self, train: TrainingMemory) -> dict[str, int]:
         resident = train.weights + train.optimizer_states + train.beside
-        return {"generate": resident + self.generation_bytes, "train": train.peak}
+        gathered = train.gathered if self.world.size > 1 else 0
+        return {"generate": resident + gathered + self.generation_bytes, "train": train.peak}
 
     # -- a step
 

@@ -81,7 +81,7 @@ class GRPO(Objective):
     data: PreferenceData
     config: RunConfig
     sampler: Sampler | VLLMSampler
-    generation_bytes: int  # beside the weights, the optimizer's states and what stays
+    generation_bytes: int  # beside the weights, gathered ones, the optimizer's states and what stays
     began: float  # when the step did, by the clock
 
     def __init__(self, config: TrainConfig, world: World) -> None:
@@ -174,7 +174,7 @@ class GRPO(Objective):
 
     def bytes_beside(self, model: CausalLM) -> int:
         """What the sampler keeps during updates, reward models, and the reference."""
-        kept, self.generation_bytes = self.sampler.memory(model, self.dtype, gathered=self.world.size > 1)
+        kept, self.generation_bytes = self.sampler.memory(model, self.dtype)
         scoring = sum(reward.bytes(self.dtype)[0] for reward in self.reward_models)
         beside = kept + scoring
         if self.reference is None:
@@ -185,7 +185,8 @@ class GRPO(Objective):
         """generate: the gathered weights, and the logits of all rows. reward: a pass of a reward model. score: a pass
         without a graph."""
         resident = train.weights + train.optimizer_states + train.beside
-        phases = {"generate": resident + self.generation_bytes}
+        gathered = train.gathered if self.world.size > 1 and self.config.sampler == "own" else 0
+        phases = {"generate": resident + gathered + self.generation_bytes}
         if self.reward_models:
             phases["reward"] = resident + max(reward.bytes(self.dtype)[1] for reward in self.reward_models)
         if self.scores:

@@ -18,7 +18,6 @@ from ligermodels.generation.engine import DEFAULT_ROWS, Engine
 from ligermodels.generation.paged_cache import PAGE_SIZE, pages_for
 from ligermodels.generation.requests import GeneratedSample
 from ligermodels.layers.decoder import CausalLM
-from ligermodels.memory import gathered_bytes
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.training.data.preferences import GroupPrompt
 from ligermodels.training.scaling import fsdp
@@ -52,11 +51,9 @@ class EngineSize(NamedTuple):
         """Of the cache, which stays between generations. dtype: of keys and values."""
         return cache_bytes(model, self.tokens, self.rows, self.longest, dtype)
 
-    def step_bytes(self, model: CausalLM, *, gathered: bool) -> int:
-        """Of the logits of all rows, in the model's dtype and in fp32, and of gathered weights."""
-        size = model.dtype.itemsize
-        weights = gathered_bytes(model, size, set(model.replicated_parameters())) if gathered else 0
-        return weights + self.rows * model.config.vocab_size * (size + 4)
+    def step_bytes(self, model: CausalLM) -> int:
+        """Of the logits of all rows, in the model's dtype and in fp32."""
+        return self.rows * model.config.vocab_size * (model.dtype.itemsize + 4)
 
 
 def engine_size(longest_prompt: int, prompts: int, plan: SamplingPlan) -> EngineSize:
@@ -78,9 +75,9 @@ class Sampler:
         self.tokenizer, self.size, self.vocab_size = tokenizer, size, vocab_size
         self.engine: Engine | None = None
 
-    def memory(self, model: CausalLM, dtype: torch.dtype, *, gathered: bool) -> tuple[int, int]:
-        """(bytes that stay, more bytes of a generation) of a rank. dtype: of the cache; gathered: as `step_bytes`."""
-        return self.size.cache_bytes(model, dtype), self.size.step_bytes(model, gathered=gathered)
+    def memory(self, model: CausalLM, dtype: torch.dtype) -> tuple[int, int]:
+        """(bytes that stay, more bytes of a generation) of a rank, without gathered weights. dtype: of the cache."""
+        return self.size.cache_bytes(model, dtype), self.size.step_bytes(model)
 
     def sample(
         self, model: CausalLM, prompts: Sequence[GroupPrompt], plan: SamplingPlan, first: int = 0

@@ -135,12 +135,12 @@ class VLLMSampler:
             "disable_log_stats": True,
         }
 
-    def memory(self, model: CausalLM, dtype: torch.dtype, *, gathered: bool) -> tuple[int, int]:
+    def memory(self, model: CausalLM, dtype: torch.dtype) -> tuple[int, int]:
         """As that of `Sampler`: a copy of the weights and a cache for a generation, between them nothing."""
         shapes = {name: x.shape for name, x in model.stored_tensors().items() if not is_lora_parameter(name)}
         weights = sum(shape.numel() for shape in shapes.values()) * self.dtype.itemsize
         cache = self.size.cache_bytes(model, self.dtype)
-        return 0, weights + cache + self.size.step_bytes(model, gathered=False)
+        return 0, weights + cache + self.size.step_bytes(model)
 
 
 @contextmanager

@@ -148,13 +148,21 @@ def refuse_unfit_optimizer_in_backward(config: RunConfig, ranks: int, micro_batc
 
 
 def refuse_unfit_offload(config: RunConfig, ranks: int, memory: TrainingMemory, checkpointed_blocks: int) -> None:
-    """Raises InputError where ranks share optimizer states, or the host has no room. memory: of one rank."""
+    """Raises InputError where ranks share optimizer states, no block is checkpointed, or the host has no room.
+
+    memory: of one rank.
+    """
     if "optimizer" in config.offload and ranks > 1:
         raise InputError(
             f"--offload optimizer: runs on one process; {ranks} ranks share the states already; leave it out"
         )
+    if "activations" in config.offload and not checkpointed_blocks:
+        raise InputError(
+            "--offload activations: has no effect, because a step fits into memory without activation checkpointing; "
+            "leave it out, or add --activation-checkpointing full"
+        )
     needed, available = memory.host * ranks_of_host(), available_host_memory()
-    if "activations" in config.offload and checkpointed_blocks and not memory.offloads_every:
+    if "activations" in config.offload and not memory.offloads_every:
         raise InputError(
             f"--offload activations: the host has {memory_size(available)} available, and beside a copy of weights and "
             "optimizer states no room for the input of a block; shorten --sequence-length, or leave it out"

@@ -39,14 +39,18 @@ from ligermodels.training.runs.model_parts import part_scales, train_parts
 from ligermodels.training.runs.plan import Plan, make_plan, memory_needs
 from ligermodels.training.runs.publishing import check_hub_access
 from ligermodels.training.runs.resuming import refuse_finished, refuse_other_settings
+from ligermodels.training.scaling import fsdp
 from ligermodels.training.scaling.activation_checkpointing import (
     MemoryEstimator,
     apply_activation_checkpointing,
     must_reshard_after_forward,
+    replicates_quantised,
 )
 from ligermodels.training.scaling.context_parallel import refuse_unfit_length, refuse_unfit_model, share_rows
 from ligermodels.training.scaling.expert_parallel import refuse_unfit_experts
 from ligermodels.training.scaling.micro_batches import micro_batch_size_of
+from ligermodels.units import memory_size
+from ligermodels.weights.module import quantised_bytes
 
 
 class Run(NamedTuple):
@@ -60,7 +64,7 @@ class Run(NamedTuple):
     objective: Objective
     build: Callable[[CausalLM], AdamW]  # the optimizer
     estimate: MemoryEstimator
-    reshard_after_forward: bool
+    shard: Callable[[CausalLM], None]  # over the ranks, in place
     plan: Plan
 
 
@@ -149,21 +153,29 @@ def prepare(config: TrainConfig, world: World) -> Run:
         model, config.activation_checkpointing, world, estimate, config.sequence_length
     )
     estimate = partial(estimate, kept_tensors=kept_tensors)
+    replicate_quantised = replicates_quantised(world, estimate, checkpointed_blocks)
+    estimate = partial(estimate, replicate_quantised=replicate_quantised)
     reshard_after_forward = must_reshard_after_forward(world, estimate, checkpointed_blocks)
     estimate = partial(estimate, keep_unsharded=not reshard_after_forward)
     memory = estimate(checkpointed_blocks=checkpointed_blocks)
     refuse_unfit_offload(config, world.size, memory, checkpointed_blocks)
     if memory.offloads_every:
         model.offload_inputs(checkpointed_blocks, memory.offloads_every)
+    places = places_of_quantised(model, fsdp.dp_shard_size(world, config.dp_replicate), replicate_quantised)
     made = make_plan(
         model, config, world, description=data.description, rows=len(data.training),
         passes=data.training.mixture.rows_per_epoch, validation_rows=len(data.validation),
         lengths=data.lengths if isinstance(data, Data) else None, micro_batch_size=micro_batch_size,
-        tokens_per_step=objective.tokens_per_step, chosen=[*chosen, *more],
-        dtype=compute_dtype, checkpointed_blocks=checkpointed_blocks, kept_tensors=kept_tensors, memory=memory,
+        tokens_per_step=objective.tokens_per_step, chosen=[*chosen, *more, *places], dtype=compute_dtype,
+        checkpointed_blocks=checkpointed_blocks, kept_tensors=kept_tensors, memory=memory,
         phases=objective.phases(memory), images=images, facts=objective.facts(), advice=objective.advice(),
     )  # fmt: skip
-    return Run(config, world, pretrained, adapter, model, objective, build, estimate, reshard_after_forward, made)
+    shard = partial(
+        fsdp.shard, world=world, dtype=compute_dtype, dp_replicate=config.dp_replicate,
+        expert_parallel=config.expert_parallel, replicate_quantised=replicate_quantised,
+        reshard_after_forward=reshard_after_forward,
+    )  # fmt: skip
+    return Run(config, world, pretrained, adapter, model, objective, build, estimate, shard, made)
 
 
 def quantise_base(model: CausalLM, folder: Path, config: TrainConfig) -> None:
@@ -173,6 +185,15 @@ def quantise_base(model: CausalLM, folder: Path, config: TrainConfig) -> None:
             f"--model {config.model}: its weights are stored in 4 bits, which cannot be trained in full: add "
             "--lora-rank 16, or name the original model"
         )
+
+
+def places_of_quantised(model: CausalLM, shards: int, replicated: bool) -> list[str]:
+    """A line of the plan: where the bytes of quantised weights are, of a model that is sharded."""
+    size = sum(parameter.nbytes for parameter in quantised_bytes(model))
+    if not size or shards == 1:
+        return []
+    where = "whole on every rank, never gathered" if replicated else f"sharded over {shards} ranks"
+    return [f"quantised weights, {memory_size(size)}: {where}"]
 
 
 def modules_to_save(config: TrainConfig) -> tuple[str, ...]:

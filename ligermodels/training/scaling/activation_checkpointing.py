@@ -1,4 +1,5 @@
-"""Decisions that depend on GPU memory: activation checkpointing, and whether FSDP2 reshards weights after forward.
+"""Decisions that depend on GPU memory: activation checkpointing, whether the bytes of quantised weights are replicated,
+and whether FSDP2 reshards weights after forward.
 
 Must not know the data.
 """
@@ -70,6 +71,19 @@ def least_checkpointing(model: CausalLM, estimate: MemoryEstimator, usable: floa
 def keepable_in(model: CausalLM, blocks: int) -> int:
     """How many results the first blocks could keep."""
     return sum(map(len, choose_kept(model.blocks[:blocks], None, 1)))
+
+
+def replicates_quantised(world: World, estimate: MemoryEstimator, checkpointed_blocks: int) -> bool:
+    """Whether every rank has the bytes of all quantised weights, because they fit or take no more memory than shards.
+
+    The result is the same on every rank. On a CPU, whose free memory is unknown, they are sharded unless that takes
+    more.
+    """
+    sharded, replicated = (
+        estimate(checkpointed_blocks=checkpointed_blocks, replicate_quantised=each).peak for each in (False, True)
+    )
+    usable = usable_memory(world)
+    return replicated <= sharded or replicated <= usable < math.inf
 
 
 def must_reshard_after_forward(world: World, estimate: MemoryEstimator, checkpointed_blocks: int) -> bool:

@@ -29,7 +29,7 @@ from ligermodels.weights.sharding import reshard
 
 def shard(
     model: CausalLM, world: World, dtype: torch.dtype, *, dp_replicate: int = 1, reshard_after_forward: bool = True,
-    expert_parallel: int = 1,
+    expert_parallel: int = 1, replicate_quantised: bool = False,
 ) -> None:  # fmt: skip
     """Applies `fully_shard` to every block, the embeddings, the head and the model, in place.
 
@@ -37,6 +37,7 @@ def shard(
     dtype. If the two differ, a single process uses FSDP2 too, for its mixed precision.
     dp_replicate: model replicas (HSDP). Each is sharded over world.size / dp_replicate neighbouring ranks.
     expert_parallel: the number of ranks of which each has a part of the routed experts, which are then not gathered.
+    replicate_quantised: whether every rank has the bytes of all quantised weights, which are then not gathered.
     reshard_after_forward: whether blocks free their unsharded weights after forward and all-gather them again in
     backward. False saves the second all-gather. It also lets NCCL allocate its own communication memory, if gradients
     are reduced in `dtype`.
@@ -47,7 +48,8 @@ def shard(
     check_no_ties_between_units(model)
     policy = mixed_precision(model, dtype)
     mesh = make_mesh(world, dp_replicate)
-    ignored = distribute_experts(model, world, expert_parallel) | set(model.replicated_parameters())
+    replicated = set(model.replicated_parameters(replicate_quantised))
+    ignored = distribute_experts(model, world, expert_parallel) | replicated
     unit = functools.partial(fully_shard, mesh=mesh, mp_policy=policy, ignored_params=ignored)
     # NCCL communicates from memory that it allocates itself without a copy to its buffers, but never frees that memory.
     same_dtype = policy.reduce_dtype == dtype

@@ -118,7 +118,7 @@ def test_the_text_ends_at_a_stop_token_the_limit_or_a_stop_text(vllm, config, en
 
 def test_the_plan_counts_a_copy_of_the_weights_and_a_cache_while_it_samples(vllm, config):
     model, objective = prepared(config())
-    kept, generating = objective.sampler.memory(model, torch.float32, gathered=False)
+    kept, generating = objective.sampler.memory(model, torch.float32)
     weights = 4 * sum(parameter.numel() for parameter in model.parameters())
     cache = objective.sampler.size.cache_bytes(model, torch.float32)
     assert kept == 0 and weights + cache < generating < weights + cache + 8 * 8 * 1024 + 1

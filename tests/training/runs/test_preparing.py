@@ -75,6 +75,10 @@ def test_offloaded_inputs_are_counted_on_the_host_and_offloaded_as_far_as_it_has
         ({}, "add --activation-checkpointing full"),
         ({"activation_checkpointing": "none"}, "add --activation-checkpointing full"),
         ({"activation_checkpointing": "full", "compile": True}, "leave --compile out"),
+        (
+            {"activation_checkpointing": "auto"},
+            "has no effect, because a step fits .* without .*; leave it out, or add --activation-checkpointing full",
+        ),
     ],
 )
 def test_inputs_that_no_block_saves_alone_are_not_offloaded(settings, words):

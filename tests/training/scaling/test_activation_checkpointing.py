@@ -9,6 +9,8 @@ import ligermodels
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
 from ligermodels.layers.kept_tensors import ATTENTION, choose_kept
+from ligermodels.layers.lora_targets import add_lora
+from ligermodels.layers.quantising import quantise
 from ligermodels.memory import training_memory
 from ligermodels.training.config import TrainConfig
 from ligermodels.training.scaling import activation_checkpointing
@@ -94,6 +96,36 @@ def test_blocks_reshard_after_forward_only_if_memory_is_too_small(model, monkeyp
     for usable, expected in ((both[1], False), (both[1] - 1, True)):
         monkeypatch.setattr(activation_checkpointing, "usable_memory", lambda world, usable=usable: usable)
         assert activation_checkpointing.must_reshard_after_forward(CPU, estimate, 1) is expected
+
+
+@pytest.mark.parametrize("shards", [2, 4])
+def test_bytes_of_quantised_weights_are_replicated_where_they_fit(shards, model, monkeypatch):
+    quantise(model, "nf4")
+    add_lora(model, rank=2, dtype=torch.float32)
+    estimate = estimator(model, shards=shards)
+    sharded, replicated = (
+        estimate(checkpointed_blocks=1, replicate_quantised=each, kept_tensors=2) for each in (False, True)
+    )
+    whole = sum(p.nbytes for p in model.parameters() if p.dtype == torch.uint8)
+    assert replicated.weights - sharded.weights == whole * (shards - 1) // shards > 0
+    of_block = whole // BLOCKS  # the last block is gathered at the start of backward, at its end two
+    assert sharded.unsharded_at_start - replicated.unsharded_at_start == of_block
+    assert sharded.unsharded_at_end - replicated.unsharded_at_end == 2 * of_block
+    assert sharded.gathered - replicated.gathered == whole
+    estimate = functools.partial(estimate, kept_tensors=2)
+    assert activation_checkpointing.replicates_quantised(CPU, estimate, 1) is False
+    for usable, expected in ((replicated.peak, True), (replicated.peak - 1, False)):
+        monkeypatch.setattr(activation_checkpointing, "usable_memory", lambda world, usable=usable: usable)
+        assert activation_checkpointing.replicates_quantised(CPU, estimate, 1) is expected
+
+
+def test_bytes_of_quantised_weights_are_not_gathered_by_a_single_process(model):
+    """Beside fp32 LoRA it uses FSDP2 too, which would copy them."""
+    quantise(model, "nf4")
+    add_lora(model, rank=2, dtype=torch.float32)
+    estimate = estimator(model)
+    assert activation_checkpointing.replicates_quantised(CPU, estimate, 1) is True
+    assert estimate(replicate_quantised=True).peak < estimate().peak
 
 
 def test_the_usable_fraction_covers_the_largest_error_and_the_largest_reservation_that_were_measured():

@@ -148,6 +148,22 @@ def test_two_ranks_train_like_one_process(launcher, tmp_path, on_cpu):
             )
 
 
+@pytest.mark.parametrize("model_type", ["llama", "mixtral"])
+def test_a_quantised_base_trains_alike_sharded_replicated_and_in_one_process(model_type, launcher, tmp_path, on_cpu):
+    """A rank has half of its bytes, or all."""
+    model = config(model_type, False) | {"hidden_size": 64, "intermediate_size": 64}
+    targets = ["all-linear", "experts"] if model_type == "mixtral" else ["all-linear"]
+    common = {"model": model, "quantised": "nf4", "lora": "float32", "targets": targets} | HALF
+    split = common | {"batch_size": 2, "accumulate": 1, "checkpointed_blocks": 1}
+    sharded, replicated = forked(launcher, 2, tmp_path, [split, split | {"replicate_quantised": True}])
+    assert sharded["losses"] == replicated["losses"] and sharded["norms"] == replicated["norms"]
+    assert all(torch.equal(sharded["weights"][name], value) for name, value in replicated["weights"].items())
+    alone = train(accumulate=2, batch_size=2, **common)
+    assert alone["losses"][-1] < alone["losses"][0]
+    assert_same_run(replicated, alone)
+    assert alone["quantised bytes"] == replicated["quantised bytes"] == 2 * sharded["quantised bytes"] > 0
+
+
 @pytest.mark.parametrize("name", [name for name, architecture in ARCHITECTURES.items() if "tiny" in architecture.SIZES])
 def test_no_block_returns_a_view_because_fsdp_would_warn_about_it_on_every_rank(name):
     model = ligermodels.create(name, size="tiny")

@@ -18,10 +18,13 @@ from ligermodels import distributed
 from ligermodels.kernels import launch
 from ligermodels.layers import token_tiles
 from ligermodels.layers.decoder import IGNORE_INDEX, next_tokens
+from ligermodels.layers.quantising import quantise
 from ligermodels.training.optimizers import building as optimizers
 from ligermodels.training.scaling import fsdp
 from ligermodels.training.scaling.compilation import compile_blocks
 from ligermodels.training.scaling.context_parallel import context_group
+from ligermodels.weights.module import named_weights, quantised_bytes
+from ligermodels.weights.sharding import copy_local_shard
 from tests import interpreter
 from tests.layers.adapters import adapt
 
@@ -69,14 +72,17 @@ def compiling_by(backend):
 
 def build(
     model, world, dtype, param_dtype, checkpointed_blocks, lora, targets, saved, compiled, dp_replicate,
-    reshard_after_forward, kept_tensors, experts,
+    reshard_after_forward, kept_tensors, experts, quantised, replicate_quantised,
 ):  # fmt: skip
     """lora: the dtype of the low-rank updates; the base is then stored in the compute dtype. targets: of the updates.
-    saved: modules_to_save."""
-    base = dtype if lora else param_dtype
-    model = ligermodels.create(model, dtype=getattr(torch, base), device="meta")
+    saved: modules_to_save. quantised: the format of the base."""
+    base = getattr(torch, dtype if lora else param_dtype)
+    model, dense = (ligermodels.create(model, dtype=base, device="meta") for _ in range(2))
+    if quantised:
+        quantise(model, quantised)
     if lora:
-        adapt(model, dtype=getattr(torch, lora), modules_to_save=saved, targets=targets)
+        for each in (model, dense):
+            adapt(each, dtype=getattr(torch, lora), modules_to_save=saved, targets=targets)
     model.checkpoint_activations(checkpointed_blocks, kept_tensors)
     if compiled:
         with compiling_by("eager"):
@@ -84,17 +90,38 @@ def build(
     compute_dtype = getattr(torch, dtype)
     fsdp.shard(
         model, world, compute_dtype, dp_replicate=dp_replicate, reshard_after_forward=reshard_after_forward,
-        expert_parallel=experts,
+        expert_parallel=experts, replicate_quantised=replicate_quantised,
     )  # fmt: skip
     model.to_empty(device=world.device)
-    model.initialize(1)
+    if quantised:
+        dense.to_empty(device=world.device).initialize(1)
+        quantise_values(model, dense)
+    else:
+        model.initialize(1)
     return model.train()
+
+
+def quantise_values(model, dense):
+    """Gives a model with quantised weights the values of one without."""
+    for name, weight in named_weights(model).items():
+        value = dense.get_parameter(name).detach()
+        if isinstance(weight, torch.Tensor):
+            copy_local_shard(weight, value)
+        else:
+            copy_local_shard(weight.data, weight.quantize(value))
+
+
+def bytes_of_rank(model):
+    """Of quantised weights."""
+    owned = (p.to_local() if isinstance(p, DTensor) else p for p in quantised_bytes(model))
+    return sum(part.nbytes for part in owned)
 
 
 def train(
     model, accumulate=1, batch_size=4, steps=4, dtype="float32", param_dtype="float32",
     checkpointed_blocks=0, lora=None, targets=("all-linear",), saved=(), compiled=False, dp_replicate=1, name="adamw",
     reshard_after_forward=True, kept_tensors=0, offsets=None, context=1, experts=1, tile_tokens=token_tiles.TILE_TOKENS,
+    quantised=None, replicate_quantised=False,
 ):  # fmt: skip
     """offsets: of the documents of a micro-batch, which is then packed. context: ranks that share a row. experts: ranks
     over which routed experts are distributed. tile_tokens: the fewest of a tile, in checkpointed blocks."""
@@ -103,7 +130,7 @@ def train(
     shared = {"context": context_group(world)} if context > 1 else {}
     model = build(
         model, world, dtype, param_dtype, checkpointed_blocks, lora, targets, saved, compiled, dp_replicate,
-        reshard_after_forward, kept_tensors, experts,
+        reshard_after_forward, kept_tensors, experts, quantised, replicate_quantised,
     )  # fmt: skip
     optimizer = optimizers.build_optimizer(model, name)
     optimizers.set_learning_rate(optimizer, 1e-2)
@@ -128,7 +155,7 @@ def train(
         norms.append(float(norm))
         optimizer.zero_grad()
     weights = {name: whole(parameter.detach()).cpu() for name, parameter in model.named_parameters()}
-    return {"losses": losses, "norms": norms, "weights": weights}
+    return {"losses": losses, "norms": norms, "weights": weights, "quantised bytes": bytes_of_rank(model)}
 
 
 def on(device, value):
