@@ -71,8 +71,8 @@ def split_off(tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTens
     for name in names:
         state = tensors[name + NF4_STATE]
         if state.dtype != torch.uint8 or state.nbytes > MAX_STATE_BYTES:
-            found = f"{state.nbytes:,} bytes of {state.dtype}"
-            raise CheckpointError(f"{state.file}: {name + NF4_STATE} has {found}, and is no description; {REMEDY}")
+            size = f"{state.nbytes:,} bytes of {state.dtype}"
+            raise CheckpointError(f"{state.file}: {name + NF4_STATE} has {size}, and is no description; {REMEDY}")
     states = read_tensors({name: tensors[name + NF4_STATE] for name in names})
     found = {name: stored_nf4(name, tensors, states[name]) for name in names}
     belonging = {f"{name}.{part}" for name in names for part in found[name].tensors} | {n + NF4_STATE for n in names}

@@ -271,7 +271,8 @@ def test_another_text_model_of_mistral3_is_refused():
 NO_SIZES = {
     "decoder_sparse_step", "first_k_dense_replace", "full_attention_interval", "max_position_embeddings",
     "max_window_layers", "n_group", "no_rope_layer_interval", "num_dense_layers", "num_kv_shared_layers",
-    "pad_token_id", "sliding_window", "sliding_window_pattern", "tokens_per_second", "topk_group", "vision_feature_layer",
+    "pad_token_id", "sliding_window", "sliding_window_pattern", "tokens_per_second", "topk_group",
+    "vision_feature_layer",
     *("conv_L_cache", "linear_conv_kernel_dim", "mamba_d_conv", "mamba_d_head"),  # one of a few
 }  # fmt: skip
 
