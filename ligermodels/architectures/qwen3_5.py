@@ -39,6 +39,7 @@ class Qwen3_5Text(TextPartModel):
     SIZES: ClassVar = {
         "tiny": tiny(BASE) | SMALL_HEADS,
         "0.8b": preset(HUB, 1024, 3584, 24, 8, 2) | {"linear_num_value_heads": 16, "tie_word_embeddings": True},
+        "4b": preset(HUB, 2560, 9216, 32, 16, 4) | {"tie_word_embeddings": True},
         "9b": preset(HUB, 4096, 12288, 32, 16, 4),
         "27b": preset(HUB, 5120, 17408, 64, 24, 4) | {"linear_num_value_heads": 48},
     }
