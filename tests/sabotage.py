@@ -1,10 +1,15 @@
-"""Replaces code of a function in place, so that existing references to the function run the broken code."""
+"""Replaces code of a function in place, so that existing references to the function run the broken code.
+
+Code of a kernel, which Triton reads from its file, is replaced in a copy of its module.
+"""
 
 import importlib
+import importlib.util
 import inspect
 import textwrap
 from dataclasses import dataclass
-from types import FunctionType
+from pathlib import Path
+from types import FunctionType, ModuleType
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,19 @@ class Sabotage:
         namespace = dict(vars(module))
         exec(compile(source.replace(self.old, self.new), self.where, "exec"), namespace)
         monkeypatch.setattr(function, "__code__", plain_function(namespace[function.__name__]).__code__)
+
+
+def broken_copy(module: ModuleType, old: str, new: str, folder: Path) -> ModuleType:
+    """A copy of `module`, in a file in `folder`, with the only `old` replaced by `new`."""
+    source = inspect.getsource(module)
+    assert source.count(old) == 1, f"{module.__name__}: {source.count(old)} occurrences of {old!r}"
+    file = folder / f"broken_{module.__name__.rpartition('.')[2]}.py"
+    file.write_text(source.replace(old, new))
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None and spec.loader is not None
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    return copy
 
 
 def plain_function(found: object) -> FunctionType:

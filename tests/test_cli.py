@@ -43,7 +43,7 @@ def test_list_names_architectures_and_sizes(capsys):
     assert main(["list"]) == 0
     lines = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()}
     assert lines["gemma4"] == ["from", "a", "checkpoint"]
-    assert " ".join(lines["llama"]) == "tiny (1.0M), 1b (1.2B), 3b (3.2B), 8b (8.0B)"
+    assert " ".join(lines["qwen2"]) == "tiny (1.1M), 0.5b (494.0M), 1.5b (1.5B), 7b (7.6B)"
 
 
 def test_generate_prints_the_prompt_and_the_continuation(folder, capsys):

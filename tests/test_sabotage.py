@@ -1,12 +1,16 @@
 """The parity tests detect bugs: each listed break of the code makes the named parity case fail.
 
-test_parity shows that the same check passes for the unbroken code.
+test_parity shows that the same check passes for the unbroken code. Breaks of the border between two chunks of the gated
+delta rule make the test of its kernels fail.
 """
 
 import pytest
+import torch
 
 from ligermodels.errors import InputError
-from tests.sabotage import Sabotage
+from ligermodels.kernels import delta_states, gated_delta_rule
+from tests.kernels.test_gated_delta_rule import check_rule, draw
+from tests.sabotage import Sabotage, broken_copy
 from tests.test_parity import check_parity
 
 CPU = "cpu"  # ops run their reference implementations here, which can be replaced in place; kernels have other tests
@@ -706,3 +710,20 @@ def test_a_break_makes_its_parity_case_fail(name, tmp_path, monkeypatch):
     sabotage.apply(monkeypatch)
     with pytest.raises((AssertionError, InputError)):
         check_parity(sabotage.case, tmp_path, CPU)
+
+
+CHUNK_BORDERS = {  # name -> (the scan, its code, the broken code)
+    "state not decayed by a chunk": ("forward_scan", "tl.exp(last) * state", "state"),
+    "gradient of the state not decayed by a chunk": ("backward_scan", "tl.exp(last) * dstate", "dstate"),
+}
+
+
+@pytest.mark.usefixtures("kernels", "poisoned")
+@pytest.mark.parametrize("name", CHUNK_BORDERS)
+def test_a_break_at_the_border_of_chunks_makes_the_test_of_the_rule_fail(name, tmp_path, monkeypatch):
+    """Of a document of two chunks."""
+    scan, old, new = CHUNK_BORDERS[name]
+    broken = broken_copy(delta_states, old, new, tmp_path)
+    monkeypatch.setattr(gated_delta_rule, scan, getattr(broken, scan))
+    with pytest.raises(AssertionError):
+        check_rule(draw(1, 66, 1), torch.float32)

@@ -30,6 +30,10 @@ class Cohere2Config(SlidingWindowConfig):
     sliding_window_pattern: int = 4
 
     layer_norms = True
+    only_values: ClassVar = {
+        "use_qk_norm": False, "use_parallel_block": True, "use_gated_activation": True, "rotary_pct": 1.0,
+        "position_embedding_type": "rope_gptj", "order_of_interleaved_layers": "local_attn_first",
+    }  # fmt: skip
 
     @property
     def norm_eps(self) -> float:

@@ -32,6 +32,7 @@ class Gemma4Text(CausalLM):
     SIZES: ClassVar = {
         "tiny": tiny(BASE) | SMALL | TINY,
         "e2b": preset(HUB, 1536, 6144, 35, 8, 1) | E2B_LAYERS | {"use_double_wide_mlp": True},
+        "e4b": preset(HUB, 2560, 10240, 42, 8, 2) | {"num_kv_shared_layers": 18},
         "31b": preset(HUB, 5376, 21504, 60, 32, 16) | WIDE | {"num_global_key_value_heads": 4},
         "26b-a4b": preset(HUB, 2816, 2112, 30, 16, 8) | WIDE | MOE_26B | {"num_global_key_value_heads": 2},
     }

@@ -20,6 +20,8 @@ class HunyuanConfig(Config):
     rms_norm_eps: float = 1e-5
     pad_token_id: int | None = 0
 
+    only_values: ClassVar = {"use_cla": False, "use_qk_norm": True, "use_rotary_pos_emb": True}
+
     @classmethod
     def read_ropes(cls, raw: Mapping[str, Any]) -> dict[str, Rope]:
         (rope,) = super().read_ropes(raw).values()

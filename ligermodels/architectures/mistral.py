@@ -20,6 +20,9 @@ class Mistral(CausalLM):
         "tiny": tiny(BASE) | {"sliding_window": 128},
         "7b": preset(V0_3, 4096, 14336, 32, 32, 8) | {"vocab_size": 32768, "max_position_embeddings": 32768},
         "nemo-12b": preset(V0_3, 5120, 14336, 40, 32, 8) | {"vocab_size": 131072, "head_dim": 128},
+        "24b": preset(V0_3, 5120, 32768, 40, 32, 8)
+        | {"vocab_size": 131072, "head_dim": 128, "max_position_embeddings": 131072, "rope_theta": 1000000000.0}
+        | {"pad_token_id": 11},
     }
 
     def layer(self, config: MistralConfig, index: int) -> DecoderLayer:

@@ -40,6 +40,12 @@ class Mllama(TiledVisionLanguageModel):
             "text_config": preset(TEXT, 4096, 14336, 40, 32, 8),
             "vision_config": {"image_size": 560},
         },
+        "90b": BASE
+        | {
+            "image_token_index": 128256,
+            "text_config": preset(TEXT, 8192, 28672, 100, 64, 8) | {"cross_attention_layers": list(range(3, 100, 5))},
+            "vision_config": {"image_size": 560},
+        },
     }
 
     def layer(self, config: MllamaConfig, index: int) -> DecoderLayer:

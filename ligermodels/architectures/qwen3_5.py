@@ -13,7 +13,7 @@ from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.gated_delta import delta_or_attention
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.wrapped import TextPartModel
-from ligermodels.weights.mapping import Rule, packed_delta_projections
+from ligermodels.weights.mapping import KeptLayers, Rule, further_token_layers, packed_delta_projections
 
 
 @dataclass(kw_only=True)
@@ -28,7 +28,7 @@ class Qwen3_5MultimodalConfig(TextPartConfig, Qwen3_5Config):
     text_type = "qwen3_5_text"
 
 
-BASE = {"model_type": "qwen3_5_text"}
+BASE = {"model_type": "qwen3_5_text", "mtp_num_hidden_layers": 0}
 HUB = BASE | {"max_position_embeddings": 262144, "rope_theta": 10000000.0, "eos_token_id": 248044}
 
 
@@ -39,6 +39,7 @@ class Qwen3_5Text(TextPartModel):
     SIZES: ClassVar = {
         "tiny": tiny(BASE) | SMALL_HEADS,
         "0.8b": preset(HUB, 1024, 3584, 24, 8, 2) | {"linear_num_value_heads": 16, "tie_word_embeddings": True},
+        "4b": preset(HUB, 2560, 9216, 32, 16, 4) | {"tie_word_embeddings": True},
         "9b": preset(HUB, 4096, 12288, 32, 16, 4),
         "27b": preset(HUB, 5120, 17408, 64, 24, 4) | {"linear_num_value_heads": 48},
     }
@@ -48,6 +49,9 @@ class Qwen3_5Text(TextPartModel):
 
     def text_layouts(self) -> tuple[tuple[Rule, ...], ...]:
         return (packed_delta_projections(self.config),)
+
+    def kept_layers(self) -> KeptLayers:
+        return further_token_layers(self.config)
 
     def kept_tensors(self) -> tuple[str, ...]:
         return "mtp", "model.visual"

@@ -14,7 +14,14 @@ from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.gated_delta import delta_or_attention
 from ligermodels.layers.moe import MoE
 from ligermodels.layers.wrapped import TextPartModel
-from ligermodels.weights.mapping import Rule, packed_delta_projections, packed_gate_up, stacked_experts
+from ligermodels.weights.mapping import (
+    KeptLayers,
+    Rule,
+    further_token_layers,
+    packed_delta_projections,
+    packed_gate_up,
+    stacked_experts,
+)
 
 
 @dataclass(kw_only=True)
@@ -36,7 +43,7 @@ class Qwen3_5MoeMultimodalConfig(TextPartConfig, Qwen3_5MoeConfig):
     text_type = "qwen3_5_moe_text"
 
 
-BASE = {"model_type": "qwen3_5_moe_text"}
+BASE = {"model_type": "qwen3_5_moe_text", "mtp_num_hidden_layers": 0}
 TINY = SMALL_HEADS | {"num_experts": 8, "num_experts_per_tok": 2}
 TINY |= {"moe_intermediate_size": 96, "shared_expert_intermediate_size": 96}
 HUB = BASE | {"max_position_embeddings": 262144, "rope_theta": 10000000.0, "eos_token_id": 248044}
@@ -66,6 +73,9 @@ class Qwen3_5MoeText(TextPartModel):
         """Experts stacked, as in published files, and one by one."""
         stacked = (*packed_delta_projections(self.config), packed_gate_up("mlp.shared_expert"))
         return stacked, (*stacked, *stacked_experts("mlp.experts", "gate_proj", "up_proj", "down_proj"))
+
+    def kept_layers(self) -> KeptLayers:
+        return further_token_layers(self.config)
 
     def kept_tensors(self) -> tuple[str, ...]:
         return "mtp", "model.visual"

@@ -14,7 +14,15 @@ from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.gated_delta import GroupedGatedDeltaNet, delta_or_attention
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.moe import MoE
-from ligermodels.weights.mapping import Concat, Rule, packed_gate_up, packed_qkv, stacked_experts
+from ligermodels.weights.mapping import (
+    Concat,
+    KeptLayers,
+    Rule,
+    further_token_layers,
+    packed_gate_up,
+    packed_qkv,
+    stacked_experts,
+)
 
 
 @dataclass(kw_only=True)
@@ -72,6 +80,9 @@ class Qwen3Next(CausalLM):
     def weight_rules(self) -> tuple[Rule, ...]:
         (others,) = self.other_weight_rules()
         return (*others, *stacked_experts("mlp.experts", "gate_proj", "up_proj", "down_proj"))
+
+    def kept_layers(self) -> KeptLayers:
+        return further_token_layers(self.config)
 
     def kept_tensors(self) -> tuple[str, ...]:
         return ("mtp",)

@@ -56,6 +56,7 @@ class Config:
     default_partial_rotary_factor: ClassVar[float] = 1.0
     partial_rotary: ClassVar[bool] = False  # whether the family supports partial_rotary_factor < 1
     alternative_names: ClassVar[Mapping[str, str]] = {}  # field -> its name in the other version of transformers
+    only_values: ClassVar[Mapping[str, Any]] = {}  # switch that is no field -> its value in all published files
     norm_offset: ClassVar[float] = 0.0  # added to the weight of every norm
     layer_norms: ClassVar[bool] = False  # whether the residual stream has LayerNorms instead of RMSNorms
     norm_bias: ClassVar[bool] = False  # whether these have a bias
@@ -146,6 +147,8 @@ class Config:
         """Raises ConfigError for settings that are not supported and for sizes that contradict each other."""
         read_quantisation(self.raw)
         kernel_activation("hidden_act", self.hidden_act, self.activations)
+        for name, value in self.only_values.items():
+            check_choice(name, self.raw.get(name, value), [value])
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
                 f"config.json: num_key_value_heads {self.num_key_value_heads} must divide "

@@ -210,6 +210,7 @@ class GroupedRoutingConfig(Config):
     first_k_dense_replace: int = 1
     num_nextn_predict_layers: int = 1
 
+    only_values: ClassVar = {"moe_layer_freq": 1}
     alternative_names: ClassVar = {
         "n_routed_experts": "num_local_experts",
         "num_nextn_predict_layers": "num_mtp_layers",

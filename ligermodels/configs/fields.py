@@ -16,6 +16,7 @@ MAY_BE_ZERO = (
     "llama_4_scaling_beta", "residual_dropout",
     "num_kv_shared_layers", "hidden_size_per_layer_input",
     "first_k_dense_replace", "n_shared_experts", "num_nextn_predict_layers",
+    "mtp_num_hidden_layers",
 )  # fmt: skip
 MAY_BE_NEGATIVE = ("pad_token_id", "vision_feature_layer")  # old files write -1 for none; counted from the end
 MAY_BE_NULL = ("num_key_value_heads", "head_dim")  # null stands for the default, although the field is a number
@@ -44,6 +45,7 @@ MAXIMUM = {
     "qk_rope_head_dim": 2**12,
     "v_head_dim": 2**12,
     "num_nextn_predict_layers": 2**10,
+    "mtp_num_hidden_layers": 2**10,
     "linear_num_key_heads": 2**12,
     "linear_num_value_heads": 2**12,
     "linear_key_head_dim": 2**8,  # what the kernels support

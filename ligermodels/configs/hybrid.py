@@ -36,7 +36,9 @@ class GatedDeltaConfig(Config):
     layer_types: tuple[str, ...] | None = None
     attn_output_gate: bool = True
     use_sliding_window: bool = False
+    mtp_num_hidden_layers: int = 1  # layers that predict further tokens, which a checkpoint may lack
 
+    only_values: ClassVar = {"output_gate_type": "swish"}
     norm_offset = 1.0
     partial_rotary = True
     default_partial_rotary_factor = 0.25
@@ -87,6 +89,7 @@ class ShortConvConfig(Config):
     conv_bias: bool = False
     layer_types: tuple[str, ...] | None = None
 
+    only_values: ClassVar = {"block_use_swiglu": True, "use_pos_enc": True}
     default_rope_theta = 1_000_000.0
     names: ClassVar[Mapping[str, str]] = {"norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings"}
 

@@ -8,7 +8,7 @@ from ligermodels.configs.features import GroupedRoutingConfig
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.moe import MoE, SigmoidRouter
-from ligermodels.weights.mapping import Rename, Rule, packed_gate_up, packed_qkv, stacked_experts
+from ligermodels.weights.mapping import KeptLayers, Rename, Rule, packed_gate_up, packed_qkv, stacked_experts
 
 
 class GroupedRoutingLM(CausalLM):
@@ -45,7 +45,10 @@ class GroupedRoutingLM(CausalLM):
         """The names that transformers 5 has in memory, where experts are stacked as they are here."""
         return (self.shared_rules(),)
 
+    def kept_layers(self) -> KeptLayers:
+        """Those that predict further tokens."""
+        field = "num_nextn_predict_layers"
+        return KeptLayers("model.layers.", self.config.num_hidden_layers, field, self.config.num_nextn_predict_layers)
+
     def kept_tensors(self) -> tuple[str, ...]:
-        """The layers that predict further tokens."""
-        first, count = self.config.num_hidden_layers, self.config.num_nextn_predict_layers
-        return tuple(f"model.layers.{first + number}" for number in range(count))
+        return self.kept_layers().names

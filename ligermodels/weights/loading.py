@@ -26,7 +26,7 @@ from ligermodels.errors import CheckpointError, InputError, printable
 from ligermodels.weights.bitsandbytes import REMEDY, StoredNf4, split_off
 from ligermodels.weights.boxes import boxes_of, split_dimensions
 from ligermodels.weights.files import FP4_DTYPE, Checkpoint, StoredTensor, open_checkpoint, shortened
-from ligermodels.weights.mapping import Piece, Rule, plan_pieces
+from ligermodels.weights.mapping import KeptLayers, Piece, Rule, plan_pieces
 from ligermodels.weights.module import HubModule, StoredWeight
 from ligermodels.weights.quantised import (
     Scale,
@@ -239,6 +239,7 @@ def plan_loading(model: HubModule, checkpoint: Checkpoint, *, allow_unexpected: 
     known = pieces.keys() | copies.keys()
     kept = tuple(name for name in checkpoint.tensors if name not in known and model.keeps(name))
     companions_of_quantised = (name for tensor in quantised(checkpoint.tensors) for name in companions(tensor))
+    refuse_miscounted_layers(checkpoint.folder, kept, model.kept_layers())
     known |= {*kept, *model.left_out, *companions_of_quantised}
     unexpected = [name for name in checkpoint.tensors if name not in known and not STALE_BUFFERS.fullmatch(name)]
     refuse_mismatched_tensors(checkpoint, pieces, quantisation, nf4, [] if allow_unexpected else unexpected)
@@ -353,6 +354,22 @@ def refuse_unready(model: HubModule) -> None:
     if model.config.tie_word_embeddings and not tied_tensors(model, model.weight_rules()):
         raise ValueError(
             "tie_word_embeddings is true, but the model shares no parameter: tie the weights again after to_empty"
+        )
+
+
+def refuse_miscounted_layers(folder: Path, kept: Iterable[str], layers: KeptLayers | None) -> None:
+    """Raises CheckpointError if a checkpoint has some of these layers, but not as many as its config.json says.
+
+    It may have none: fine-tuned models are often saved without them, and with the config.json of the original.
+    """
+    if layers is None:
+        return
+    numbered = re.compile(rf"{re.escape(layers.prefix)}\d+(?=\.)")
+    found = {match.group() for match in map(numbered.match, kept) if match}
+    if found and found != set(layers.names):
+        raise CheckpointError(
+            f"{folder}: its files have {shortened(sorted(found))} to predict further tokens, but {layers.field} in "
+            f"config.json is {layers.count}; correct that, or download the folder again"
         )
 
 

@@ -248,6 +248,28 @@ def full_box(shape: Shape) -> tuple[slice, ...]:
     return tuple(slice(0, size) for size in shape)
 
 
+@dataclass(frozen=True)
+class KeptLayers:
+    """Numbered layers that a checkpoint has and the model does not compute, whose number config.json gives.
+
+    prefix: of their names, before the number. first: the lowest number. field: of config.json, which is `count`.
+    """
+
+    prefix: str
+    first: int
+    field: str
+    count: int
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(f"{self.prefix}{self.first + number}" for number in range(self.count))
+
+
+def further_token_layers(config: GatedDeltaConfig) -> KeptLayers:
+    """Qwen's layers that predict further tokens."""
+    return KeptLayers("mtp.layers.", 0, "mtp_num_hidden_layers", config.mtp_num_hidden_layers)
+
+
 def name_translator(pattern: str, name: str) -> Callable[..., str] | None:
     """A function that translates `name` from `pattern` to another pattern, or None if `name` does not match `pattern`.
 

@@ -13,7 +13,15 @@ from torch import Tensor, nn
 
 from ligermodels.configs.base import Config
 from ligermodels.errors import InputError
-from ligermodels.weights.mapping import Piece, Rule, foreign_adapters, is_lora_parameter, name_translator, plan_pieces
+from ligermodels.weights.mapping import (
+    KeptLayers,
+    Piece,
+    Rule,
+    foreign_adapters,
+    is_lora_parameter,
+    name_translator,
+    plan_pieces,
+)
 
 BYTES = "_bytes"  # the suffix of the parameter that has the bytes of a quantised weight
 
@@ -145,6 +153,10 @@ class HubModule(nn.Module):
     def kept_tensors(self) -> tuple[str, ...]:
         """Name patterns of tensors that a checkpoint may hold and that the model does not compute."""
         return ()
+
+    def kept_layers(self) -> KeptLayers | None:
+        """Those of `kept_tensors` that are numbered layers."""
+        return None
 
     def keeps(self, tensor: str) -> bool:
         """Whether a tensor of a checkpoint is one of `kept_tensors`."""

@@ -21,6 +21,22 @@ TWO_ROPES = ("gemma3", "gemma3_text", "olmo3", *GEMMA4)  # by layer type
 DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe")
 PARTIAL = ("glm", "glm4", "glm4_moe", "phi3", *DELTA)
 
+SWITCHES = (  # model type, switch, a value that nobody publishes, that of published files
+    *((name, "output_gate_type", "sigmoid", "swish") for name in DELTA),
+    *((name, "moe_layer_freq", 2, 1) for name in ("deepseek_v3", "glm4_moe", "glm4_moe_lite")),
+    *((name, "block_use_swiglu", False, True) for name in ("lfm2", "lfm2_moe")),
+    *((name, "use_pos_enc", False, True) for name in ("lfm2", "lfm2_moe")),
+    ("cohere2", "use_qk_norm", True, False),
+    ("cohere2", "use_parallel_block", False, True),
+    ("cohere2", "use_gated_activation", False, True),
+    ("cohere2", "rotary_pct", 0.5, 1.0),
+    ("cohere2", "position_embedding_type", "learned", "rope_gptj"),
+    ("cohere2", "order_of_interleaved_layers", "global_attn_first", "local_attn_first"),
+    ("hunyuan_v1_dense", "use_cla", True, False),
+    ("hunyuan_v1_dense", "use_qk_norm", False, True),
+    ("hunyuan_v1_dense", "use_rotary_pos_emb", False, True),
+)
+
 
 def refusals():
     """Model type, fields, and what the message must contain: the field, its value if it has one, the remedy."""
@@ -111,6 +127,7 @@ def refusals():
         yield name, {"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "'silu'"]
         yield name, {"attn_output_gate": False}, ["attn_output_gate", "False", "must be one of True"]
         yield name, {"use_sliding_window": True}, ["use_sliding_window", "True", "remove it"]
+        yield name, {"mtp_num_hidden_layers": -1}, ["mtp_num_hidden_layers", "-1", "must not be negative"]
         yield name, {"linear_conv_kernel_dim": 5}, ["linear_conv_kernel_dim", "5", "must be one of 2, 3, 4"]
         yield name, {"linear_key_head_dim": 512}, ["linear_key_head_dim", "512", "at most 256"]
         yield (
@@ -125,6 +142,8 @@ def refusals():
         yield name, {"hidden_act": "gelu"}, ["hidden_act", "'gelu'", "'silu'"]
         yield name, {"conv_L_cache": 5}, ["conv_L_cache", "5", "must be one of 2, 3, 4"]
     yield "lfm2_moe", {"num_experts": 3}, ["num_experts_per_tok", "4", "must be one of 1, 2, 3"]
+    for name, switch, value, published in SWITCHES:
+        yield name, {switch: value}, [switch, repr(value), f"must be one of {published!r}"]
     yield from (("granitemoehybrid", *refusal) for refusal in granite_refusals())
     for name in MOE:
         experts = "num_experts" if name.startswith("qwen") else "num_local_experts"

@@ -84,6 +84,9 @@ MAMBA = {
     "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 24,
 }  # fmt: skip
 DELTA_EXPERTS = config("qwen3_next", False) | DELTA | EXPERTS | {"shared_expert_intermediate_size": 24}
+SINKS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 6}
+ROUTED = {"head_dim": 8, "attention_bias": True, "use_qk_norm": True, "n_routed_experts": 4, "n_group": 2}
+ROUTED |= {"topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_nextn_predict_layers": 0}
 SHORT_CONV = config("lfm2", True) | {"full_attn_idxs": [1]}
 MAMBA_EXPERTS = config("granitemoehybrid", True) | MAMBA
 KEYS_READ_LATER = config("gemma4_text", True) | SHARED_KEYS
@@ -98,6 +101,8 @@ RUNS = {  # name: (settings of both runs, further settings of the run on two ran
     "bf16 on fp32 parameters": ({"model": config("llama", False)} | HALF, {"checkpointed_blocks": 2}),
     "bf16 on bf16 parameters": ({"model": config("llama", False), "param_dtype": "bfloat16"} | HALF, {}),
     "latent attention": ({"model": config("deepseek_v3", False) | LATENTS}, {"checkpointed_blocks": 1}),
+    "sinks, experts with biases": ({"model": config("gpt_oss", False) | SINKS}, {"checkpointed_blocks": 1}),
+    "experts in groups beside a shared one": ({"model": config("glm4_moe", False) | ROUTED}, {"checkpointed_blocks": 1}),
     "gated delta rule": ({"model": config("qwen3_5_text", True) | DELTA}, {"checkpointed_blocks": 1}),
     "gated delta rule, experts, bf16 on fp32 parameters": (
         {"model": DELTA_EXPERTS} | HALF,
