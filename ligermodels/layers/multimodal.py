@@ -102,6 +102,11 @@ class ImageParts(CausalLM):
         """Random pixel inputs of one image a row, and the image tokens of each."""
 
     @property
+    @abstractmethod
+    def processor_settings(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What a new processor must know: the fields of preprocessor_config.json, and of processor_config.json."""
+
+    @property
     def tower_blocks(self) -> list[Block]:
         """The blocks of the tower, in the order of computation."""
         return [cast(Block, block) for name in self.tower_lists for block in self.get_submodule(name).children()]
