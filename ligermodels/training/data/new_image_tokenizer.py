@@ -1,6 +1,7 @@
 """The tokenizer and the image processor of new models that read images: those of their family but for their sizes.
 
-The tokens of images are the last of the vocabulary, or the first behind it, which have no row of the head. This module knows nothing about rows or models.
+The tokens of images are the last of the vocabulary, or the first behind it, which have no row of the head. This module
+knows nothing about rows or models.
 """
 
 import json
