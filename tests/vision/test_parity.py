@@ -242,6 +242,24 @@ def test_positions_go_on_behind_the_largest_of_a_long_video(tmp_path):
     assert relative_error(ours, theirs) < 1e-5
 
 
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
+def test_positions_behind_a_long_video_are_those_of_the_reference_if_asked_for(name, tmp_path):
+    """In a row with text and an image behind it, and in generation, which goes on behind the last position."""
+    reference = save_reference(CASES[name], tmp_path)
+    model, batch = ligermodels.load(tmp_path, device=DEVICE), batch_of(name, [[2, [(5, 4, 6)], 3, B, 2]])
+    on_device, options = {key: x.to(DEVICE) for key, x in batch.items()}, {"max_new_tokens": 4}
+    with torch.no_grad():
+        theirs = reference(**for_reference(name, batch)).logits
+        assert relative_error(model(**on_device).logits.cpu(), theirs) > 1e-2
+        model.as_transformers = True
+        assert relative_error(model(**on_device).logits.cpu(), theirs) < 1e-5
+    new = reference.generate(
+        **for_reference(name, batch), **options, do_sample=False, eos_token_id=None, pad_token_id=0,
+        attention_mask=torch.ones_like(batch["input_ids"]),
+    )  # fmt: skip
+    assert model.generate(**on_device, **options, stop_tokens=()).tolist() == new.tolist()
+
+
 def test_prepared_images_are_read_without_the_ids_on_the_host():
     """What a data loader prepares gives the same loss."""
     name = "qwen2_5_vl"
