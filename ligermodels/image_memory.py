@@ -35,7 +35,7 @@ def saved_by_patch_of_features(model: VisionLanguageModel, size: int) -> int:
     if isinstance(model.projector, LinearProjector):  # the states' sum, which linear_1 reads, and its output
         normed = vision.hidden_size * size + 2 * FP32_BYTES if is_trained(model.visual) else 0
         merged = saved_by_merger(vision, size) if isinstance(model.projector, MergingProjector) else 0
-        return embedding + normed + merged + vision.hidden_size * size + 2 * features
+        return embedding + normed + merged + model.projector.linear_1.in_features * size + 2 * features
     if isinstance(model.projector, SquareProjector | PatchProjector):  # what the norm makes, which proj reads
         normed = vision.hidden_size * size + 2 * FP32_BYTES if is_trained(model.visual) else 0
         return embedding + normed + vision.hidden_size * size + features

@@ -16,6 +16,7 @@ from tests.cases import CASES
 from tests.layers.adapters import adapt
 from tests.reference_model import reference_model, save_reference, tokens
 from tests.test_round_trip import FAMILIES, bits, parameters_equal, reread, weights
+from tests.vision.batches import GRIDS, batch_of, for_reference
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 LLAMA = CASES[FAMILIES["llama"]] | {"num_hidden_layers": 2, "tie_word_embeddings": True}
@@ -91,6 +92,24 @@ def test_peft_and_the_merged_export_give_the_logits_of_our_adapter(family, targe
     assert all(map(torch.equal, model.parameters(), unchanged))
     assert bits(tmp_path / "merged").keys() == bits(tmp_path / "in").keys()
     torch.testing.assert_close(logits(reread(tmp_path / "merged"), raw), expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("targets", [["vision"], ["all-linear", "vision"]], ids="-".join)
+@pytest.mark.parametrize("name", ["qwen2_vl", "llava"])
+def test_peft_gives_the_logits_of_an_adapter_of_the_tower(name, targets, tmp_path):
+    """And has as many adapted modules: the reference has no other module that fits."""
+    save_reference(CASES[name], tmp_path / "in")
+    model = adapt(ligermodels.load(tmp_path / "in"), targets=targets).eval()
+    batch = batch_of(name, [[2, GRIDS[1], 3]])
+    ligermodels.export_adapter(model, tmp_path / "adapter")
+    theirs = read_by_peft(CASES[name], tmp_path / "adapter").eval()
+    with torch.no_grad():
+        expected, unadapted = (m(**batch).logits for m in (model, ligermodels.load(tmp_path / "in").eval()))
+        found = theirs(**for_reference(name, batch)).logits
+    assert (expected - unadapted).abs().max() > 1e-2
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
+    stored = load_file(tmp_path / "adapter" / TENSORS)
+    assert len(stored) == sum("lora_" in key for key, _ in theirs.named_parameters())
 
 
 Q_PROJ = "model.layers.1.self_attn.q_proj"

@@ -59,13 +59,13 @@ class Llava(PictureLanguageModel):
         return DecoderLayer(config, attention, GatedMLP(config, bias=config.mlp_bias))
 
     def tower(self, config: ClipConfig) -> VisionTower:
-        table = config.table_side**2 + 1
-        return VisionTower(config, picture_blocks(config), table=table, first_norm=True, class_token=True)
+        blocks, table, joined = picture_blocks(config), config.table_side**2 + 1, config.joined_blocks
+        return VisionTower(config, blocks, table=table, first_norm=True, class_token=True, joined=joined)
 
     def merger(self, config: ClipConfig) -> LinearProjector:
-        text, rows = self.config, config.table_side**2 + 1
+        text, rows = self.config, config.table_side**2 + 1 if config.drops_class_token else None
         activation, bias = text.projector_activation, text.projector_bias
-        return LinearProjector(config.hidden_size, text.hidden_size, activation, bias=bias, rows_per_image=rows)
+        return LinearProjector(config.feature_width, text.hidden_size, activation, bias=bias, rows_per_image=rows)
 
     def kept_in_tower(self) -> tuple[str, ...]:
         """The blocks behind the features, and the norm of the pooled output."""

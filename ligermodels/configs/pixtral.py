@@ -62,3 +62,4 @@ class Mistral3VisionConfig(PixtralVisionConfig):
     outer_fields = ("vision_feature_layer", "spatial_merge_size")
 
     spatial_merge_size: int = 2
+    vision_feature_layer: int = -1

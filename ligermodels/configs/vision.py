@@ -140,14 +140,15 @@ class SiglipConfig(PictureConfig):
 
 @dataclass(kw_only=True)
 class FeatureLayerConfig(VisionConfig):
-    """A tower whose features are the hidden states behind one of its blocks.
+    """A tower whose features are the hidden states behind one of its blocks, or behind several, concatenated.
 
-    vision_feature_layer: that block, from 1; counted from the end if negative. A field of the whole config.json.
+    vision_feature_layer: that block, from 1; counted from the end if negative. A list names several. A field of the
+    whole config.json.
     """
 
     outer_fields: ClassVar[tuple[str, ...]] = ("vision_feature_layer",)  # of the whole config.json
 
-    vision_feature_layer: int = -1
+    vision_feature_layer: int | tuple[int, ...] = -1
 
     @classmethod
     def of_model(cls, raw: Mapping[str, Any]) -> Self:
@@ -155,14 +156,31 @@ class FeatureLayerConfig(VisionConfig):
         return cls.from_dict({**vision_fields(raw), **outer})
 
     @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """The blocks whose hidden states make up a feature, from 1."""
+        given = self.vision_feature_layer
+        layers = given if isinstance(given, tuple) else (given,)
+        return tuple(layer if layer >= 0 else self.num_hidden_layers + 1 + layer for layer in layers)
+
+    @property
+    def joined_blocks(self) -> tuple[int, ...]:
+        """Their indices, if there are several."""
+        return tuple(layer - 1 for layer in self.feature_layers) if len(self.feature_layers) > 1 else ()
+
+    @property
+    def feature_width(self) -> int:
+        return len(self.feature_layers) * self.hidden_size
+
+    @property
     def computed_blocks(self) -> int:
         """A checkpoint has the others too."""
-        layer = self.vision_feature_layer
-        return layer if layer >= 0 else self.num_hidden_layers + 1 + layer
+        return max(self.feature_layers)
 
     def validate(self) -> None:
         super().validate()
-        if not 1 <= self.computed_blocks <= self.num_hidden_layers:
+        if not self.feature_layers:
+            raise ConfigError("config.json: vision_feature_layer is []; must name at least one block")
+        if not all(1 <= layer <= self.num_hidden_layers for layer in self.feature_layers):
             raise ConfigError(
                 f"config.json: vision_feature_layer {self.vision_feature_layer} must name one of the "
                 f"{self.num_hidden_layers} blocks of vision_config"
@@ -171,22 +189,34 @@ class FeatureLayerConfig(VisionConfig):
 
 @dataclass(kw_only=True)
 class ClipConfig(PictureConfig, FeatureLayerConfig):
-    """CLIP: a class token before the patches, which the text model does not read."""
+    """CLIP: a class token before the patches.
+
+    vision_feature_select_strategy: whether the text model reads it too, "full", or not, "default". A field of the whole
+    config.json.
+    """
 
     outer_fields = ("vision_feature_layer", "vision_feature_select_strategy")
 
     hidden_act: str = "quick_gelu"
     patch_size: int = 32
     rms_norm_eps: float = 1e-5
-    vision_feature_layer: int = -2
+    vision_feature_layer: int | tuple[int, ...] = -2
     vision_feature_select_strategy: str = "default"
+
+    @property
+    def drops_class_token(self) -> bool:
+        return self.vision_feature_select_strategy == "default"
+
+    @property
+    def features_per_picture(self) -> int:
+        return super().features_per_picture + (not self.drops_class_token)
 
     def rows_of(self, patches: int) -> int:
         return patches + patches // self.table_side**2
 
     def validate(self) -> None:
         super().validate()
-        check_choice("vision_feature_select_strategy", self.vision_feature_select_strategy, ["default"])
+        check_choice("vision_feature_select_strategy", self.vision_feature_select_strategy, ["default", "full"])
 
 
 @dataclass(kw_only=True)

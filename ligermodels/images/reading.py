@@ -26,6 +26,7 @@ MAX_PIXELS = 89_478_485  # Pillow's MAX_IMAGE_PIXELS: a quarter of a GiB of RGB
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
 PHOTO_AND_PREVIEWS = "MPO"  # a JPEG file of a camera, followed by smaller copies
 ORIENTATION = 0x0112  # EXIF's tag
+BITS_PER_SAMPLE = 0x0102  # TIFF's tag
 # The transposition that shows an image upright, by its EXIF orientation, as names of PIL.Image.Transpose.
 UPRIGHT = {
     2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270", 7: "TRANSVERSE",
@@ -111,7 +112,20 @@ def checked(image: "Image") -> "Image":
         raise InputError("is animated or has several pages; give one of them as a still image")
     if image.mode[0] in "IF":
         raise InputError(f"has the mode {image.mode}, more than 8 bits a channel; convert it to 8 bits")
+    if bits_of_channel(image) > 8:
+        raise InputError(f"has {bits_of_channel(image)} bits a channel, more than 8; convert it to 8 bits")
     return image
+
+
+def bits_of_channel(image: "Image") -> int:
+    """The most bits a channel of a PNG file that is not decoded yet, or of a TIFF file; 8 for any other image.
+
+    The mode does not say them: Pillow decodes 16 bits of RGB, and of grey with transparency, to 8.
+    """
+    if image.format == "TIFF":
+        return max(image.tag_v2.get(BITS_PER_SAMPLE, (1,)))  # type: ignore[attr-defined]
+    deep = image.format == "PNG" and any(str(tile[3]).endswith(";16B") for tile in image.tile)  # type: ignore[attr-defined]
+    return 16 if deep else 8
 
 
 def orientation(image: "Image", source: ImageSource) -> int:

@@ -68,8 +68,11 @@ def documents_of(
     return Documents(ids.flatten()[layout.indices], layout.indices, layout.cu_seqlens.tolist(), shape)
 
 
-def place_images(documents: Documents, grids: Sequence[TokenGrid]) -> PlacedImages:
-    """Gives every grid its tokens, in the order of the tokens of its kind. Raises InputError if they do not fit."""
+def place_images(documents: Documents, grids: Sequence[TokenGrid], as_transformers: bool = False) -> PlacedImages:
+    """Gives every grid its tokens, in the order of the tokens of its kind. Raises InputError if they do not fit.
+
+    as_transformers: see `text_positions`.
+    """
     waiting = {token: deque(n for n, grid in enumerate(grids) if grid.token == token) for token, *_ in grids}
     tokens = torch.tensor(list(waiting))
     places: list[Tensor] = [torch.empty(0)] * len(grids)
@@ -85,7 +88,7 @@ def place_images(documents: Documents, grids: Sequence[TokenGrid]) -> PlacedImag
             places[index] = documents.places[first + start : first + start + grid.grid.patches]
             placed.append(PlacedGrid(start, grid.grid, grid.interval))
             at += grid.grid.patches
-        positions, offset = text_positions(len(ids), placed)
+        positions, offset = text_positions(len(ids), placed, as_transformers)
         rope_ids[:, documents.places[first:last]] = positions
         offsets.append(offset)
     left = sum(map(len, waiting.values()))

@@ -102,6 +102,11 @@ class ImageParts(CausalLM):
         """Random pixel inputs of one image a row, and the image tokens of each."""
 
     @property
+    @abstractmethod
+    def processor_settings(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What a new processor must know: the fields of preprocessor_config.json, and of processor_config.json."""
+
+    @property
     def tower_blocks(self) -> list[Block]:
         """The blocks of the tower, in the order of computation."""
         return [cast(Block, block) for name in self.tower_lists for block in self.get_submodule(name).children()]
@@ -140,9 +145,12 @@ class VisionLanguageModel(ImageParts):
     """A causal language model with images. Subclasses are the architectures.
 
     visual: the tower. projector: from the tower's width to that of the text model.
+    as_transformers: positions behind a video as in transformers 5, which departs from the models' training: see
+    `text_positions`. For comparisons.
     """
 
     config: Any
+    as_transformers = False
     takes_images = True
     pixel_inputs = PIXEL_INPUTS
     image_processor_type: ClassVar = "Qwen2VLImageProcessor"  # of the Hub's files
@@ -378,7 +386,8 @@ class VisionLanguageModel(ImageParts):
                 grids += [TokenGrid(self.config.video_token_id, Grid(1, *grid[1:]).merged(side))] * grid.t
             else:
                 grids.append(TokenGrid(self.config.video_token_id, grid.merged(side), self.frame_interval(second)))
-        placed = place_images(documents_of(ids, attention_mask, position_ids, cu_seqlens), grids)
+        documents = documents_of(ids, attention_mask, position_ids, cu_seqlens)
+        placed = place_images(documents, grids, self.as_transformers)
         given = [x for x in (pixel_values, pixel_values_videos) if x is not None]
         pixels = given[0] if len(given) == 1 else torch.cat(given)
         layout, order = self.patch_layout([*pictures, *videos])

@@ -47,12 +47,12 @@ class PixtralLanguageModel(WrappedLanguageModel):
 
     def tower(self, config: PixtralVisionConfig) -> VisionTower:
         blocks = [DecoderLayer(config, Attention(config), GatedMLP(config)) for _ in range(config.computed_blocks)]
-        return VisionTower(config, blocks, first_norm=True)
+        return VisionTower(config, blocks, first_norm=True, joined=config.joined_blocks)
 
     def merger(self, config: PixtralVisionConfig) -> nn.Module:
         text = self.config
         return LinearProjector(
-            config.hidden_size, text.hidden_size, text.projector_activation, bias=text.projector_bias
+            config.feature_width, text.hidden_size, text.projector_activation, bias=text.projector_bias
         )
 
     def tower_rules(self, hub: str) -> tuple[Rule, ...]:

@@ -157,6 +157,14 @@ class TiledVisionLanguageModel(ImageParts):
         ratios, mask = torch.full((rows, 1), SQUARE_RATIO), torch.ones(*shape[:3], dtype=torch.int64)
         return 1, {"pixel_values": pixels, "aspect_ratio_ids": ratios, "aspect_ratio_mask": mask}
 
+    @property
+    def processor_settings(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        vision = self.config.vision
+        size = {"height": vision.image_size, "width": vision.image_size}
+        return {
+            "image_processor_type": self.image_processor_type, "size": size, "max_image_tiles": vision.max_num_tiles,
+        }, {}  # fmt: skip
+
     @torch.no_grad()
     def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Tensor:
         """As `CausalLM.generate`, with the pixel inputs of `forward` among the options."""

@@ -38,7 +38,8 @@ class PatchEmbedding(nn.Module):
 
 
 class TowerOutput(NamedTuple):
-    """The pair (x, residual) behind the last block, [1, P, E] each; the hidden states behind the tapped blocks."""
+    """The pair (x, residual) behind the last block, [1, P, E] each, or the hidden states of joined blocks, [1, P, n E];
+    the hidden states behind the tapped blocks."""
 
     x: Tensor
     residual: Tensor | None
@@ -52,13 +53,14 @@ class VisionTower(nn.Module):
     table: the number of positions of a learned square table, which is added to the patches; 0 for none.
     tapped: the indices of the blocks whose hidden states are returned too.
     first_norm, final_norm: whether the input of the first block and the output are normed.
+    joined: the indices of the blocks whose hidden states, concatenated in this order, are the output; () for the last.
     class_token: whether the blocks read a learned row before the patches of each image, all of which have one size.
     """
 
     def __init__(
         self, config: VisionConfig, blocks: Sequence[Block], *, patch_bias: bool = False,
         windowed: Collection[int] = (), table: int = 0, tapped: Collection[int] = (), first_norm: bool = False,
-        final_norm: bool = False, class_token: bool = False,
+        final_norm: bool = False, class_token: bool = False, joined: Sequence[int] = (),
     ) -> None:  # fmt: skip
         super().__init__()
         self.patch_embed = PatchEmbedding(config, patch_bias)
@@ -70,11 +72,11 @@ class VisionTower(nn.Module):
         rope = config.ropes.get(FULL_ATTENTION)
         self.rotary_emb = None if rope is None else rotary_embedding(rope, config.head_dim, 1)
         self.patches_per_feature = config.patches_per_feature
-        self.windowed, self.tapped = frozenset(windowed), frozenset(tapped)
+        self.windowed, self.tapped, self.joined = frozenset(windowed), frozenset(tapped), tuple(joined)
 
     def forward(self, pixels: Tensor, layout: PatchLayout) -> TowerOutput:
         """Patches [P, values of a patch]; see `TowerOutput`."""
-        x, residual, tapped = self.patch_embed(pixels), None, []
+        x, residual, states = self.patch_embed(pixels), None, {}
         if self.class_embedding is not None:
             images = x.view(len(layout.frames.cu_seqlens) - 1, -1, x.shape[-1])
             x = torch.cat([self.class_embedding.expand(len(images), 1, -1), images], 1).view(1, -1, x.shape[-1])
@@ -93,11 +95,13 @@ class VisionTower(nn.Module):
         )
         for index, block in enumerate(self.blocks):
             x, residual, _ = block(x, residual, windows if index in self.windowed else frames)
-            if index in self.tapped:
-                tapped.append(x + residual)
+            if index in self.tapped or index in self.joined:
+                states[index] = x + residual
+        if self.joined:
+            x, residual = torch.cat([states[index] for index in self.joined], -1), None
         if self.norm is not None:
             x, residual = add_then_norm(self.norm, x, residual)[0], None
-        return TowerOutput(x, residual, tapped)
+        return TowerOutput(x, residual, [states[index] for index in sorted(self.tapped)])
 
 
 class PatchMerger(nn.Module):

@@ -145,11 +145,12 @@ class PlacedGrid(NamedTuple):
     interval: float = 1.0
 
 
-def text_positions(length: int, placed: Iterable[PlacedGrid]) -> tuple[Tensor, int]:
+def text_positions(length: int, placed: Iterable[PlacedGrid], as_transformers: bool = False) -> tuple[Tensor, int]:
     """(time, row and column of the tokens of a document, int64 [3, length]; the offset of the tokens after it).
 
     Text counts all three on. An image begins at the next count: its time stays there, its rows and columns count from
     there. What follows goes on behind its largest position. offset: that position less the number of tokens.
+    as_transformers: what follows goes on behind the image's rows and columns, even if a video's times go further.
     """
     parts, position, end = [], 0, 0
     for start, grid, interval in placed:
@@ -157,7 +158,7 @@ def text_positions(length: int, placed: Iterable[PlacedGrid]) -> tuple[Tensor, i
         position += start - end
         axes = (torch.arange(grid.t) * interval).long(), torch.arange(grid.h), torch.arange(grid.w)
         parts.append(torch.stack(torch.meshgrid(*axes, indexing="ij")).flatten(1) + position)
-        position = int(parts[-1].max()) + 1
+        position = position + max(grid.h, grid.w) if as_transformers else int(parts[-1].max()) + 1
         end = start + grid.patches
     parts.append(torch.arange(position, position + length - end).expand(3, -1))
     return torch.cat(parts, 1), position - end

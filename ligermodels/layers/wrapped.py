@@ -116,7 +116,7 @@ class LinearProjector(nn.Module):
     """linear_2(activation(linear_1(hidden states))): one feature of the text model, [D], for each row of the tower.
 
     width, hidden_size: of the tower's rows, E, and of the features, D. rows_per_image: rows of an image, the first of
-    which is a class token that has no feature; None if all rows are patches.
+    which is a class token that has no feature; None if all rows have one.
     """
 
     def __init__(

@@ -268,11 +268,11 @@ def as_int_if_whole(x: float) -> int | float:
 def shortest_targets(names: Iterable[str], others: Iterable[str]) -> tuple[list[str], str | None]:
     """target_modules and exclude_modules (or None) that match `names` and none of `others`.
 
-    Parts of the model that contain only others, such as a vision tower, are excluded as a whole. Each name is then
-    cut to its shortest suffix that matches none of the remaining others.
+    Parts of the model that contain only others, such as a vision tower, are excluded as a whole, wherever they stand in
+    a name. Each name is then cut to its shortest suffix that matches none of the remaining others.
     """
     names = list(names)
-    parts = {name.partition(".")[0] for name in names}
+    parts = {part for name in names for part in name.split(".")}
     ends = {suffixes(name)[0] for name in names}
     elsewhere = {other.partition(".")[0] for other in others if suffixes(other)[0] in ends} - parts
     taken = {end for other in others if other.partition(".")[0] not in elsewhere for end in suffixes(other)}

@@ -28,6 +28,8 @@ CASES = family(
     {
         "last-block": {"vision_feature_layer": -1},
         "first-block": {"vision_feature_layer": 1},
+        "three-blocks": {"vision_feature_layer": [2, -3, -2]},
+        "class-token": {"vision_feature_select_strategy": "full"},
         "no-projector-bias": {"multimodal_projector_bias": False},
         "tower": {"vision_config": VISION | {"hidden_act": "gelu", "layer_norm_eps": 1e-3}},
         "tied": {"text_config": TEXT | {"tie_word_embeddings": True}},

@@ -73,5 +73,6 @@ CASES = {
     ),
     "pixtral": PIXTRAL,
     "pixtral-first-block": {**PIXTRAL, "vision_feature_layer": 1, "multimodal_projector_bias": False},
+    "pixtral-two-blocks": PIXTRAL | {"vision_feature_layer": [-1, 1]},
     "pixtral-gelu": PIXTRAL | {"vision_config": VISION | {"hidden_act": "gelu"}},
 }

@@ -196,8 +196,10 @@ def test_an_unsupported_vision_config_is_refused(vision, named):
     ("fields", "named"),
     [
         ({"vision_feature_layer": -26}, ["vision_feature_layer -26", "24 blocks"]),
-        ({"vision_feature_layer": [-2, -5]}, ["vision_feature_layer", "[-2, -5]", "must be int"]),
-        ({"vision_feature_select_strategy": "full"}, ["vision_feature_select_strategy 'full'", "'default'"]),
+        ({"vision_feature_layer": [-2, -26]}, ["vision_feature_layer (-2, -26)", "24 blocks"]),
+        ({"vision_feature_layer": []}, ["vision_feature_layer is []", "at least one block"]),
+        ({"vision_feature_layer": [-2, "3"]}, ["vision_feature_layer[1] is '3'; must be int"]),
+        ({"vision_feature_select_strategy": "cls"}, ["vision_feature_select_strategy 'cls'", "'default', 'full'"]),
         ({"projector_hidden_act": "relu"}, ["projector_hidden_act 'relu'", "'gelu'"]),
         ({"text_config": SIZES | {"model_type": "mistral"}}, ["text_config: model_type 'mistral'", "'llama'"]),
         ({"vision_config": {"model_type": "siglip"}}, ["vision_config: model_type 'siglip'", "'clip_vision_model'"]),
@@ -277,6 +279,12 @@ def test_the_error_for_an_unknown_model_type_suggests_the_closest_one(tmp_path):
         HubError, match=r"config\.json: model_type 'qwen3_mo' is not supported; did you mean 'qwen3_moe'"
     ):
         ligermodels.load(tmp_path)
+
+
+def test_several_feature_layers_of_mistral3_are_refused():
+    raw = {"model_type": "mistral3", "text_config": SIZES, "vision_config": {}, "vision_feature_layer": [-1, -2]}
+    with pytest.raises(ConfigError, match=r"vision_feature_layer is \[-1, -2\]; must be int"):
+        ligermodels.create(raw, device="meta")
 
 
 def test_another_text_model_of_mistral3_is_refused():

@@ -63,11 +63,11 @@ def assert_equal(inputs, expected):
         assert torch.equal(value, torch.as_tensor(expected[name])), name
 
 
-@pytest.mark.parametrize("name", SMALL)
-def test_pixels_of_200_sizes(name, with_torchvision):
+def check_sizes(name, count):
+    """Compares the pixels and the plans of images of `count` random sizes."""
     kind, image, text = SMALL[name]
     processor, reference = our_processor(kind, image, text), their_processor(kind, image)
-    for size in random_sizes(kind, 200, seed=name):
+    for size in random_sizes(kind, count, seed=name):
         rows = [[random_pixels(*size)]]
         expected = theirs(reference, kind, rows)
         inputs, [plan] = ours(processor, rows)
@@ -76,6 +76,11 @@ def test_pixels_of_200_sizes(name, with_torchvision):
             assert plan.grid == (expected["rows"][0][0], expected["cols"][0][0]), size
         if "num_crops" in expected:
             assert len(plan.crops) == expected["num_crops"][0], size
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_pixels_of_200_sizes(name, with_torchvision):
+    check_sizes(name, 200)
 
 
 @pytest.mark.parametrize("name", SMALL)

@@ -69,13 +69,13 @@ def test_what_is_transparent_is_white():
     assert pixels[:, 0].T.tolist() == [[255, 255, 255], [9, 8, 7]]
 
 
-def png_header(width, height):
+def png_header(width, height, depth=8, colour=2):
     def chunk(name, content):
         return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
 
     return (
         b"\x89PNG\r\n\x1a\n"
-        + chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+        + chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0))
         + chunk(b"IDAT", b"")
     )
 
@@ -92,6 +92,14 @@ def test_a_photo_with_previews_is_an_image():
     assert np.array_equal(read_image(data), pixels_of(Image.open(io.BytesIO(data))))
 
 
+def tiff16(mode):
+    """A TIFF file of 16 bits a channel, as its header says."""
+    data = encoded(Image.fromarray(noise(8, 9, 4), "RGBA").convert(mode), "TIFF")
+    eight, sixteen = (struct.pack(f"<{len(mode)}H", *[bits] * len(mode)) for bits in (8, 16))
+    assert data.count(eight) == 1
+    return data.replace(eight, sixteen)
+
+
 FRAMES = [Image.fromarray(noise(8, 9, seed=seed)) for seed in range(3)]
 REFUSED = {
     "a text": (b"no image at all", "is not an image in one of the formats PNG, JPEG"),
@@ -104,6 +112,12 @@ REFUSED = {
     "animated": (encoded(FRAMES[0], "GIF", save_all=True, append_images=FRAMES[1:]), "is animated or has several"),
     "pages": (encoded(FRAMES[0], "TIFF", save_all=True, append_images=FRAMES[1:]), "is animated or has several pages"),
     "16 bits": (encoded(Image.fromarray(noise(8, 9)[..., 0] * np.uint16(256)), "PNG"), "has the mode I;16, more"),
+    "16 bits of RGB": (png_header(8, 9, 16, 2), "has 16 bits a channel, more than 8; convert it to 8 bits"),
+    "16 bits of grey and alpha": (png_header(8, 9, 16, 4), "has 16 bits a channel"),
+    "16 bits of RGBA": (png_header(8, 9, 16, 6), "has 16 bits a channel"),
+    "an opened image of 16 bits": (Image.open(io.BytesIO(png_header(8, 9, 16, 6))), "has 16 bits a channel"),
+    "TIFF, 16 bits of RGB": (tiff16("RGB"), "has 16 bits a channel"),
+    "TIFF, 16 bits of RGBA": (tiff16("RGBA"), "has 16 bits a channel"),
     "floats": (Image.fromarray(np.ones((4, 5), np.float32)), "has the mode F, more than 8 bits a channel"),
     "an array": (noise(4, 5), "is ndarray; must be the bytes of a file, its path, or a PIL image"),
     "no file": ("missing.png", "missing.png: cannot be read"),

@@ -23,7 +23,7 @@ from ligermodels.training.runs.preparing import plan
 from tests.images.folders import write_folder
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "gemma3", "llava", "smolvlm", "mistral3"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "gemma3", "llava", "smolvlm", "mistral3", "mllama"])
 def test_shapes_train_and_export(family, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(embedded, "TRAINING_SHAPES", 24)

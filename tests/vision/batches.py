@@ -47,7 +47,7 @@ def tokens_of(raw, grid: tuple[int, int, int], side: int = 2) -> int:
     if "image_size" in vision:
         return raw.get(
             "mm_tokens_per_image", (vision["image_size"] // vision["patch_size"] // raw.get("scale_factor", 1)) ** 2
-        )
+        ) + (raw.get("vision_feature_select_strategy") == "full")  # the class token
     return grid[0] * grid[1] * grid[2] // side**2
 
 

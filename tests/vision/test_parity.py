@@ -103,20 +103,22 @@ def test_fp32_results_of_the_kernels_with_images_equal_those_of_the_reference(na
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("name", ["mistral3", "pixtral"])
+@pytest.mark.parametrize("name", FAMILIES)
 def test_half_precision_with_images_is_within_the_error_budget(name, tmp_path):
     """Relative to the reference in fp64, our error is at most FACTOR times that of the reference in half precision."""
     dtype = torch.float16 if DEVICE == "cpu" else torch.bfloat16
     save_reference(CASES[name], tmp_path)
     model = ligermodels.load(tmp_path, dtype=dtype, device=DEVICE)
-    batch = batch_of(name, [[4, A, 3, B, 5]])
+    batch = batch_of(name, [[4, B, 3, B, 5]])
     batch["pixel_values"] = batch["pixel_values"].to(dtype)
+    if name == "paligemma":
+        batch["token_type_ids"] = types_of(name, batch)
+    for_theirs = for_reference(name, batch)
     with torch.no_grad():
-        exact = reference_model(CASES[name], dtype).double()(**batch).logits
-        on_device = {key: x.to(DEVICE) for key, x in batch.items()}
-        plain = reference_model(CASES[name], dtype).to(DEVICE)(**on_device).logits.cpu()
-        ours = relative_error(model(**on_device).logits.cpu(), exact)
-    theirs = relative_error(plain, exact)
+        exact = reference_model(CASES[name], dtype).double()(**for_theirs).logits
+        plain = reference_model(CASES[name], dtype).to(DEVICE)(**{key: x.to(DEVICE) for key, x in for_theirs.items()})
+        ours = relative_error(model(**{key: x.to(DEVICE) for key, x in batch.items()}).logits.cpu(), exact)
+    theirs = relative_error(plain.logits.cpu(), exact)
     assert ours <= FACTOR * theirs, f"ours {ours:.2e}, the reference's {theirs:.2e}"
 
 
@@ -238,6 +240,24 @@ def test_positions_go_on_behind_the_largest_of_a_long_video(tmp_path):
         theirs = reference(**for_reference(name, batch), position_ids=images.rope_ids).logits
         assert relative_error(ours, reference(**for_reference(name, batch)).logits) > 1e-2
     assert relative_error(ours, theirs) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
+def test_positions_behind_a_long_video_are_those_of_the_reference_if_asked_for(name, tmp_path):
+    """In a row with text and an image behind it, and in generation, which goes on behind the last position."""
+    reference = save_reference(CASES[name], tmp_path)
+    model, batch = ligermodels.load(tmp_path, device=DEVICE), batch_of(name, [[2, [(5, 4, 6)], 3, B, 2]])
+    on_device, options = {key: x.to(DEVICE) for key, x in batch.items()}, {"max_new_tokens": 4}
+    with torch.no_grad():
+        theirs = reference(**for_reference(name, batch)).logits
+        assert relative_error(model(**on_device).logits.cpu(), theirs) > 1e-2
+        model.as_transformers = True
+        assert relative_error(model(**on_device).logits.cpu(), theirs) < 1e-5
+    new = reference.generate(
+        **for_reference(name, batch), **options, do_sample=False, eos_token_id=None, pad_token_id=0,
+        attention_mask=torch.ones_like(batch["input_ids"]),
+    )  # fmt: skip
+    assert model.generate(**on_device, **options, stop_tokens=()).tolist() == new.tolist()
 
 
 def test_prepared_images_are_read_without_the_ids_on_the_host():

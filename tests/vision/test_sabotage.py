@@ -66,8 +66,8 @@ BREAKS = {
         "self.deepstack[block - 1]",
         "qwen3_vl",
     ),
-    "deepstack of another block": Sabotage(TOWER, "if index in self.tapped", "if index in {1, 2}", "qwen3_vl"),
-    "deepstack of the branch alone": Sabotage(TOWER, "tapped.append(x + residual)", "tapped.append(x)", "qwen3_vl"),
+    "deepstack of another block": Sabotage(TOWER, "sorted(self.tapped)", "sorted(states)[::-1]", "qwen3_vl"),
+    "deepstack of the branch alone": Sabotage(TOWER, "states[index] = x + residual", "states[index] = x", "qwen3_vl"),
     "tanh GELU in the merger": Sabotage(
         "ligermodels.layers.vision:PatchMerger.forward", '"gelu"', '"gelu_tanh"', "qwen3_vl"
     ),
@@ -117,10 +117,13 @@ BREAKS = {
         "llava",
     ),
     "features of the last block": Sabotage(
-        "ligermodels.configs.vision:FeatureLayerConfig.computed_blocks",
+        "ligermodels.configs.vision:FeatureLayerConfig.feature_layers",
         "num_hidden_layers + 1 + layer",
         "num_hidden_layers + 2 + layer",
         "llava",
+    ),
+    "joined blocks in the order of the tower": Sabotage(
+        TOWER, "for index in self.joined]", "for index in sorted(self.joined)]", "llava-three-blocks"
     ),
     "columns of a square before its rows": Sabotage(
         f"{TILES}:SquareProjector.forward",

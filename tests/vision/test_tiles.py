@@ -14,8 +14,8 @@ from ligermodels.training.runs.preparing import plan
 from tests.cases import CASES
 from tests.conftest import DEVICE
 from tests.images.folders import QWEN_TEMPLATE, TOKENS, picture, write_folder
-from tests.kernels.error_budget import relative_error
-from tests.reference_model import KeepFp64, save_reference
+from tests.kernels.error_budget import FACTOR, relative_error
+from tests.reference_model import KeepFp64, reference_model, save_reference
 from tests.reference_model import hub_tensors as reference_hub_tensors
 from tests.sabotage import Sabotage
 from tests.test_parity import FP32_FACTOR, hub_tensors
@@ -62,6 +62,24 @@ def test_fp32_results_with_images_equal_those_of_the_reference(name, patterns, t
 @pytest.mark.usefixtures("kernels")
 def test_fp32_results_of_the_kernels_with_images_equal_those_of_the_reference(tmp_path):
     check_tile_parity("mllama", tmp_path, [[1, WIDE, 2]])
+
+
+@pytest.mark.usefixtures("kernels")
+def test_half_precision_with_images_is_within_the_error_budget(tmp_path):
+    """Relative to the reference in fp64, our error is at most FACTOR times that of the reference in half precision."""
+    dtype = torch.float16 if DEVICE == "cpu" else torch.bfloat16
+    save_reference(CASES["mllama"], tmp_path)
+    model = ligermodels.load(tmp_path, dtype=dtype, device=DEVICE)
+    model.as_transformers = True
+    batch = batch_of("mllama", [[2, WIDE, 3]])
+    batch["pixel_values"] = batch["pixel_values"].to(dtype)
+    on_device = {key: x.to(DEVICE) for key, x in batch.items()}
+    with torch.no_grad():
+        exact = reference_model(CASES["mllama"], dtype).double()(**as_double(batch)).logits
+        plain = reference_model(CASES["mllama"], dtype).to(DEVICE)(**on_device).logits.cpu()
+        ours = relative_error(model(**on_device).logits.cpu(), exact)
+    theirs = relative_error(plain, exact)
+    assert ours <= FACTOR * theirs, f"ours {ours:.2e}, the reference's {theirs:.2e}"
 
 
 def trained_model(seed=0):

@@ -141,7 +141,8 @@ def test_lora_on_a_tower_that_is_not_there_is_refused():
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
-    "name", ["qwen2_vl", "qwen2_5_vl", "gemma3", "llava", "smolvlm", "mistral3", "pixtral", "paligemma"]
+    "name",
+    ["qwen2_vl", "qwen2_5_vl", "gemma3", "llava", "llava-three-blocks", "smolvlm", "mistral3", "pixtral", "paligemma"],
 )
 def test_activations_of_images_match_the_tensors_that_autograd_saves(name):
     patches, tokens, raw = 64, 16, CASES[name]
@@ -153,7 +154,7 @@ def test_activations_of_images_match_the_tensors_that_autograd_saves(name):
         vision = {"hidden_size": 256, "intermediate_size": 320, "num_attention_heads": 4, "image_size": 32}
         raw, tokens = raw | {"vision_config": raw["vision_config"] | vision}, 64
         images = {"pixel_values": torch.randn(1, 3, 32, 32)}
-    elif name == "llava":
+    elif name.startswith("llava"):
         vision = {"hidden_size": 256, "intermediate_size": 320, "num_attention_heads": 4, "image_size": 16}
         raw, tokens = raw | {"vision_config": raw["vision_config"] | vision}, 64
         images = {"pixel_values": torch.randn(1, 3, 16, 16)}

@@ -7,7 +7,6 @@ step. This module knows models only by the arguments of their `forward`.
 import hashlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +19,7 @@ from ligermodels.layers.decoder import IGNORE_INDEX, next_tokens
 from ligermodels.training.data.decoding import ImageDecoder, images_of
 from ligermodels.training.data.mixture import Mixture
 from ligermodels.training.data.packing import ConcatenatedRows, Segment
+from ligermodels.training.data.prefetching import Prefetcher
 from ligermodels.training.data.stored_states import StoredStates, is_supervised
 from ligermodels.units import counted
 
@@ -165,8 +165,7 @@ class TrainingRows:
     ) -> None:  # fmt: skip
         self.sources, self.packing, self.decoder = sources, packing, decoder
         self.mixture = Mixture([len(rows) for rows in sources], weights, seed)
-        self.thread = ThreadPoolExecutor(1, "batches")
-        self.prefetched: tuple[BatchRequest, Future[list[Batch]]] | None = None
+        self.prefetcher = Prefetcher(self.collate, "batches")
 
     def __len__(self) -> int:
         """The number of rows of all sources."""
@@ -205,10 +204,7 @@ class TrainingRows:
         `split_global_batch` does.
         """
         request = BatchRequest(cursor, batch_size, micro_batch_size, world)
-        prefetched, self.prefetched = self.prefetched, None
-        batches = prefetched[1].result() if prefetched and prefetched[0] == request else self.collate(request)
-        following = request._replace(cursor=cursor + batch_size)
-        self.prefetched = following, self.thread.submit(self.collate, following)
+        batches = self.prefetcher.take(request, request._replace(cursor=cursor + batch_size))
         return [batch.to(world.device) for batch in batches]
 
     def collate(self, request: BatchRequest) -> list[Batch]:
@@ -246,6 +242,14 @@ def prompt(segment: Segment) -> list[int]:
     return store.tokens[start : start + size].tolist()
 
 
+class ValidationRequest(NamedTuple):
+    """A batch of all ranks: the number of its first row, and the arguments of `ValidationRows.batches`."""
+
+    start: int
+    micro_batch_size: int
+    world: World
+
+
 class ValidationRows:
     """The rows of the validation split.
 
@@ -257,6 +261,7 @@ class ValidationRows:
 
     def __init__(self, rows: ConcatenatedRows, packing: bool, decoder: ImageDecoder | None = None) -> None:
         self.rows, self.packing, self.decoder = rows, packing, decoder
+        self.prefetcher = Prefetcher(self.collate, "validation")
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -282,13 +287,21 @@ class ValidationRows:
         return next((segment for segment in segments if len(prompt(segment)) > 1), self.rows.segments(0)[0])
 
     def batches(self, micro_batch_size: int, world: World) -> Iterator[Batch]:
-        """Every row once over all ranks, in the same number of batches on each rank; the last are padded with rows."""
-        for start in range(0, len(self), world.data_size * micro_batch_size):
-            first = start + world.data_rank * micro_batch_size
-            numbers = range(first, first + micro_batch_size)
-            rows = [self.rows.segments(row) if row < len(self) else [] for row in numbers]
-            batch = collate(rows, self.rows.length, self.packing, world, self.decoder)
-            if self.stored is not None:
-                known = [self.first + row if row < len(self) else None for row in numbers]
-                batch = with_states(batch, self.stored, known, world)
-            yield batch.to(world.device)
+        """Every row once over all ranks, in the same number of batches on each rank; the last are padded with rows.
+
+        Prefetches the next batch, as training does.
+        """
+        starts = range(0, len(self), world.data_size * micro_batch_size)
+        requests = [ValidationRequest(start, micro_batch_size, world) for start in starts]
+        return (batch.to(world.device) for batch in self.prefetcher.take_all(requests))
+
+    def collate(self, request: ValidationRequest) -> Batch:
+        start, micro_batch_size, world = request
+        first = start + world.data_rank * micro_batch_size
+        numbers = range(first, first + micro_batch_size)
+        rows = [self.rows.segments(row) if row < len(self) else [] for row in numbers]
+        batch = collate(rows, self.rows.length, self.packing, world, self.decoder)
+        if self.stored is None:
+            return batch
+        known = [self.first + row if row < len(self) else None for row in numbers]
+        return with_states(batch, self.stored, known, world)

@@ -14,7 +14,7 @@ from ligermodels.images.processors import Prepared
 from ligermodels.training.data.packing import Segment
 from ligermodels.training.data.store import TokenStore
 
-MAX_THREADS = 8  # of a rank; hosts with many GPUs share their cores among as many ranks
+MAX_THREADS = 16  # of a rank; hosts with many GPUs share their cores among as many ranks
 
 StoredImage: TypeAlias = tuple[TokenStore, int]  # an image by its number in a store
 
@@ -28,7 +28,7 @@ class ImageDecoder:
 
     def __init__(self, processor: Processor, prepare_inputs: Callable[..., Any] | None = None) -> None:
         self.processor, self.prepare_inputs = processor, prepare_inputs
-        self.threads = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "images")
+        self.threads = ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0))), "images")
 
     def arguments(
         self,

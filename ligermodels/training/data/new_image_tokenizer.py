@@ -1,6 +1,7 @@
 """The tokenizer and the image processor of new models that read images: those of their family but for their sizes.
 
-The tokens of images are the last of the vocabulary. This module knows nothing about rows or models.
+The tokens of images are the last of the vocabulary, or the first behind it, which have no row of the head. This module
+knows nothing about rows or models.
 """
 
 import json
@@ -17,7 +18,7 @@ from ligermodels.training.data.new_tokenizer import train_tokenizer
 
 
 class ImageTokens(NamedTuple):
-    """all: their ids end the vocabulary. feature: that of each feature. printed: what the template prints."""
+    """all: their ids follow those of text. feature: that of each feature. printed: what the template prints."""
 
     all: tuple[str, ...]
     feature: str
@@ -39,6 +40,7 @@ TOKENS_OF_PROCESSOR = {
     "Gemma3ImageProcessor": ImageTokens(
         ("<start_of_image>", "<end_of_image>", "<image_soft_token>"), "<image_soft_token>", "<start_of_image>"
     ),
+    "MllamaImageProcessor": ImageTokens(("<|image|>",), "<|image|>", "<|image|>"),
     "PixtralImageProcessor": ImageTokens(("[IMG_BREAK]", "[IMG_END]", "[IMG]"), "[IMG]", "[IMG]"),
     "CLIPImageProcessor": ImageTokens(("<image>",), "<image>", "<image>"),
     "SiglipImageProcessor": ImageTokens(("<image>",), "<image>", "<image>"),
@@ -80,7 +82,8 @@ class NewImages:
 def train_image_tokenizer(texts: Iterable[str], vocab_size: int, images: NewImages) -> Tokenizer:
     """As `train_tokenizer`, with tokens for images. Raises InputError if the model has its image token elsewhere."""
     tokens = images.tokens
-    tokenizer = train_tokenizer(texts, vocab_size - len(tokens.all))
+    within = 0 if images.token_id >= vocab_size else len(tokens.all)
+    tokenizer = train_tokenizer(texts, vocab_size - within)
     tokenizer.tokenizer.add_special_tokens(list(tokens.all))
     found = tokenizer.tokenizer.token_to_id(tokens.feature)
     if found != images.token_id:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from ligermodels.layers.decoder import CausalLM
-from ligermodels.layers.multimodal import VisionLanguageModel
+from ligermodels.layers.multimodal import ImageParts
 from ligermodels.training.data.new_image_tokenizer import NewImages
 
 
@@ -21,6 +21,6 @@ def image_options(model: CausalLM, folder: Path | None) -> ImageOptions:
     if not model.takes_images:
         return ImageOptions()
     images = None
-    if folder is None and isinstance(model, VisionLanguageModel):
+    if folder is None and isinstance(model, ImageParts):
         images = NewImages(model.config.image_token_id, *model.processor_settings)
     return ImageOptions(images, cast(Any, model).prepare_training_images)

@@ -6,10 +6,10 @@ on the seed. A unit is a group: a pair, a judged completion, a prompt, a text to
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
@@ -21,6 +21,7 @@ from ligermodels.training.data.preferences.formats import GroupKind
 from ligermodels.training.data.preferences.groups import Group, GroupOptions, GroupPrompt, unshared
 from ligermodels.training.data.preferences.layout import GroupPiece
 from ligermodels.training.data.preferences.store import GroupStore
+from ligermodels.training.data.prefetching import Prefetcher
 
 
 class GroupSelection(NamedTuple):
@@ -80,6 +81,10 @@ class Step(NamedTuple):
     supervised: int
     tokens: int
     tokens_unshared: int
+
+    def to(self, device: torch.device) -> "Step":
+        """Copies the micro-batches to a device."""
+        return self._replace(batches=[batch.to(device) for batch in self.batches])
 
 
 class Groups:
@@ -189,8 +194,7 @@ class TrainingGroups:
         self.groups = Groups([part for parts in sources for part in parts], options, decoder)
         self.firsts = np.cumsum([0, *map(len, self.sources)])
         self.mixture, self.seed = Mixture([len(groups) for groups in self.sources], weights, seed), seed
-        self.thread = ThreadPoolExecutor(1, "groups")
-        self.prefetched: tuple[tuple[int, int, World], Future[Step]] | None = None
+        self.prefetcher = Prefetcher(self.collate, "groups")
 
     def __len__(self) -> int:
         """The number of groups of all sources."""
@@ -216,19 +220,15 @@ class TrainingGroups:
 
         Prefetches the next step: it is collated in a thread while this one is computed.
         """
-        request = cursor, count, world
-        prefetched, self.prefetched = self.prefetched, None
-        step = prefetched[1].result() if prefetched and prefetched[0] == request else self.collate(*request)
-        following = cursor + count, count, world
-        self.prefetched = following, self.thread.submit(self.collate, *following)
-        return step._replace(batches=[batch.to(world.device) for batch in step.batches])
+        step = self.prefetcher.take((cursor, count, world), (cursor + count, count, world))
+        return step.to(world.device)
 
     def collated(self, cursor: int, count: int, world: World) -> Step:
         """As `step`, without prefetching the next one."""
-        step = self.collate(cursor, count, world)
-        return step._replace(batches=[batch.to(world.device) for batch in step.batches])
+        return self.collate((cursor, count, world)).to(world.device)
 
-    def collate(self, cursor: int, count: int, world: World) -> Step:
+    def collate(self, request: tuple[int, int, World]) -> Step:
+        cursor, count, world = request
         return self.groups.step(self.numbers(cursor, count), world)
 
     def mismatched(self, cursor: int, count: int, world: World) -> Step:
@@ -239,8 +239,7 @@ class TrainingGroups:
         if count < 2:
             raise InputError("a step has one example; the KL estimate of KTO compares examples: take 2 or more a step")
         generator = np.random.default_rng([self.seed % 2**64, cursor])
-        step = self.groups.mismatched(self.numbers(cursor, count), world, generator)
-        return step._replace(batches=[batch.to(world.device) for batch in step.batches])
+        return self.groups.mismatched(self.numbers(cursor, count), world, generator).to(world.device)
 
     def prompts(self, cursor: int, count: int, world: World) -> list[GroupPrompt]:
         """This rank's prompts of the step, dealt by their tokens; `unit` is the number in the whole step."""
@@ -258,15 +257,22 @@ class ValidationGroups:
         self, parts: Sequence[GroupSelection], options: GroupOptions, decoder: ImageDecoder | None = None
     ) -> None:
         self.groups = Groups(parts, options, decoder)
+        self.prefetcher = Prefetcher(self.collate, "validation")
 
     def __len__(self) -> int:
         return len(self.groups)
 
     def steps(self, count: int, world: World) -> Iterator[Step]:
-        """Every group once over all ranks, `count` at a time, on the rank's device."""
-        for start in range(0, len(self), count):
-            step = self.groups.step(range(start, min(start + count, len(self))), world)
-            yield step._replace(batches=[batch.to(world.device) for batch in step.batches])
+        """Every group once over all ranks, `count` at a time, on the rank's device.
+
+        Prefetches the next step, as training does.
+        """
+        requests = [(start, count, world) for start in range(0, len(self), count)]
+        return (step.to(world.device) for step in self.prefetcher.take_all(requests))
+
+    def collate(self, request: tuple[int, int, World]) -> Step:
+        start, count, world = request
+        return self.groups.step(range(start, min(start + count, len(self))), world)
 
     def prompts(self, world: World) -> list[GroupPrompt]:
         """This rank's share of the prompts."""
