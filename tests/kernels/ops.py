@@ -937,8 +937,8 @@ OPS = {
     "norm_linear with a low-rank update": Op(draw=low_rank_norm_linear_case, small=(33, 9)),
     # Not 16384 columns: sums of both gradients, the normed values and their bias need more registers than a thread has.
     "layer_norm_linear": Op(
-        draw=layer_norm_linear_case, small=(33, 7), real=tuple((h, 64) for h in HIDDEN[:-1]), huge=(2**17 + 1, 2**14, 1024),
-        products=(2, 1, 1, 1, 1, 1, 0),
+        draw=layer_norm_linear_case, small=(33, 7), real=tuple((h, 64) for h in HIDDEN[:-1]),
+        huge=(2**17 + 1, 2**14, 1024), products=(2, 1, 1, 1, 1, 1, 0),
     ),
     "layer_norm_linear with a low-rank update": Op(draw=low_rank_layer_norm_linear_case, small=(33, 9)),
     "low_rank_linear": Op(draw=low_rank_linear_case, small=(33, 9)),
