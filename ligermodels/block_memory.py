@@ -35,10 +35,9 @@ def saved_by_block(block: Block, size: int) -> int:
     hidden = block.mixer.hidden_size
     children = list(block.children())
     norms = sum(isinstance(child, RMSNorm | LayerNorm) for child in children)
-    layer_norms = sum(isinstance(child, LayerNorm) for child in children)
-    statistics = norms + layer_norms  # rstd, of a LayerNorm the mean too
+    statistics = norms + sum(isinstance(child, LayerNorm) for child in children)  # rstd, of a LayerNorm the mean too
     # Attention and MLP save their inputs, where no norm is fused with them; parallel branches have the same one.
-    inputs = 2 if isinstance(block, PostNormLayer) else 1 if isinstance(block, ParallelLayer) else layer_norms
+    inputs = 2 if isinstance(block, PostNormLayer) else 1 if isinstance(block, ParallelLayer) else 0
     masks = 2 * hidden if block.dropout else 0  # one byte per element of each branch
     low_rank = sum(update.lora_A.shape[0] for update in lora_modules(block) if isinstance(update, LoRALinear))
     saved = (norms + inputs) * hidden * size + statistics * FP32_BYTES + low_rank * size + masks

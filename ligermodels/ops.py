@@ -16,6 +16,7 @@
 | `swiglu`, `geglu`      | silu(gate) * up and gelu(gate) * up, packed in one tensor or in two               |
 | `gated_activation`     | the same with the activation named by a string, and with multipliers              |
 | `norm_linear`          | residual add, RMSNorm and the linear after it as one autograd node                |
+| `layer_norm_linear`    | the same with a LayerNorm                                                         |
 | `gated_linear`         | gated activation and the linear after it as one autograd node                     |
 | `plain_activation`     | gelu, gelu_tanh, quick_gelu, silu without a gate                                  |
 | `activated_linear`     | activation and the linear after it as one autograd node                           |
@@ -80,6 +81,7 @@ from ligermodels.kernels.gated_linear import gated_linear
 from ligermodels.kernels.gated_rms_norm import gated_rms_norm
 from ligermodels.kernels.grouped_low_rank import GroupedLowRank
 from ligermodels.kernels.layer_norm import layer_norm
+from ligermodels.kernels.layer_norm_linear import layer_norm_linear
 from ligermodels.kernels.linear import LowRank, low_rank_linear
 from ligermodels.kernels.linear_cross_entropy import (
     linear_cross_entropy,
@@ -134,6 +136,7 @@ __all__ = [
     "gather_keys",
     "geglu",
     "layer_norm",
+    "layer_norm_linear",
     "linear_cross_entropy",
     "linear_cross_entropy_with_metrics",
     "linear_divergence",

@@ -84,6 +84,7 @@ def test_defaults_are_those_of_the_field():
     assert defaults(ops.add_rms_norm) == {"weight": None, **norm}
     assert defaults(ops.qk_norm_rope) == norm
     assert defaults(ops.norm_linear) == {"bias": None, **norm, "low_rank": None}
+    assert defaults(ops.layer_norm_linear) == {"bias": None, "eps": 1e-5, "low_rank": None}
     assert defaults(ops.layer_norm) == {"bias": None, "eps": 1e-5}
     multipliers = {"gate_multiplier": 1.0, "down_multiplier": 1.0}
     gated = {"activation": "silu", **multipliers, "inplace": False}
@@ -115,6 +116,11 @@ def test_linears_agree_with_torch(path):
     agree(
         lambda: ops.norm_linear(x, None, norm_weight, weight)[0],
         lambda: F.linear(F.rms_norm(x, (32,), norm_weight, 1e-6), weight),
+        *(x, norm_weight, weight),
+    )
+    agree(
+        lambda: ops.layer_norm_linear(x, None, norm_weight, None, weight)[0],
+        lambda: F.linear(F.layer_norm(x, (32,), norm_weight), weight),
         *(x, norm_weight, weight),
     )
     gate_up = draw(3, 5, 24, requires_grad=True)

@@ -3,9 +3,12 @@
 The linear may have a low-rank update (kernels/linear.py). The node saves h, rstd, the weights and the update's r
 columns for backward. It does not save rms_norm(h): the norm's backward kernel recomputes it for dW = dyᵀ rms_norm(h)
 and for dA of the update, which costs one write of H elements per token. The same kernel adds the gradient that reaches
-h through the residual stream. No full-width GEMM is recomputed.
+h through the residual stream. No full-width GEMM is recomputed. layer_norm_linear.py is the same with a LayerNorm.
 x, residual, h [..., H], norm's weight [H], W [N, H], b [N] -> y [..., N], all in one float dtype; rstd [rows] fp32.
 """
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -40,52 +43,69 @@ def norm_linear_reference(
     return low_rank_linear_reference(normed, weight, bias, low_rank), hidden
 
 
-class _NormLinear(Node):
+class Norm(NamedTuple):
+    """The ops of a norm, as `NormLinear` calls them.
+
+    parameters: of the norm, its weight first. offset: what is added to the weight, for a norm that takes one.
+    """
+
+    # (x, *parameters, eps, *offset, dtype) -> (normed, statistics)
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    # (x, residual, *parameters, eps, *offset, dtype) -> (normed, hidden, statistics)
+    add_forward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    # (dnormed, dhidden, hidden, statistics, *parameters, *offset, which gradients are needed, whether normed is) ->
+    # (dx, gradients of the parameters, normed)
+    backward: Callable[..., tuple[Tensor, ...]]
+
+
+RMS_NORM = Norm(rms_norm_forward, add_rms_norm_forward, rms_norm_backward)
+
+
+class NormLinear(Node):
+    """offset: one number or none, and parameters: as in `Norm`."""
+
     @staticmethod
-    def forward(ctx, x, residual, norm_weight, weight, layout, bias, a, b, columns, scale, eps, offset):
+    def forward(ctx, x, residual, weight, layout, bias, a, b, columns, scale, norm, eps, offset, *parameters):
         dtype = dense_dtype(weight, layout)
         if residual is None:
-            normed, rstd = rms_norm_forward(x, norm_weight, eps, offset, dtype)
+            normed, statistics = norm.forward(x, *parameters, eps, *offset, dtype)
             hidden = x.view_as(x)  # a new output, so that its gradient arrives at this node
         else:
-            normed, hidden, rstd = add_rms_norm_forward(x, residual, norm_weight, eps, offset, dtype)
+            normed, hidden, statistics = norm.add_forward(x, residual, *parameters, eps, *offset, dtype)
         y, low = linear_forward(normed, dense(weight, layout), bias, a, b, columns, scale)
-        ctx.save_for_backward(hidden, rstd, norm_weight, weight, a, b, low)
+        ctx.save_for_backward(hidden, statistics, weight, a, b, low, *parameters)
         ctx.layout, ctx.update = layout, (columns, scale)
-        ctx.eps, ctx.offset = eps, offset
+        ctx.norm, ctx.eps, ctx.offset = norm, eps, offset
         return y, hidden
 
     @staticmethod
     def backward(ctx, dy, dhidden):
-        hidden, rstd, norm_weight, weight, a, b, low = ctx.saved_tensors
-        needs_x, needs_residual, needs_norm_weight, needs_weight, _, needs_bias, needs_a, needs_b, *_ = (
-            ctx.needs_input_grad
-        )
-        needs_hidden = needs_x or needs_residual
-        needs_normed, reads_normed = needs_hidden or needs_norm_weight, needs_weight or needs_a
-        dx = dnorm_weight = normed = dlow = None
+        hidden, statistics, weight, a, b, low, *parameters = ctx.saved_tensors
+        needs_x, needs_residual, needs_weight, _, needs_bias, needs_a, needs_b, *others = ctx.needs_input_grad
+        needs_hidden, needs_parameters = needs_x or needs_residual, others[-len(parameters) :]
+        needs_normed, reads_normed = needs_hidden or any(needs_parameters), needs_weight or needs_a
+        dx = normed = dlow = None
+        gradients = [None] * len(parameters)
         if a is not None and (needs_normed or needs_a):
             dlow = low_gradient(dy, a, b, *ctx.update)
         if needs_normed:  # dnormed is not bound to a name: its memory is freed before the weight gradients are computed
-            dx, dnorm_weight, normed = rms_norm_backward(
-                input_gradient(dy, dense(weight, ctx.layout), dlow, a), dhidden, hidden, rstd, norm_weight, ctx.offset,
-                needs_hidden, needs_norm_weight, reads_normed,
+            dx, *gradients, normed = ctx.norm.backward(
+                input_gradient(dy, dense(weight, ctx.layout), dlow, a), dhidden, hidden, statistics, *parameters,
+                *ctx.offset, needs_hidden, *needs_parameters, reads_normed,
             )  # fmt: skip
         elif reads_normed:
-            normed, _ = rms_norm_forward(hidden, norm_weight, ctx.eps, ctx.offset, dense_dtype(weight, ctx.layout))
+            dtype = dense_dtype(weight, ctx.layout)
+            normed, _ = ctx.norm.forward(hidden, *parameters, ctx.eps, *ctx.offset, dtype)
         return (
             dx if needs_x else None,
             dx if needs_residual else None,
-            dnorm_weight if needs_norm_weight else None,
             weight_gradient(dy, normed) if needs_weight else None,
             None,
             bias_gradient(dy) if needs_bias else None,
             weight_gradient(dlow, normed) if needs_a else None,
             up_gradient(dy, low, b, *ctx.update) if needs_b else None,
-            None,
-            None,
-            None,
-            None,
+            *(None,) * 5,
+            *(x if needed else None for x, needed in zip(gradients, needs_parameters, strict=True)),
         )
 
 
@@ -107,4 +127,6 @@ def norm_linear(
     weight = autocast_weight(weight)
     if not runs_kernels(x):
         return norm_linear_reference(x, residual, norm_weight, weight, bias, eps, offset, low_rank)
-    return _NormLinear.apply(x, residual, norm_weight, *operand(weight), bias, *(low_rank or NO_LOW_RANK), eps, offset)
+    return NormLinear.apply(
+        x, residual, *operand(weight), bias, *(low_rank or NO_LOW_RANK), RMS_NORM, eps, (offset,), norm_weight
+    )

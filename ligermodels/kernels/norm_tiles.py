@@ -140,6 +140,12 @@ def check_weights(op: str, columns: int, *weights: Tensor | None) -> None:
             raise ValueError(f"{op}: a weight or bias has {weight.numel()} elements, but rows have {columns}")
 
 
+def check_residual(op: str, x: Tensor, residual: Tensor) -> None:
+    """Raises ValueError if the residual has another shape than x: a kernel would read out of bounds."""
+    if residual.shape != x.shape:
+        raise ValueError(f"{op}: x has shape {list(x.shape)}, residual {list(residual.shape)}; they must be equal")
+
+
 @triton.jit
 def load_tile(x_ptr, row, stride, column, mask):
     return tl.load(x_ptr + row * stride + column, mask, other=0.0)

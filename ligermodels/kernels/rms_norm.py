@@ -22,6 +22,7 @@ from ligermodels.kernels.norm_tiles import (
     SMALL_M_ROWS,
     BackwardNormTile,
     backward_loop,
+    check_residual,
     check_weights,
     column_sum_programs,
     load_tile,
@@ -182,10 +183,8 @@ def _launch_forward(
     *batch, columns = shape = x.shape
     add = residual is not None
     check_weights("rms_norm", columns, weight)
-    if residual is not None and residual.shape != shape:
-        raise ValueError(
-            f"add_rms_norm: x has shape {list(x.shape)}, residual {list(residual.shape)}; they must be equal"
-        )
+    if residual is not None:
+        check_residual("add_rms_norm", x, residual)
     wide = x.dtype if residual is None else promoted_dtype(x, residual)
     y = x.new_empty(*shape, dtype=dtype or wide)
     hidden = y if residual is None else x.new_empty(*shape, dtype=wide)

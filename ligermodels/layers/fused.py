@@ -1,7 +1,7 @@
 """Chooses between a fused autograd node, a kernel for few rows and the unfused operations. No other file does.
 
 A fused node reads the weights of a plain `nn.Linear` or a whole `PackedLinear`, with or without LoRA, and of our
-RMSNorm; of a quantised linear too. The unfused operations run where a module was replaced (float8, PEFT, a
+RMSNorm or LayerNorm; of a quantised linear too. The unfused operations run where a module was replaced (float8, PEFT, a
 parametrization), has hooks, has been taken apart, has a quantised weight of another library, or has active LoRA
 dropout: every module is then called, with one tensor. Both paths give the same numbers. The kernels for few rows run in
 inference. Must not know what a projection is used for.
@@ -26,6 +26,7 @@ from ligermodels.kernels.few_rows_linear import (
 )
 from ligermodels.kernels.gated_activation import gated_activation
 from ligermodels.kernels.gated_linear import gated_linear
+from ligermodels.kernels.layer_norm_linear import layer_norm_linear
 from ligermodels.kernels.linear import LowRank, gradients_of_linear, low_rank_linear
 from ligermodels.kernels.nf4 import Nf4
 from ligermodels.kernels.norm_linear import norm_linear
@@ -36,7 +37,7 @@ from ligermodels.kernels.rms_norm import add_rms_norm
 from ligermodels.kernels.rope import rope_, split_heads
 from ligermodels.kernels.rope_cache_write import qk_norm_rope_write_cache, rope_write_cache_
 from ligermodels.layers.lora import LoRALinear
-from ligermodels.layers.norm import PreNorm, RMSNorm
+from ligermodels.layers.norm import LayerNorm, PreNorm, RMSNorm
 from ligermodels.layers.packed import PackedLinear, is_unmodified
 from ligermodels.layers.quantised import QuantisedLinear
 
@@ -151,6 +152,9 @@ def norm_then_linear(
         if has_few_rows(x, weight, low_rank):
             return few_rows_norm_linear(x, residual, module.weight, weight, bias, module.eps, module.offset)
         return norm_linear(x, residual, module.weight, weight, bias, module.eps, module.offset, low_rank)
+    if weights is not None and is_unmodified(module, LayerNorm):
+        weight, bias, low_rank = weights
+        return layer_norm_linear(x, residual, module.weight, module.bias, weight, bias, module.eps, low_rank)
     normed, hidden = add_then_norm(module, x, residual)
     return apply_linear(projection, normed), hidden
 

@@ -1,4 +1,4 @@
-"""RMSNorm, which `layers/fused.py` fuses with what comes before and after, and LayerNorm. Must not know any family."""
+"""RMSNorm and LayerNorm, which `layers/fused.py` fuses with what comes before and after. Must not know any family."""
 
 from dataclasses import dataclass
 

@@ -26,11 +26,12 @@ from tests.kernels.compiled_kernels import assert_all_compiled, compiled_kernels
 
 TOKENS = (32,)  # few, because some matrix products are really computed
 # Experts need enough tokens for the largest tiles of the grouped GEMM. Some ops have other kernels for few rows.
-TOKENS_OF_OP = {"experts": (512,), "norm_linear": (2 * SMALL_M_ROWS,)} | dict.fromkeys(
+TOKENS_OF_OP = {"experts": (512,)} | dict.fromkeys(("norm_linear", "layer_norm_linear"), (2 * SMALL_M_ROWS,))
+TOKENS_OF_OP |= dict.fromkeys(
     ("rms_norm", "add_rms_norm", "layer_norm", "linear_cross_entropy"), (32, 2 * SMALL_M_ROWS)
 )
-# Sizes to compile besides the largest: short rows share a tile, and this kernel needs the most registers for them.
-EXTRA_SIZES = {"norm_linear": ((576, 64),)}
+# Sizes to compile besides the largest: short rows share a tile, and these kernels need the most registers for them.
+EXTRA_SIZES = dict.fromkeys(("norm_linear", "layer_norm_linear"), ((576, 64),))
 
 
 def pretend_device(capability: int, limit: int) -> None:

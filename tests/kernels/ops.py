@@ -41,6 +41,7 @@ from ligermodels.kernels.gated_linear import gated_linear, gated_linear_referenc
 from ligermodels.kernels.gated_rms_norm import gated_rms_norm, gated_rms_norm_reference
 from ligermodels.kernels.grouped_low_rank import GroupedLowRank
 from ligermodels.kernels.layer_norm import layer_norm, layer_norm_reference
+from ligermodels.kernels.layer_norm_linear import layer_norm_linear, layer_norm_linear_reference
 from ligermodels.kernels.linear import LowRank, low_rank_linear, low_rank_linear_reference
 from ligermodels.kernels.linear_cross_entropy import (
     linear_cross_entropy,
@@ -182,6 +183,13 @@ def norm_linear_case(batch, length, hidden, width) -> Case:
     return Case(ours, reference, [*stream, normal(hidden), normal(width, hidden, scale=0.1), normal(width)], [])
 
 
+def layer_norm_linear_case(batch, length, hidden, width) -> Case:
+    ours, reference = (partial(f, eps=EPS) for f in (layer_norm_linear, layer_norm_linear_reference))
+    stream = normal(batch, length, hidden), normal(batch, length, hidden)
+    weights = normal(hidden), normal(hidden), normal(width, hidden, scale=0.1), normal(width)
+    return Case(ours, reference, [*stream, *weights], [])
+
+
 def draw_update(inputs, width) -> list[Tensor]:
     """A and B for the first half of a projection's columns and for its last column, as for queries and values."""
     return [normal(2 * RANK, inputs, scale=0.2), normal(width // 2 + 1, RANK, scale=0.2)]
@@ -206,6 +214,18 @@ def low_rank_norm_linear_case(batch, length, hidden, width) -> Case:
     ours, reference = map(without_residual, (norm_linear, norm_linear_reference))
     x, _, *weights = norm_linear_case(batch, length, hidden, width).leaves
     return Case(ours, reference, [x, *weights, *draw_update(hidden, width)], [])
+
+
+def low_rank_layer_norm_linear_case(batch, length, hidden, width) -> Case:
+    """Without a residual, and with a norm without a bias."""
+
+    def without_residual(function):
+        update = with_low_rank_update(function, width, eps=EPS)
+        return lambda x, norm, *weights: update(x, None, norm, None, *weights)
+
+    ours, reference = map(without_residual, (layer_norm_linear, layer_norm_linear_reference))
+    x, _, norm, _, *weights = layer_norm_linear_case(batch, length, hidden, width).leaves
+    return Case(ours, reference, [x, norm, *weights, *draw_update(hidden, width)], [])
 
 
 def draw_nf4(width: int, inputs: int) -> tuple[Tensor, Nf4]:
@@ -266,6 +286,16 @@ def frozen_norm_linear_case(batch, length, hidden, width) -> Case:
     x, _, norm, *_ = norm_linear_case(batch, length, hidden, width).leaves
     case = Case(norm_linear, norm_linear, [x, norm, x, *draw_update(hidden, width)], [])
     return of_frozen_weight(case, *map(with_update, (norm_linear, norm_linear_reference)), hidden, width)
+
+
+def frozen_layer_norm_linear_case(batch, length, hidden, width) -> Case:
+    def with_update(function):
+        update = with_low_rank_update(function, width, eps=EPS)
+        return lambda x, norm, norm_bias, weight, a, b: update(x, None, norm, norm_bias, weight, a, b)
+
+    x, _, norm, norm_bias, *_ = layer_norm_linear_case(batch, length, hidden, width).leaves
+    case = Case(layer_norm_linear, layer_norm_linear, [x, norm, norm_bias, x, *draw_update(hidden, width)], [])
+    return of_frozen_weight(case, *map(with_update, (layer_norm_linear, layer_norm_linear_reference)), hidden, width)
 
 
 def frozen_gated_linear_case(batch, length, inner, width) -> Case:
@@ -905,6 +935,12 @@ OPS = {
         products=(2, 1, 1, 1, 1, 0),
     ),
     "norm_linear with a low-rank update": Op(draw=low_rank_norm_linear_case, small=(33, 9)),
+    # Not 16384 columns: sums of both gradients, the normed values and their bias need more registers than a thread has.
+    "layer_norm_linear": Op(
+        draw=layer_norm_linear_case, small=(33, 7), real=tuple((h, 64) for h in HIDDEN[:-1]),
+        huge=(2**17 + 1, 2**14, 1024), products=(2, 1, 1, 1, 1, 1, 0),
+    ),
+    "layer_norm_linear with a low-rank update": Op(draw=low_rank_layer_norm_linear_case, small=(33, 9)),
     "low_rank_linear": Op(draw=low_rank_linear_case, small=(33, 9)),
     "frozen_linear": Op(
         draw=frozen_linear_case, small=(64, 7), real=((4096, 64), (2880, 512)), huge=None, products=(1, 1, 0)
@@ -918,6 +954,7 @@ OPS = {
         real=((2880, 64),),
     ),
     "norm_linear of a frozen weight": Op(draw=frozen_norm_linear_case, small=(64, 9)),
+    "layer_norm_linear of a frozen weight": Op(draw=frozen_layer_norm_linear_case, small=(64, 9)),
     "gated_linear of a frozen weight": Op(draw=frozen_gated_linear_case, small=(64, 9)),
     "nf4_encode": Op(draw=nf4_encode_case, small=(192,), real=((4096,),), has_gradients=False),
     "rope": Op(draw=rope_case, small=(5, 3, 20), real=HEADS, huge=(2**17 + 1, 96, 16, 128)),

@@ -58,11 +58,12 @@ class Recorder(TorchDispatchMode):
 
 
 class UnreadResults(TorchDispatchMode):
-    """Collects {memory: (op, result)} of the results that no later op has read, except results of one number a row."""
+    """Collects {memory: (op, result)} of the results that no later op has read, except statistics: one number a row, or
+    two."""
 
     def __init__(self, rows):
         super().__init__()
-        self.rows, self.results = rows, {}
+        self.statistics, self.results = 2 * rows, {}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         outputs = function(*args, **(kwargs or {}))
@@ -70,7 +71,7 @@ class UnreadResults(TorchDispatchMode):
             self.read(args[1:])
         elif not function.is_view:
             self.read(args)
-            self.results |= {x: (str(function), y) for x, y in memories(outputs).items() if y.numel() > self.rows}
+            self.results |= {x: (str(function), y) for x, y in memories(outputs).items() if y.numel() > self.statistics}
         return outputs
 
     def read(self, tensors):

@@ -22,7 +22,7 @@ def saved_bytes(raw, layers, dtype, change=lambda model: None, batch=BATCH, leng
     return saved_by(model, torch.randint(3, 99, (batch, length), device=DEVICE))
 
 
-def saved_by(model, ids):
+def saved_by(model, ids, **images):
     """As `saved_bytes`, of a model and a batch."""
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     saved = {}
@@ -35,7 +35,7 @@ def saved_by(model, ids):
 
     before = wrapped()  # a graph without a backward pass keeps them
     with torch.autograd.graph.saved_tensors_hooks(save, lambda x: x):
-        loss = model(ids, ids).loss
+        loss = model(ids, ids, **images).loss
     assert loss.requires_grad
     for kept in wrapped():
         # What attention on a GPU returns beside tensors, such as None for a mask, is kept too.

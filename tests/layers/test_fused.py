@@ -9,8 +9,9 @@ import ligermodels
 from ligermodels.kernels.few_rows_linear import FEW_ROWS
 from ligermodels.kernels.linear import LowRank
 from ligermodels.layers import fused
-from ligermodels.layers.fused import fusible_weights
+from ligermodels.layers.fused import fusible_weights, norm_then_linear
 from ligermodels.layers.lora import LoRALinear
+from ligermodels.layers.norm import LayerNorm, PreNorm
 from ligermodels.layers.packed import PackedLinear
 from tests.cases import CASES, LLAMA
 from tests.conftest import DEVICE
@@ -137,6 +138,37 @@ def test_lora_gradients_are_equal_fused_and_unfused_in_every_kind_of_block(name,
     fused = gradients(adapt, raw)
     monkeypatch.setattr("ligermodels.layers.fused.fusible_weights", lambda projection, dtype: None)
     assert_equal(fused, gradients(adapt, raw), 8)
+
+
+def layer_norm_then_linear(norm, projection, rows):
+    """The outputs and the gradients of the parameters."""
+    outputs = norm_then_linear(PreNorm(norm), projection, *rows)
+    sum(y.sin().sum() for y in outputs).backward()
+    return [*outputs, *(p.grad for module in (norm, projection) for p in module.parameters() if p.requires_grad)]
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("path", ["kernels", "reference"])
+def test_a_layer_norm_and_its_projection_are_equal_fused_and_unfused(path, lora, request, monkeypatch):
+    """On the reference path bit for bit."""
+    if path == "kernels":
+        request.getfixturevalue("kernels")
+    elif DEVICE != "cpu":
+        pytest.skip("references run on CPU tensors")
+    calls, node = [], fused.layer_norm_linear
+    monkeypatch.setattr(fused, "layer_norm_linear", lambda *inputs: calls.append(inputs) or node(*inputs))
+    norm, projection = LayerNorm(48, 1e-5, bias=True).to(DEVICE), nn.Linear(48, 20).to(DEVICE)
+    projection = LoRALinear(projection, rank=2, alpha=3.0).to(DEVICE) if lora else projection
+    rows = torch.randn(2, 3, 7, 48, device=DEVICE)
+    got = layer_norm_then_linear(norm, projection, rows)
+    assert len(calls) == 1
+    for module in (norm, projection):
+        module.zero_grad()
+    projection.register_forward_hook(lambda module, inputs, output: None)
+    expected = layer_norm_then_linear(norm, projection, rows)
+    assert len(calls) == 1
+    exact = {"rtol": 0, "atol": 0} if path == "reference" else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(got, expected, **exact)
 
 
 @pytest.mark.usefixtures("kernels")

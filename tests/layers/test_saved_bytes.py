@@ -1,6 +1,6 @@
 """The tensors that a block saves for backward: the inputs of its two norms and their rstd, post-RoPE qkv, the output of
-attention and its log-sum-exp, gate_up. Nothing else is saved, and no matrix product is recomputed. QK-norm, experts and
-LoRA save a little more.
+attention and its log-sum-exp, gate_up. Nothing else is saved, and no matrix product is recomputed. QK-norm, experts,
+LayerNorms and LoRA save a little more.
 """
 
 import pytest
@@ -8,10 +8,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import ligermodels
-from tests.cases import LLAMA
+from tests.cases import CASES, LLAMA
 from tests.conftest import DEVICE
 from tests.layers.adapters import RANK, adapt
-from tests.layers.saved_bytes import BATCH, LENGTH, saved_bytes
+from tests.layers.saved_bytes import BATCH, LENGTH, saved_by, saved_bytes
 
 H, INNER, HQ, HKV, D = 256, 320, 4, 2, 64
 RAW = LLAMA | {
@@ -28,7 +28,7 @@ def per_token_and_layer(raw, change=lambda model: None):
 
 
 ATTENTION = H + (HQ + 2 * HKV) * D + HQ * D  # the input of the norm; q, k and v; the output
-RSTD, LOG_SUM_EXP = 4, 4  # fp32
+MEAN, RSTD, LOG_SUM_EXP = 4, 4, 4  # fp32
 RANDOM_STATE = 2 * 8 / (BATCH * LENGTH)  # of attention: two integers per call
 
 
@@ -37,6 +37,26 @@ def test_a_block_saves_only_the_listed_tensors():
     saved, size = per_token_and_layer(RAW)
     activations = (ATTENTION + H + 2 * INNER) * size
     assert activations + 2 * RSTD <= saved <= activations + 2 * RSTD + HQ * LOG_SUM_EXP + RANDOM_STATE
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_block_with_layer_norms_saves_no_normed_values():
+    """A block of Qwen2-VL's tower: of its norms the inputs, mean and rstd; without a gate the activation's input."""
+    side, merged = 8, 16
+    ids = torch.tensor([[5, *[CASES["qwen2_vl"]["image_token_id"]] * merged, 6]], device=DEVICE)
+    grid = torch.tensor([[1, side, side]], device=DEVICE)
+    images = {"pixel_values": torch.randn(side**2, 3 * 2 * 2 * 2, device=DEVICE), "image_grid_thw": grid}
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+
+    def saved(depth):
+        tower = CASES["qwen2_vl"]["vision_config"] | {"depth": depth, "embed_dim": H, "num_heads": HQ}
+        model = ligermodels.create(CASES["qwen2_vl"] | {"vision_config": tower}, dtype=dtype, device=DEVICE)
+        return saved_by(model, ids, **images)
+
+    a_block = (saved(2) - saved(1)) / side**2
+    activations = (H + 4 * H + H + 2 * H) * dtype.itemsize  # the second norm's input; the MLP has twice the width
+    statistics = 2 * (MEAN + RSTD)
+    assert activations + statistics <= a_block <= activations + statistics + HQ * LOG_SUM_EXP + RANDOM_STATE
 
 
 @pytest.mark.usefixtures("kernels")

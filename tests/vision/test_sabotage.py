@@ -37,6 +37,9 @@ BREAKS = {
         "ligermodels.kernels.plain_activation:quick_gelu", "QUICK_GELU.value", "1.5", "qwen2_vl"
     ),
     "bias of LayerNorm dropped": Sabotage("ligermodels.layers.norm:LayerNorm.forward", "self.bias", "None", "qwen2_vl"),
+    "bias of the blocks' LayerNorms dropped": Sabotage(
+        "ligermodels.layers.fused:norm_then_linear", "module.bias", "None", "qwen2_vl"
+    ),
     "rows and columns of features swapped": Sabotage(
         f"{POSITIONS}:text_positions",
         "torch.stack(torch.meshgrid(*axes",
