@@ -38,8 +38,7 @@ class Gemma4Text(CausalLM):
     }
 
     def decoder(self, config: Gemma4Config, layers: list) -> Decoder:
-        size = config.hidden_size_per_layer_input
-        table = config.vocab_size_per_layer_input
+        size, table = config.hidden_size_per_layer_input, config.vocab_size_per_layer_input
         return LayerInputDecoder(config, layers, table, size) if size else Decoder(config, layers)
 
     def layer(self, config: Gemma4Config, index: int) -> LayerInputLayer:

@@ -3,6 +3,7 @@
 from typing import ClassVar
 
 from ligermodels.configs.base import Config, preset, tiny
+from ligermodels.configs.rope import LLAMA3_ROPE
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.decoder import CausalLM
@@ -11,13 +12,6 @@ from ligermodels.layers.mlp import GatedMLP
 BASE = {"model_type": "llama", "rms_norm_eps": 1e-5}
 LLAMA_3 = BASE | {"vocab_size": 128256, "rope_theta": 500000.0, "bos_token_id": 128000, "eos_token_id": 128001}
 SMOLLM_2 = BASE | {"vocab_size": 49152, "rope_theta": 100000.0, "bos_token_id": 0, "eos_token_id": 0}
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
 LLAMA_3_1 = LLAMA_3 | {"max_position_embeddings": 131072, "rope_scaling": LLAMA3_ROPE}
 LLAMA_3_2 = LLAMA_3_1 | {"tie_word_embeddings": True, "rope_scaling": LLAMA3_ROPE | {"factor": 32.0}}
 

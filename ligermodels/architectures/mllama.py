@@ -4,6 +4,7 @@ from typing import ClassVar
 
 from ligermodels.configs.base import preset, tiny
 from ligermodels.configs.mllama import MllamaConfig
+from ligermodels.configs.rope import LLAMA3_ROPE
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.cross_attention import CrossAttention, CrossAttentionLayer
@@ -11,10 +12,6 @@ from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.tiled_model import TiledVisionLanguageModel
 from ligermodels.weights.mapping import Concat, Rename, Rule, packed_projections
 
-LLAMA3_ROPE = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}  # fmt: skip
 BASE = {"model_type": "mllama"}
 TEXT = {"vocab_size": 128256, "rope_theta": 500000.0, "rope_scaling": LLAMA3_ROPE, "max_position_embeddings": 131072}
 TEXT |= {"bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009], "pad_token_id": 128004}

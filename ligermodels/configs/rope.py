@@ -14,6 +14,10 @@ from ligermodels.configs.fields import read_field
 from ligermodels.errors import ConfigError, suggest
 
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"  # layer types
+LLAMA3_ROPE = {  # of Llama 3.1
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
 # The supported scalings of RoPE, and the keys that each one requires.
 ROPE_TYPES = {
     "default": (),
