@@ -13,6 +13,7 @@ from ligermodels.layers.tiled_model import TiledVisionLanguageModel
 from ligermodels.weights.mapping import Concat, Rename, Rule, packed_projections
 
 BASE = {"model_type": "mllama"}
+HUB = BASE | {"image_token_index": 128256, "vision_config": {"image_size": 560}}
 TEXT = {"vocab_size": 128256, "rope_theta": 500000.0, "rope_scaling": LLAMA3_ROPE, "max_position_embeddings": 131072}
 TEXT |= {"bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009], "pad_token_id": 128004}
 TINY_VISION = {
@@ -31,18 +32,9 @@ class Mllama(TiledVisionLanguageModel):
             "text_config": tiny({}) | {"cross_attention_layers": [1, 3], "pad_token_id": 0},
             "vision_config": TINY_VISION,
         },
-        "11b": BASE
-        | {
-            "image_token_index": 128256,
-            "text_config": preset(TEXT, 4096, 14336, 40, 32, 8),
-            "vision_config": {"image_size": 560},
-        },
-        "90b": BASE
-        | {
-            "image_token_index": 128256,
-            "text_config": preset(TEXT, 8192, 28672, 100, 64, 8) | {"cross_attention_layers": list(range(3, 100, 5))},
-            "vision_config": {"image_size": 560},
-        },
+        "11b": HUB | {"text_config": preset(TEXT, 4096, 14336, 40, 32, 8)},
+        "90b": HUB
+        | {"text_config": preset(TEXT, 8192, 28672, 100, 64, 8) | {"cross_attention_layers": list(range(3, 100, 5))}},
     }
 
     def layer(self, config: MllamaConfig, index: int) -> DecoderLayer:
