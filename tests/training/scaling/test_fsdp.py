@@ -102,7 +102,10 @@ RUNS = {  # name: (settings of both runs, further settings of the run on two ran
     "bf16 on bf16 parameters": ({"model": config("llama", False), "param_dtype": "bfloat16"} | HALF, {}),
     "latent attention": ({"model": config("deepseek_v3", False) | LATENTS}, {"checkpointed_blocks": 1}),
     "sinks, experts with biases": ({"model": config("gpt_oss", False) | SINKS}, {"checkpointed_blocks": 1}),
-    "experts in groups beside a shared one": ({"model": config("glm4_moe", False) | ROUTED}, {"checkpointed_blocks": 1}),
+    "experts in groups beside a shared one": (
+        {"model": config("glm4_moe", False) | ROUTED},
+        {"checkpointed_blocks": 1},
+    ),
     "gated delta rule": ({"model": config("qwen3_5_text", True) | DELTA}, {"checkpointed_blocks": 1}),
     "gated delta rule, experts, bf16 on fp32 parameters": (
         {"model": DELTA_EXPERTS} | HALF,
