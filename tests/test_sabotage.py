@@ -434,7 +434,7 @@ GEMMA4 = {
     ),
     "per-layer inputs summed": Sabotage(LAYER_INPUTS, " * 2**-0.5", "", "gemma4_text-norm-eps"),
     "input of another layer": Sabotage(
-        LAYER_INPUT_LAYER, "[:, :, self.index]", "[:, :, self.index - 1]", "gemma4_text"
+        f"{DECODER}:Decoder.forward", "layer_inputs[index]", "layer_inputs[index - 1]", "gemma4_text"
     ),
     "layer_scalar on the branch alone": Sabotage(
         LAYER_INPUT_LAYER,

@@ -56,7 +56,7 @@ class Gemma4Text(CausalLM):
         moe, sizes = None, config.expert_sizes
         if config.enable_moe_block:
             moe = MoE(config, normalize=True, router=NormedRouter(config, sizes["num_experts"]), **sizes)
-        return LayerInputLayer(config, attention, mlp, moe=moe, index=index, layer_input_size=size)
+        return LayerInputLayer(config, attention, mlp, moe=moe, layer_input_size=size)
 
     def weight_rules(self) -> tuple[Rule, ...]:
         config, layer, gate = self.config, "model.layers.{}.", "model.layers.{}.moe.gate"

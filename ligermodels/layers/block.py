@@ -201,18 +201,15 @@ class LayerInputLayer(SandwichLayer):
 
     layer_scalar [1]: that number, a buffer.
     moe: routed experts beside the MLP, each with norms of its own; None for the MLP alone.
-    index: the number of the layer. layer_input_size: elements of its input for each token; 0 for none.
+    layer_input_size: elements of its input for each token; 0 for none.
     """
 
     layer_scalar: Tensor
     stored_buffers: ClassVar = {"layer_scalar": 1.0}
 
-    def __init__(
-        self, config: Config, mixer: Mixer, mlp: GatedMLP, *, moe: MoE | None, index: int,
-        layer_input_size: int,
-    ) -> None:  # fmt: skip
+    def __init__(self, config: Config, mixer: Mixer, mlp: GatedMLP, *, moe: MoE | None, layer_input_size: int) -> None:
         super().__init__(config, mixer, mlp)
-        self.index, self.activation = index, config.activation
+        self.activation = config.activation
         self.register_buffer("layer_scalar", torch.ones(1))
         self.moe = moe
         if moe is not None:
@@ -235,10 +232,10 @@ class LayerInputLayer(SandwichLayer):
             routed, _, router_logits = self.moe(PreNorm(self.pre_feedforward_layernorm_2), residual, None)
             x = self.post_feedforward_layernorm_1(x) + self.post_feedforward_layernorm_2(routed)
         x = self.post_feedforward_layernorm(x)
-        if self.has_layer_input and positions.layer_inputs is not None:
+        if self.has_layer_input and positions.layer_input is not None:
             residual = x + residual
             gate = apply_linear(self.per_layer_input_gate, residual)
-            gate_up = torch.cat([gate, positions.layer_inputs[:, :, self.index]], -1)
+            gate_up = torch.cat([gate, positions.layer_input], -1)
             x = apply_linear(self.per_layer_projection, gated_activation(gate_up, self.activation))
             x = self.post_per_layer_input_norm(x)
         return (x + residual) * self.layer_scalar.to(x.dtype), None, router_logits

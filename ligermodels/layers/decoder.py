@@ -5,6 +5,7 @@ Must not know any architecture: each one subclasses `CausalLM` and builds its bl
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Unpack, cast
 
 import torch
@@ -107,17 +108,19 @@ class Decoder(nn.Module):
         scale = None if self.query_scale is None else query_scale(self.query_scale, position_ids).to(x.dtype)
         positions = Positions(
             position_ids, angles, cu_seqlens, max_seqlen, shared_keys, scale, padding=padding,
-            layer_inputs=self.layer_inputs(input_ids, x),
             ahead=features.seen_ahead(x.shape[:2]) if isinstance(features, ImageFeatures) else None,
             cross=features if isinstance(features, CrossFeatures) else None,
             read_later=KeysReadLater() if self.keys_are_shared else None, context=context,
         )  # fmt: skip
+        layer_inputs = self.layer_inputs(input_ids, x)
         residual, routers, states = None, [], []
         for index, layer in enumerate(self.layers):
             if output_hidden_states:
                 states.append(x if residual is None else x + residual)
             source = cast(Block, layer).mixer.source
             layer_cache = None if cache is None else cache.layers[index if source is None else source]
+            if layer_inputs:
+                positions = replace(positions, layer_input=layer_inputs[index])
             x, residual, router_logits = layer(x, residual, positions, layer_cache)
             if router_logits is not None:
                 routers.append(router_logits)
@@ -128,12 +131,12 @@ class Decoder(nn.Module):
         hidden, _ = add_then_norm(self.norm, x, residual)
         return DecoderOutput(hidden, routers, [*states, hidden] if output_hidden_states else states)
 
-    def layer_inputs(self, input_ids: Tensor | None, embeddings: Tensor) -> Tensor | None:
-        """What each layer reads beside the residual stream, [B, T, layers, size]; None for nothing.
+    def layer_inputs(self, input_ids: Tensor | None, embeddings: Tensor) -> tuple[Tensor, ...]:
+        """What each layer reads beside the residual stream, [B, T, size]; empty for nothing.
 
         embeddings: [B, T, H], scaled.
         """
-        return None
+        return ()
 
     def scale(self, embeddings: Tensor) -> Tensor:
         """Embeddings [B, T, H] times the family's scale, which is rounded to their dtype as in the models' training."""

@@ -22,12 +22,13 @@ class LayerInputDecoder(Decoder):
         self.per_layer_model_projection = nn.Linear(config.hidden_size, width, bias=False)
         self.per_layer_projection_norm = RMSNorm(size, config.rms_norm_eps)
 
-    def layer_inputs(self, input_ids: Tensor | None, embeddings: Tensor) -> Tensor:
-        """[B, T, L, size]. Raises ValueError without token ids."""
+    def layer_inputs(self, input_ids: Tensor | None, embeddings: Tensor) -> tuple[Tensor, ...]:
+        """L of [B, T, size]. Raises ValueError without token ids."""
         if input_ids is None:
             raise ValueError("forward: inputs_embeds alone are not supported: per-layer embeddings need input_ids")
         size = self.layer_input_size
         table = self.embed_tokens_per_layer(input_ids)
         table = (table * table.new_full((), size**0.5)).unflatten(-1, (-1, size))
         projected = self.per_layer_model_projection(embeddings) * embeddings.shape[-1] ** -0.5
-        return (self.per_layer_projection_norm(projected.unflatten(-1, (-1, size))) + table) * 2**-0.5
+        inputs = (self.per_layer_projection_norm(projected.unflatten(-1, (-1, size))) + table) * 2**-0.5
+        return inputs.unbind(2)

@@ -39,7 +39,7 @@ class Positions:
     query_scale: Tensor | None = None  # [B or 1, T, 1, 1] in the queries' dtype; None if queries are not scaled
     causal: bool = True
     padding: Tensor | None = None  # int64 [B], with a cache: how many places at the end of each row are no tokens
-    layer_inputs: Tensor | None = None  # [B, T, layers, size], what each layer reads beside the residual stream
+    layer_input: Tensor | None = None  # [B, T, size], what the present layer reads beside the residual stream
     ahead: Tensor | None = None  # int64 [B, T], how many tokens behind it a token sees; None where all see none
     cross: CrossFeatures | None = None  # images that cross-attention reads; None without
     read_later: KeysReadLater | None = None  # None where no layer reads the keys of another

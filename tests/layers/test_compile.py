@@ -1,20 +1,27 @@
 """torch.compile of a whole training step."""
 
+from functools import partial
+
 import pytest
 import torch
 
 import ligermodels
+from ligermodels.training.scaling.compilation import compile_blocks
 from tests.cases import CASES
 from tests.conftest import DEVICE
 
-LAYERS_WITH_STATES = {  # one layer each: the interpreter is slow
+FULL = "full_attention"
+WINDOW_THEN_FULL = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", FULL]}
+FEW_LAYERS = {  # one each, of gemma4 two, the second of which reads the keys of the first: the interpreter is slow
+    "latent attention": CASES["deepseek_v3"] | {"num_hidden_layers": 1, "first_k_dense_replace": 0},
+    "gpt_oss": CASES["gpt_oss"] | {"num_hidden_layers": 1},
+    "gemma4": CASES["gemma4_text"] | {"num_hidden_layers": 2, "layer_types": [FULL] * 2, "num_kv_shared_layers": 1},
     "gated delta rule": CASES["qwen3_5_text"] | {"num_hidden_layers": 1, "layer_types": ["linear_attention"]},
     "short convolution": CASES["lfm2"] | {"num_hidden_layers": 1, "full_attn_idxs": []},
     "Mamba-2": CASES["granitemoehybrid-dense"] | {"num_hidden_layers": 1, "layer_types": ["mamba"]},
 }
-MODELS = {
-    name: CASES[name] for name in ("llama", "qwen2-sliding", "gemma3_text", "olmo2", "granite", "qwen2_moe")
-} | LAYERS_WITH_STATES
+TWO_LAYERS = {name: CASES[name] | {"num_hidden_layers": 2} for name in ("llama", "olmo2", "granite", "qwen2_moe")}
+MODELS = TWO_LAYERS | {name: CASES[name] | WINDOW_THEN_FULL for name in ("qwen2-sliding", "gemma3_text")} | FEW_LAYERS
 
 
 @pytest.mark.usefixtures("kernels")
@@ -33,3 +40,15 @@ def test_a_training_step_compiles_to_one_graph_with_equal_gradients(name):
         expected, got = (torch.autograd.grad(f(ids), parameters) for f in (loss, compiled))
     for a, b in zip(expected, got, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_blocks_with_inputs_of_their_own_share_compiled_code(monkeypatch):
+    """A first block, later ones, and those that read keys: there are fewer graphs than layers."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    raw = CASES["gemma4_text"] | {"num_hidden_layers": 9, "layer_types": [FULL] * 9, "num_kv_shared_layers": 4}
+    model = ligermodels.create(raw)
+    torch._dynamo.reset()
+    compile_blocks(model, torch.device("cpu"))
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    model(torch.arange(8)[None])
+    assert 0 < torch._dynamo.utils.counters["stats"]["unique_graphs"] - before <= 4
