@@ -33,13 +33,13 @@ def run_in_tiles(
     parameters: those of the layer that are trained.
     """
     rows = x.flatten(0, -2)
-    saved = _Saved.apply(x.new_empty(0, requires_grad=True), rows).grad_fn
-    out, residual = _Tiles.apply(saved, layer, layer_for_backward, tiles, rows, *parameters)
+    anchor = _Saved.apply(x.new_empty(0, requires_grad=True), rows)
+    out, residual = _Tiles.apply((anchor,), layer, layer_for_backward, tiles, rows, *parameters)
     return out.view(*x.shape[:-1], -1), residual.view(x.shape)
 
 
 class _Saved(Node):
-    """Keeps x for another node. Its output is in no graph; it is there to have this node."""
+    """Keeps x for another node. Its output is in no graph; as long as it exists this node does, and x with it."""
 
     @staticmethod
     def forward(ctx, anchor, x):
@@ -49,16 +49,16 @@ class _Saved(Node):
 
 class _Tiles(Node):
     @staticmethod
-    def forward(ctx, saved, layer, layer_for_backward, tiles, x, *parameters):
+    def forward(ctx, anchor, layer, layer_for_backward, tiles, x, *parameters):
         kind = x.device.type
         ctx.autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-        ctx.saved, ctx.layer, ctx.tiles, ctx.parameters = saved, layer_for_backward, tiles, parameters
+        ctx.anchor, ctx.layer, ctx.tiles, ctx.parameters = anchor, layer_for_backward, tiles, parameters
         ctx.set_materialize_grads(False)
         return torch.cat([layer(tile)[0] for tile in x.detach().tensor_split(tiles)]), x.view_as(x)
 
     @staticmethod
     def backward(ctx, dout, dresidual):
-        (x,) = ctx.saved.saved_tensors
+        (x,) = ctx.anchor[0].grad_fn.saved_tensors
         dx = torch.empty_like(x) if ctx.needs_input_grad[4] else None
         sums = [None] * len(ctx.parameters)
         for tile, *gradients in zip(*(split_rows(rows, ctx.tiles) for rows in (x, dx, dout, dresidual)), strict=True):
