@@ -291,8 +291,8 @@ for fields, *words in (
     ({"hidden_size": 10**12}, "hidden_size", "must be at most"),
     ({"head_dim": 10**12}, "head_dim", "must be at most"),
     ({"num_hidden_layers": -1}, "num_hidden_layers", "-1", "must be positive"),
-    ({"num_hidden_layers": 10**9}, "num_hidden_layers", "must be at most 1024"),
-    ({"num_hidden_layers": 1024}, "num_hidden_layers", "1024", "30 tensors"),
+    ({"num_hidden_layers": 10**9}, "num_hidden_layers", "must be at most 512"),
+    ({"num_hidden_layers": 512}, "num_hidden_layers", "512", "30 tensors"),
     ({"intermediate_size": 0}, "intermediate_size", "0", "must be positive"),
     ({"vocab_size": 2**25}, "vocab_size", "33554432", "must be at most"),
     ({"pad_token_id": 99}, "pad_token_id 99", "less than vocab_size 99"),
@@ -405,7 +405,7 @@ def test_an_error_names_a_file_that_the_system_cannot_read(folder, monkeypatch):
 
 
 def test_a_huge_configuration_is_refused_before_the_model_is_built():
-    with pytest.raises(InputError, match=r"num_hidden_layers is 1000000000; must be at most 1024"):
+    with pytest.raises(InputError, match=r"num_hidden_layers is 1000000000; must be at most 512"):
         ligermodels.create(LLAMA | {"num_hidden_layers": 10**9}, device="meta")
 
 

@@ -245,6 +245,7 @@ def test_families_with_several_spellings_have_other_names_in_each(tmp_path):
         *("mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "gemma3", "mistral3", "olmoe", "glm4_moe"),
         *("deepseek_v3", "glm4_moe_lite", "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
         *("qwen2_vl", "qwen2_5_vl", "qwen3_vl_moe", "lfm2_moe", "mllama", "granitemoehybrid", "llava"),
+        "paligemma",
     }
     for family in {family for family, number in SPELLINGS if number}:
         model = ligermodels.create(CASES[FAMILIES[family]], device="meta")
@@ -259,6 +260,7 @@ def test_families_with_several_spellings_have_other_names_in_each(tmp_path):
         *("mixtral", "qwen2_moe", "qwen3_moe", "granitemoe", "gemma3", "mistral3", "olmoe", "glm4_moe", "deepseek_v3"),
         *("glm4_moe_lite", "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text", "qwen2_vl", "qwen2_5_vl", "lfm2_moe"),
         *("mllama", "granitemoehybrid", "llava"),
+        "paligemma",
     ],
 )
 def test_the_in_memory_names_of_transformers_5_load_the_same_model_and_are_kept(family, tmp_path):

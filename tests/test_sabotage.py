@@ -402,7 +402,9 @@ GEMMA4 = {
         "q.unflatten(-1, (self.num_heads, self.head_dim))",
         "gemma4_text",
     ),
-    "keys of the first layer of a type": Sabotage(f"{GEMMA4_CONFIG}.source", "max(", "min(", "gemma4_text"),
+    "keys of the first layer of a type": Sabotage(
+        f"{GEMMA4_CONFIG}.source", "reversed(range(own))", "range(own)", "gemma4_text"
+    ),
     "keys are values in sliding layers too": Sabotage(
         f"{GEMMA4_CONFIG}.keys_are_values",
         " and self.layer_type(layer) == FULL_ATTENTION",

@@ -82,10 +82,11 @@ BREAKS_OF_STEPS = {
         f"{GRPO}.logprobs", "temperature=self.temperature", "temperature=1.0", "old log-probabilities"
     ),
     "old of the generation before": Sabotage(
-        f"{GRPO}.score", "old_logprobs=logprobs if", "old_logprobs=self.stale if", "old log-probabilities"
+        f"{GRPO}.with_scores", "old_logprobs=scores.logprobs if", "old_logprobs=self.stale if", "old log-probabilities"
     ),
     "old of every update": Sabotage(
-        f"{GRPO}.work", "number = self", "self.rollouts = self.score(model, self.rollouts); number = self",
+        f"{GRPO}.work", "number = self",
+        "self.rollouts = self.with_scores(self.rollouts, self.score(model, self.rollouts)); number = self",
         "old log-probabilities",
     ),
 }  # fmt: skip
