@@ -18,6 +18,7 @@ from tests.reference_model import hub_tensors as reference_hub_tensors
 LEARNING_RATE = 0.5
 # Our fp32 error, against the reference in fp64, may be this many times the reference's own: the order of sums differs.
 FP32_FACTOR = 4.0
+VANISHING = 1e-12  # gradients that are smaller in fp64 are 0, and rounding is left of them
 FEW_NUMBERS = 16  # the reference's error of fewer may be tiny by chance: they are allowed that of a typical tensor
 
 
@@ -76,7 +77,11 @@ def check_parity(name, folder, device=DEVICE):
     reference_errors = {what: relative_error(theirs[what], exact[what]) for what in ours}
     typical = statistics.median(reference_errors.values())
     for what, value in ours.items():
-        error, floor = relative_error(value, exact[what]), torch.finfo(torch.float32).eps
+        floor = torch.finfo(torch.float32).eps
+        if exact[what].abs().max() < VANISHING:  # key biases without RoPE, which add the same to all scores
+            assert value.abs().max() <= FP32_FACTOR * max(theirs[what].abs().max(), floor), what
+            continue
+        error = relative_error(value, exact[what])
         if value.numel() < FEW_NUMBERS:
             floor = max(floor, typical)
         allowed = FP32_FACTOR * max(reference_errors[what], floor)
