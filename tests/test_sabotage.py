@@ -403,7 +403,7 @@ GEMMA4 = {
         "gemma4_text",
     ),
     "keys of the first layer of a type": Sabotage(
-        f"{GEMMA4_CONFIG}.source", "reversed(range(own))", "range(own)", "gemma4_text"
+        f"{GEMMA4_CONFIG}.is_read", "range(layer + 1, own)", "range(layer)", "gemma4_text"
     ),
     "keys are values in sliding layers too": Sabotage(
         f"{GEMMA4_CONFIG}.keys_are_values",

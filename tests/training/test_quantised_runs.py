@@ -230,7 +230,7 @@ def flags_of(settings):
 
 def test_two_ranks_share_the_bytes_of_the_base_or_have_all_of_them(folder, launcher):
     """The plan says which, and the losses are those of one process. A run resumes in the other way to the bit."""
-    base = save_model(launcher.folder / "experts", TEXTS, **EXPERTS, num_hidden_layers=6)
+    base = save_model(launcher.folder / "six-layers", TEXTS, **EXPERTS, num_hidden_layers=6)
     settings = LORA | objectives(folder)["sft"] | {"model": str(base), "quantize": "nf4"}
     settings |= {"lora_targets": ("all-linear", "experts"), "no_export": False, "lora_export": "adapter"}
     expected = losses(output="one", **settings)[1]

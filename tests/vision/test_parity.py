@@ -74,20 +74,15 @@ def check_image_parity(name, folder, patterns=BATCH, device=DEVICE):
 
 
 def results(model, batch, labels, named):
-    """Logits of tokens, loss, and the change of each weight in one SGD step, by Hub name.
-
-    The step starts at zero, as in tests/test_parity.py: from the weights it would be rounded to their last place.
-    """
+    """Logits of tokens, loss, and the change of each weight in one SGD step, by Hub name."""
     tokens = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
     with torch.no_grad():
         logits = model(**batch).logits[tokens]
     loss = model(**batch, labels=labels).loss
+    before = {name: value.clone() for name, value in named(model).items()}
     loss.backward()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
     torch.optim.SGD(model.parameters(), lr=LEARNING_RATE).step()
-    steps = {name: value.clone() for name, value in named(model).items()}
+    steps = {name: value - before[name] for name, value in named(model).items()}
     return {name: value.detach().cpu() for name, value in ({"logits": logits, "loss": loss} | steps).items()}
 
 
