@@ -32,7 +32,7 @@ def pytest_configure():
         rescale.IN_PLACE_TILE = rescale.SpanTile(block=512, span=2048, warps=8)
 
 
-# Files whose tests start processes, compile, or train. `-m "not slow"` leaves them out and takes 90 s on two cores.
+# Files whose tests start processes, compile, or train. `-m "not slow"` leaves them out: two thirds of the time.
 SLOW = (
     *("board/test_browser", "board/test_form", "board/test_processes"),
     *("test_adapters", "test_bench", "test_bench_train_curve", "test_docs", "test_examples", "test_parity"),
