@@ -111,24 +111,13 @@ fp8 = Op("fp8_dequantize", [MANY, SMALL], fp8_bytes, dequantize_fp8, written_and
 mxfp4 = Op("mxfp4_dequantize", [MANY, SMALL], mxfp4_bytes, dequantize_mxfp4, written_and_read(in_mxfp4), ceiling=COPY)
 
 
-@fp8.provider("pytorch")
-def plain_fp8(rows, inputs, outputs):
-    return dequantize_fp8
+def add_providers(op, reference, layout):
+    op.provider("pytorch")(lambda rows, inputs, outputs: reference)
+    op.provider("ligermodels")(lambda rows, *sizes: lambda data, like: layout(*sizes).dequantize(data))
 
 
-@fp8.provider("ligermodels")
-def our_fp8(rows, inputs, outputs):
-    return lambda data, like: in_fp8(inputs, outputs).dequantize(data)
-
-
-@mxfp4.provider("pytorch")
-def plain_mxfp4(rows, inputs, outputs):
-    return dequantize_mxfp4
-
-
-@mxfp4.provider("ligermodels")
-def our_mxfp4(rows, inputs, outputs):
-    return lambda data, like: in_mxfp4(inputs, outputs).dequantize(data)
+add_providers(fp8, dequantize_fp8, in_fp8)
+add_providers(mxfp4, dequantize_mxfp4, in_mxfp4)
 
 
 @dequantize.provider("pytorch")

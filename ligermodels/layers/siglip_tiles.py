@@ -6,7 +6,6 @@ Source: Idefics 3, https://arxiv.org/abs/2408.12637; positions of parts of tiles
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,7 +19,14 @@ from ligermodels.layers.image_places import Documents, TokenGrid, place_images
 from ligermodels.layers.multimodal import Images
 from ligermodels.layers.pictures import PictureLanguageModel, picture_blocks, picture_patches
 from ligermodels.layers.vision import VisionTower
-from ligermodels.layers.vision_positions import Grid, PatchLayout, TableReads, make_spans, patch_positions
+from ligermodels.layers.vision_positions import (
+    Grid,
+    PatchLayout,
+    TableReads,
+    make_spans,
+    offsets_from,
+    patch_positions,
+)
 from ligermodels.weights.mapping import Rename, Rule
 
 TOWER, CONNECTOR, TEXT = "model.vision_model", "model.connector.modality_projection", "model.text_model"
@@ -60,7 +66,7 @@ class TileLanguageModel(PictureLanguageModel):
         return ()
 
     def patch_layout(self, grids: Sequence[Grid]) -> tuple[PatchLayout, None]:
-        """The layout of tiles of which the first rows and columns of patches are not padding: those of the grids."""
+        """The layout of tiles, each of which begins with its grid of patches; the others are padding."""
         vision = self.config.vision
         return padded_tile_layout(grids, vision.table_side, vision.spatial_merge_size), None
 
@@ -163,8 +169,7 @@ def padded_tile_layout(grids: Sequence[Grid], side: int, square: int) -> PatchLa
 
 
 def shown_keys(shown: Tensor) -> SharedKeys:
-    """The keys of attention within tiles of which these patches, bool [tiles, patches of a tile], are seen."""
-    copies, lengths = shown.flatten().int(), shown.sum(1).tolist()
-    offsets = torch.cat([copies.new_zeros(1), copies.cumsum(0, dtype=torch.int32)])
-    cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-    return SharedKeys(offsets, torch.arange(sum(lengths), dtype=torch.int32), cu_seqlens, max(lengths))
+    """The keys of attention within each tile. shown: bool [tiles, patches of a tile], the patches that are read."""
+    lengths = shown.sum(1).tolist()
+    places = torch.arange(sum(lengths), dtype=torch.int32)
+    return SharedKeys(offsets_from(shown.flatten().int()), places, *make_spans(lengths))

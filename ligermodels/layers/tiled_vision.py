@@ -22,6 +22,7 @@ from ligermodels.layers.fused import add_then_norm
 from ligermodels.layers.mixer import Positions
 from ligermodels.layers.mlp import MLP
 from ligermodels.layers.norm import LayerNorm
+from ligermodels.layers.vision_positions import offsets_from
 
 OUTER_NORM_EPS = 1e-5  # of the norms around the blocks, whatever the file says
 
@@ -68,11 +69,6 @@ def tile_layout(counts: Sequence[int], config: MllamaVisionConfig) -> TileLayout
     queries, keys = (x.repeat_interleave(documents) for x in (queries, keys))
     seen = SharedKeys(offsets_from(torch.cat(copies)), torch.cat(places).int(), offsets_from(keys), int(keys.max()))
     return TileLayout(torch.cat(orders), offsets_from(queries), int(queries.max()), tuple(runs), seen)
-
-
-def offsets_from(lengths: Tensor) -> Tensor:
-    """int64 [n] -> int32 [n + 1], from 0."""
-    return F.pad(lengths.cumsum(0), (1, 0)).int()
 
 
 class TilePositions(nn.Module):

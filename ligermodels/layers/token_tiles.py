@@ -34,6 +34,7 @@ def run_in_tiles(
     """
     rows = x.flatten(0, -2)
     anchor = _Saved.apply(x.new_empty(0, requires_grad=True), rows)
+    # In a tuple: as an argument of its own the anchor would be an input of the node.
     out, residual = _Tiles.apply((anchor,), layer, layer_for_backward, tiles, rows, *parameters)
     return out.view(*x.shape[:-1], -1), residual.view(x.shape)
 

@@ -9,10 +9,10 @@ Qwen2-VL, https://arxiv.org/abs/2409.12191.
 """
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.kernels.shared_keys import SharedKeys
@@ -62,8 +62,13 @@ class TableReads(NamedTuple):
     weights: Tensor
 
 
+def offsets_from(lengths: Tensor) -> Tensor:
+    """int64 or int32 [n] -> int32 [n + 1], from 0."""
+    return F.pad(lengths.cumsum(0), (1, 0)).int()
+
+
 def make_spans(lengths: Sequence[int]) -> Spans:
-    return Spans(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), max(lengths, default=0))
+    return Spans(offsets_from(torch.tensor(lengths, dtype=torch.int64)), max(lengths, default=0))
 
 
 def patch_layout(

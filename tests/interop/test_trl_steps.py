@@ -235,7 +235,7 @@ def test_grpo(folder, tmp_path, name):
 
 
 def test_rloo_with_the_divergence_in_the_reward(folder, tmp_path):
-    """Against a reference with other weights, of which TRL's trainer would make none."""
+    """The reference has other weights, which TRL's trainer would not give it."""
     ours = reinforced_by_us(folder, tmp_path, loss=("rloo",), beta=BETA, reference=f"model:{folder / 'reference'}")
     sampled = completions_by_prompt(ours[3])
 

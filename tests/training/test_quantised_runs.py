@@ -229,7 +229,7 @@ def flags_of(settings):
 
 
 def test_two_ranks_share_the_bytes_of_the_base_or_have_all_of_them(folder, launcher):
-    """The plan says which, and the losses are those of one process. A run resumes in the other way to the bit."""
+    """The plan says which; losses are those of one process. A run that resumes with the other choice is bit-exact."""
     base = save_model(launcher.folder / "six-layers", TEXTS, **EXPERTS, num_hidden_layers=6)
     settings = LORA | objectives(folder)["sft"] | {"model": str(base), "quantize": "nf4"}
     settings |= {"lora_targets": ("all-linear", "experts"), "no_export": False, "lora_export": "adapter"}

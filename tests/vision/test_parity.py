@@ -297,14 +297,19 @@ REFUSED = {
 }  # fmt: skip
 
 
+def check_refusal(case, batch, damage, message):
+    """A batch that is damaged in place is refused by a model of the case."""
+    damage(batch)
+    with pytest.raises(InputError, match=message):
+        ligermodels.create(CASES[case])(**batch)
+
+
 @pytest.mark.parametrize("fault", REFUSED)
 def test_images_that_do_not_fit_the_tokens_are_refused(fault):
     patterns, damage, message = REFUSED[fault]
     batch = batch_of("qwen2_vl", patterns)
     batch.pop("attention_mask", None)
-    damage(batch)
-    with pytest.raises(InputError, match=message):
-        ligermodels.create(CASES["qwen2_vl"])(**batch)
+    check_refusal("qwen2_vl", batch, damage, message)
 
 
 REFUSED_PICTURES = {
@@ -321,11 +326,7 @@ REFUSED_PICTURES = {
 
 @pytest.mark.parametrize("fault", REFUSED_PICTURES)
 def test_pictures_that_do_not_fit_the_tokens_are_refused(fault):
-    damage, message = REFUSED_PICTURES[fault]
-    batch = batch_of("gemma3", [[4, A, 3, B]])
-    damage(batch)
-    with pytest.raises(InputError, match=message):
-        ligermodels.create(CASES["gemma3"])(**batch)
+    check_refusal("gemma3", batch_of("gemma3", [[4, A, 3, B]]), *REFUSED_PICTURES[fault])
 
 
 def with_types(batch, *rows):
@@ -349,11 +350,7 @@ REFUSED_PREFIXES = {
 
 @pytest.mark.parametrize("fault", REFUSED_PREFIXES)
 def test_prompts_that_do_not_fit_are_refused(fault):
-    damage, message = REFUSED_PREFIXES[fault]
-    batch = batch_of("paligemma", [[2, A, 2]])
-    damage(batch)
-    with pytest.raises(InputError, match=message):
-        ligermodels.create(CASES["paligemma"])(**batch)
+    check_refusal("paligemma", batch_of("paligemma", [[2, A, 2]]), *REFUSED_PREFIXES[fault])
 
 
 def test_a_prompt_beyond_the_window_and_tokens_behind_one_are_refused():
@@ -416,11 +413,7 @@ REFUSED_TILES = {
 
 @pytest.mark.parametrize("fault", REFUSED_TILES)
 def test_tiles_that_do_not_fit_the_tokens_are_refused(fault):
-    damage, message = REFUSED_TILES[fault]
-    batch = batch_of("smolvlm", [[4, A, 3, B], [C]])
-    damage(batch)
-    with pytest.raises(InputError, match=message):
-        ligermodels.create(CASES["smolvlm"])(**batch)
+    check_refusal("smolvlm", batch_of("smolvlm", [[4, A, 3, B], [C]]), *REFUSED_TILES[fault])
 
 
 @pytest.mark.parametrize("side", [6, 16, 24, 26, 27, 32])
@@ -456,11 +449,7 @@ REFUSED_SIZES = {
 
 @pytest.mark.parametrize("fault", REFUSED_SIZES)
 def test_images_with_sizes_that_do_not_fit_are_refused(fault):
-    damage, message = REFUSED_SIZES[fault]
-    batch = batch_of("mistral3", [[4, A, 3, B]])
-    damage(batch)
-    with pytest.raises(InputError, match=message):
-        ligermodels.create(CASES["mistral3"])(**batch)
+    check_refusal("mistral3", batch_of("mistral3", [[4, A, 3, B]]), *REFUSED_SIZES[fault])
 
 
 def test_a_row_of_features_in_two_documents_is_refused():

@@ -154,7 +154,7 @@ BREAKS = {
         "smolvlm",
     ),
     "keys of another tile": Sabotage(
-        f"{TILES}:shown_keys", "[0, *accumulate(lengths)]", "[0, *accumulate(lengths[::-1])]", "smolvlm"
+        f"{TILES}:shown_keys", "*make_spans(lengths)", "*make_spans(lengths[::-1])", "smolvlm"
     ),
     "columns turn with the frequencies of rows": Sabotage(
         "ligermodels.layers.rope:axial_shared_frequencies", ".T.flatten()", ".T.flip(0).flatten()", "mistral3"
