@@ -87,6 +87,14 @@ def short_garbage_collections():
 
 
 @pytest.fixture(autouse=True)
+def free_gpu_memory():
+    """Processes share the GPU: one that is done with a test leaves the others what the test took."""
+    yield
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
+
+
+@pytest.fixture(autouse=True)
 def reference_on_cpu(monkeypatch):
     """CPU tensors take the plain PyTorch reference, as for users; the fixture `kernels` turns the kernels on."""
     monkeypatch.setattr(launch, "interpreting", False)

@@ -57,6 +57,7 @@ class StepGraphs:
         addresses = [weight.data_ptr() for weight in weights]
         if addresses != self.addresses:
             self.graphs, self.addresses = {}, addresses
+            self.pool = None  # PyTorch ends a pool with the last of its graphs
 
     def run(self, step: StepFunction, rows: int, drawing: Drawing) -> None:
         """step(rows, drawing), or its replay. The step is not kept: it belongs to an engine, whose memory it holds."""

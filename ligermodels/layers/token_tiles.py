@@ -33,34 +33,42 @@ def run_in_tiles(
     parameters: those of the layer that are trained.
     """
     rows = x.flatten(0, -2)
-    anchor = _Saved.apply(x.new_empty(0, requires_grad=True), rows)
-    # In a tuple: as an argument of its own the anchor would be an input of the node.
-    out, residual = _Tiles.apply((anchor,), layer, layer_for_backward, tiles, rows, *parameters)
+    saved = _Saved.apply(rows, x.new_empty(0, requires_grad=bool(parameters)))
+    out, residual = _Tiles.apply(layer, layer_for_backward, tiles, rows.requires_grad, saved, *parameters)
     return out.view(*x.shape[:-1], -1), residual.view(x.shape)
 
 
 class _Saved(Node):
-    """Keeps x for another node. Its output is in no graph; as long as it exists this node does, and x with it."""
+    """x, which it keeps for the node that reads it. Backward runs after that node's and frees x.
+
+    leaf: requires gradients where the other node's parameters do, so that this is a node whether or not x does.
+    """
 
     @staticmethod
-    def forward(ctx, anchor, x):
+    def forward(ctx, x, leaf):
         ctx.save_for_backward(x)
-        return anchor.new_empty(0)
+        ctx.set_materialize_grads(False)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dx):
+        return dx, None
 
 
 class _Tiles(Node):
     @staticmethod
-    def forward(ctx, anchor, layer, layer_for_backward, tiles, x, *parameters):
+    def forward(ctx, layer, layer_for_backward, tiles, needs_dx, x, *parameters):
         kind = x.device.type
         ctx.autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-        ctx.anchor, ctx.layer, ctx.tiles, ctx.parameters = anchor, layer_for_backward, tiles, parameters
+        ctx.layer, ctx.tiles, ctx.needs_dx, ctx.parameters = layer_for_backward, tiles, needs_dx, parameters
+        ctx.saved = x.grad_fn
         ctx.set_materialize_grads(False)
         return torch.cat([layer(tile)[0] for tile in x.detach().tensor_split(tiles)]), x.view_as(x)
 
     @staticmethod
     def backward(ctx, dout, dresidual):
-        (x,) = ctx.anchor[0].grad_fn.saved_tensors
-        dx = torch.empty_like(x) if ctx.needs_input_grad[4] else None
+        (x,) = ctx.saved.saved_tensors
+        dx = torch.empty_like(x) if ctx.needs_dx else None
         sums = [None] * len(ctx.parameters)
         for tile, *gradients in zip(*(split_rows(rows, ctx.tiles) for rows in (x, dx, dout, dresidual)), strict=True):
             add_gradients(sums, tile_backward(ctx.layer, ctx.autocast, ctx.parameters, tile, *gradients))
