@@ -141,6 +141,20 @@ def test_an_engine_takes_more_requests_and_new_weights_after_it_has_run():
     check_greedy(model, second[0])
 
 
+def test_weights_may_be_elsewhere_at_the_next_run():
+    """As those that are gathered for each run; on a GPU each run captures its graphs anew."""
+    model = build("llama")
+    engine = Engine(model, max_tokens=512)
+    (expected,) = run(engine, prompts("llama", (3,)))
+    elsewhere_before = []
+    for _ in range(2):
+        for parameter in model.parameters():
+            elsewhere_before.append(parameter.data)
+            parameter.data = parameter.data.clone()
+        (got,) = run(engine, prompts("llama", (3,)))
+        assert got.ids == expected.ids
+
+
 def test_a_run_that_ends_early_leaves_nothing_behind():
     model = build("llama")
     engine = Engine(model, max_tokens=512, max_rows=2)
