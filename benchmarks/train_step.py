@@ -199,13 +199,6 @@ def ligermodels_with_low_memory_loss(raw, checkpointing):
     return model
 
 
-def ligermodels_with_offloaded_inputs(raw, checkpointing):
-    """As --low-memory-loss --offload activations."""
-    model = ligermodels_with_low_memory_loss(raw, checkpointing)
-    model.offload_inputs()
-    return model
-
-
 OURS = "ligermodels and its AdamW"
 OURS_8BIT = f"{OURS} in 8 bits"
 OURS_IN_BACKWARD = f"{OURS}, in backward"  # as --optimizer-in-backward
@@ -231,8 +224,8 @@ PROVIDERS = {
     IN_BACKWARD: ligermodels,
     IN_BACKWARD_LOW_MEMORY: ligermodels_with_low_memory_loss,
     OFFLOADED_STATES: ligermodels_with_low_memory_loss,
-    OFFLOADED_INPUTS: ligermodels_with_offloaded_inputs,
-    OFFLOADED_BOTH: ligermodels_with_offloaded_inputs,
+    OFFLOADED_INPUTS: ligermodels_with_low_memory_loss,
+    OFFLOADED_BOTH: ligermodels_with_low_memory_loss,
     PACKED: ligermodels,
     PACKED_BEFORE: ligermodels_without_flash_attention_4,
     PACKED_ROWS: ligermodels,
@@ -254,14 +247,16 @@ def make_optimizer(provider: str, model):
 
 
 def measure(
-    provider: str, model_name: str, batch: int, length: int, checkpointing: str, steps: int, supervised: float,
-    gib: float,
+    provider: str, model_name: str, batch: int, length: int, checkpointing: str, steps: int, warm_up: int,
+    supervised: float, gib: float, offload_every: int,
 ) -> dict:  # fmt: skip
     """Measures one row. Runs in its own process, because Liger patches the classes of transformers in place."""
     torch.manual_seed(0)
     raw = MODELS[model_name]
     model = PROVIDERS[provider](raw, checkpointing if checkpointing in ("selective", "full") else None)
     in_backward = "in backward" in provider
+    if "inputs" in provider:
+        model.offload_inputs(every=offload_every)
     filled = fill_memory(model, batch, length, gib, step_in_backward=in_backward) if checkpointing == "auto" else {}
     attention = getattr(model.config, "_attn_implementation", None)
     optimizer = make_optimizer(provider, model)
@@ -297,12 +292,34 @@ def measure(
         optimizer.zero_grad()
         return loss.detach()
 
-    return time_steps(step, steps, batch * length) | filled | ({"attention": attention} if attention else {})
+    row = time_steps(step, steps, batch * length, warm_up)
+    if provider.startswith(OURS) and checkpointing in ("full", "none"):
+        blocks = len(model.blocks) if checkpointing == "full" else 0
+        row |= planned(provider, model, optimizer, batch, length, blocks, offload_every)
+    return row | filled | ({"attention": attention} if attention else {})
 
 
-def time_steps(step: Callable[[], torch.Tensor], steps: int, tokens: int) -> dict:
-    """What one row reports, after a warm-up of three steps; a step has so many tokens and returns its loss."""
-    for _ in range(3):
+def planned(
+    provider: str, model, optimizer: torch.optim.Optimizer, batch: int, length: int, blocks: int, offload_every: int
+) -> dict:
+    """The peak that `ligermodels train` would plan for a row with so many checkpointed blocks."""
+    from ligermodels.memory import state_bytes, training_memory
+    from ligermodels.training.optimizers.offloaded import bytes_where_offloaded
+
+    offloaded = len(range(0, blocks, offload_every)) if "inputs" in provider else 0
+    needs = training_memory(
+        model, batch, length, torch.bfloat16, checkpointed_blocks=blocks,
+        optimizer_states=(bytes_where_offloaded(optimizer)[0] if "states" in provider else state_bytes(optimizer)),
+        room_for_inputs=offloaded * batch * length * model.config.hidden_size * torch.bfloat16.itemsize,
+        low_memory_loss="low-memory loss" in provider, step_in_backward="in backward" in provider,
+    )  # fmt: skip
+    return {"planned_gib": round(needs.peak / 2**30, 1), "inputs_on_host_gib": round(needs.offloaded_inputs / 2**30, 1)}
+
+
+def time_steps(step: Callable[[], torch.Tensor], steps: int, tokens: int, warm_up: int = 3) -> dict:
+    """What one row reports, after so many steps of warm-up; a step has so many tokens and returns its loss."""
+    loss = torch.zeros(())
+    for _ in range(warm_up):
         loss = step()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -328,7 +345,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8, help="sequences per step")
     parser.add_argument("--length", type=int, default=2048, help="tokens per sequence")
     parser.add_argument("--supervised", type=float, default=1.0, help="share of each sequence, at its end")
-    parser.add_argument("--steps", type=int, default=5, help="timed steps, after a warm-up of 3")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps")
+    parser.add_argument("--warm-up", type=int, default=3, help="steps before them")
     parser.add_argument("--output", type=Path, default=results.FOLDER, help="folder for the dated JSON file")
     parser.add_argument(
         "--providers", nargs="+", choices=PROVIDERS, default=[name for name in PROVIDERS if "eager" not in name]
@@ -337,16 +355,19 @@ def main() -> None:
         "--activation-checkpointing", choices=("full", "selective", "auto", "none"), nargs="+", default=["full", "none"]
     )
     parser.add_argument("--memory", type=float, default=80.0, help="GiB that auto fills, of ligermodels' providers")
+    parser.add_argument("--offload-every", type=int, default=1, help="of inputs: those of every k-th block")
     parser.add_argument("--row", nargs=2, metavar=("PROVIDER", "CHECKPOINTING"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.row:
         provider, checkpointing = args.row
-        shape = args.batch, args.length, checkpointing, args.steps
-        print(json.dumps(measure(provider, args.model, *shape, args.supervised, args.memory)))
+        shape = args.batch, args.length, checkpointing, args.steps, args.warm_up
+        settings = args.supervised, args.memory, args.offload_every
+        print(json.dumps(measure(provider, args.model, *shape, *settings)))
         return
 
     rows = print_rows_of_providers("benchmarks.train_step", args.providers, args.activation_checkpointing)
     settings = {"model": args.model, "batch": args.batch, "length": args.length, "supervised": args.supervised}
+    settings |= {"offload_every": args.offload_every}
     report = results.environment() | {"ceilings": timing.ceilings()} | settings | {"rows": rows}
     print(results.save(args.output, f"train-step-{args.model}-{args.batch}x{args.length}", report))
 
