@@ -2,13 +2,14 @@
 
 Triton 3.7 repeats much of its work. It patches `triton.language` at every call of a device function. For every tensor
 it builds a table of dtypes, for every block a type from its shape and name, and for every operation the arguments of
-two wrappers. For every sum, difference and product of integers it computes an overflow check that it then discards. A
-reduction or scan by a custom function runs one element at a time. Together these took most of the kernels' time.
+two wrappers. For every sum, difference and product of integers it computes an overflow check that it then discards. An
+operation on a block and a number first makes a block of that number. A reduction or scan by a custom function runs one
+element at a time. Together these took most of the kernels' time.
 Uses private names of Triton, in the version that constraints.txt pins. Must not know any particular op.
 """
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, wraps
 from types import SimpleNamespace
 
 import numpy as np
@@ -34,6 +35,14 @@ def speed_up_interpreter() -> None:
     core.block_type.with_element_ty = copy_with_element_ty
     core.block_type.to_ir = lambda block, builder: block
     core.tensor.__init__ = init_tensor
+    for name, (operation, dtypes, compares) in OPERATORS.items():
+        slow = getattr(core.tensor, name)
+        setattr(core.tensor, name, on_arrays_first(slow, operation, dtypes, compares))
+    core.tensor.__add__ = add_to_pointer_first(core.tensor.__add__)
+    core.tensor.__getitem__ = expand_at_once
+    core.tensor.to = keep_dtype_first(core.tensor.to)
+    TritonSemantic.where = choose_floats_first(TritonSemantic.where)
+    TritonSemantic._load_legacy = load_numbers_first(TritonSemantic._load_legacy)
     core.dtype.__eq__ = equal_names_first(core.dtype.__eq__)
     core._unwrap_if_constexpr = unwrap_common_types_first(core._unwrap_if_constexpr)
     TritonSemantic.binary_op_type_checking_impl = equal_types_first(TritonSemantic.binary_op_type_checking_impl)
@@ -117,6 +126,175 @@ def equal_names_first(equal):
         return self.name == other.name if type(other) is core.dtype else equal(self, other)
 
     return __eq__
+
+
+def reversed_(operation):
+    return lambda x, y: operation(y, x)
+
+
+INTEGERS, NUMBERS = ("int32", "int64"), ("int32", "int64", "fp32")  # a half is not what its array holds
+MASKS, LOADED = ("int1", *INTEGERS), (*NUMBERS, "fp16", "bf16")
+OPERATORS = {  # of a tensor: the operation on arrays, the dtypes for which it is that, whether it compares
+    "__add__": (np.add, NUMBERS, False),
+    "__radd__": (np.add, NUMBERS, False),
+    "__sub__": (np.subtract, NUMBERS, False),
+    "__rsub__": (reversed_(np.subtract), NUMBERS, False),
+    "__mul__": (np.multiply, NUMBERS, False),
+    "__rmul__": (np.multiply, NUMBERS, False),
+    "__truediv__": (np.divide, ("fp32",), False),
+    "__rtruediv__": (reversed_(np.divide), ("fp32",), False),
+    "__floordiv__": (lambda x, y: (x - np.fmod(x, y)) // y, INTEGERS, False),  # rounded to zero
+    "__mod__": (np.fmod, INTEGERS, False),
+    "__and__": (np.bitwise_and, MASKS, False),
+    "__or__": (np.bitwise_or, MASKS, False),
+    "__lt__": (np.less, NUMBERS, True),
+    "__le__": (np.less_equal, NUMBERS, True),
+    "__gt__": (np.greater, NUMBERS, True),
+    "__ge__": (np.greater_equal, NUMBERS, True),
+}
+
+
+def on_arrays_first(slow, operation, dtypes, compares):
+    """`slow`, an operator of tensors, after the common cases: a number, or a tensor of the same rank."""
+
+    @wraps(slow)
+    def operator(self, other):
+        dtype = self.dtype
+        if type(other) is core.constexpr:
+            other = other.value
+        if dtype.name not in dtypes:
+            return slow(self, other)
+        if type(other) is core.tensor:
+            if other.dtype is not dtype:
+                if dtype.name not in INTEGERS or other.dtype.name not in INTEGERS:
+                    return slow(self, other)
+                dtype = core.int64
+            of, value = broadcast_type(self, other, core.int1 if compares else dtype), other.handle.data
+        elif dtype is core.int1:
+            return slow(self, other)
+        elif (type(other) is int and -(2**31) <= other < 2**31) or (type(other) is float and dtype is core.float32):
+            of, value = with_elements(self.type, core.int1 if compares else dtype), other
+        else:
+            return slow(self, other)
+        return (
+            slow(self, other) if of is None else core.tensor(handle_of(operation(self.handle.data, value), dtype), of)
+        )
+
+    return operator
+
+
+def add_to_pointer_first(slow):
+    """`slow`, the sum of two tensors, after the common case: pointers, and a number or offsets of the same rank."""
+
+    @wraps(slow)
+    def add(self, other):
+        pointer = self.dtype
+        if type(pointer) is not core.pointer_type:
+            return slow(self, other)
+        if type(other) is int:
+            of, offsets = self.type, np.int64(other)
+        elif type(other) is core.tensor and other.dtype.name in INTEGERS:
+            of, offsets = broadcast_type(self, other, pointer), other.handle.data
+        else:
+            return slow(self, other)
+        if of is None:
+            return slow(self, other)
+        size = max(1, pointer.element_ty.primitive_bitwidth // 8)
+        return core.tensor(handle_of(self.handle.data + size * offsets.astype(np.uint64), pointer), of)
+
+    return add
+
+
+def broadcast_type(x, y, element):
+    """The type, with such elements, to which two tensors are broadcast; None if they are blocks of other ranks."""
+    if x.shape is y.shape or y.shape is NO_SHAPE[0]:
+        return with_elements(x.type, element)
+    if x.shape is NO_SHAPE[0]:
+        return with_elements(y.type, element)
+    if x.handle.data.ndim != y.handle.data.ndim:
+        return None
+    return block_of(element, np.broadcast_shapes(x.handle.data.shape, y.handle.data.shape))
+
+
+def block_of(element, sizes):
+    block = object.__new__(core.block_type)
+    block.element_ty = element
+    block.shape, block.numel, block.of_tensors = shape_and_size(sizes)
+    return block
+
+
+def with_elements(of, element):
+    if of.scalar is element:
+        return of
+    return of.with_element_ty(element) if type(of) is core.block_type else element
+
+
+def expand_at_once(self, index):
+    """x[:, None] and the like, which is all that kernels can write."""
+    index = tuple([core._unwrap_if_constexpr(each) for each in (index if isinstance(index, tuple) else [index])])
+    assert all(each is None or each == slice(None) for each in index)
+    data = self.handle.data[index]
+    return core.tensor(handle_of(data, self.dtype), block_of(self.dtype, data.shape))
+
+
+def keep_dtype_first(slow):
+    """`slow`, the cast of a tensor, after the common case: it has the dtype."""
+
+    @wraps(slow)
+    def to(self, dtype, *args, **kwargs):
+        return self if dtype is self.dtype and not args and not kwargs else slow(self, dtype, *args, **kwargs)
+
+    return to
+
+
+def choose_floats_first(slow):
+    """`slow`, the choice by a mask, after the common case: fp32 in blocks of one rank, scalars and numbers."""
+
+    @wraps(slow)
+    def where(self, condition, x, y):
+        tensors = [each for each in (condition, x, y) if type(each) is core.tensor]
+        ranks = {each.handle.data.ndim for each in tensors if each.shape is not NO_SHAPE[0]}
+        fp32 = all(type(each) is float or getattr(each, "dtype", None) is core.float32 for each in (x, y))
+        if condition.dtype is not core.int1 or not fp32 or len(tensors) == 1 or len(ranks) > 1:
+            return slow(self, condition, x, y)
+        values = (each.handle.data if type(each) is core.tensor else np.float32(each) for each in (x, y))
+        data = np.where(condition.handle.data, *values)
+        of = block_of(core.float32, data.shape) if ranks else core.float32
+        return core.tensor(handle_of(data, core.float32), of)
+
+    return where
+
+
+def load_numbers_first(slow):
+    """`slow`, which loads from pointers, after the common case: numbers, with zeros where the mask is false."""
+
+    @wraps(slow)
+    def load(self, ptr, mask, other, boundary_check, padding, *options):
+        places, pointer = ptr.handle.data, ptr.dtype
+        if type(pointer) is not core.pointer_type or pointer.element_ty.name not in LOADED or boundary_check or padding:
+            return slow(self, ptr, mask, other, boundary_check, padding, *options)
+        loaded = np.True_ if mask is None else mask.handle.data
+        if (other is not None and other.handle.data.any()) or not fits(loaded, places):
+            return slow(self, ptr, mask, other, boundary_check, padding, *options)
+        loaded = np.broadcast_to(loaded, places.shape)
+        dtype = interpreter._get_np_dtype(pointer.element_ty)
+        data = interpreter._interpreter.load(places, loaded, np.zeros(places.shape, dtype), dtype)
+        return core.tensor(handle_of(data, pointer.element_ty), with_elements(ptr.type, pointer.element_ty))
+
+    return load
+
+
+def fits(data, other):
+    """Whether data is broadcast to the shape of the other array: it has one element, or as many dimensions."""
+    sizes = zip(data.shape, other.shape, strict=False)
+    return data.size == 1 or (data.ndim == other.ndim and all(size in (1, of) for size, of in sizes))
+
+
+def handle_of(data, dtype):
+    """The handle of data that has the size of its dtype."""
+    handle = object.__new__(interpreter.TensorHandle)
+    handle.data, handle.dtype, handle.attr = data, dtype, {}
+    return handle
 
 
 def cache_by_name(get_np_dtype):
