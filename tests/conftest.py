@@ -22,7 +22,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 # Tests that need tens of GiB run one at a time under `--dist loadgroup`.
-BEYOND_INT32 = pytest.mark.xdist_group("beyond int32")
+TENS_OF_GIB = pytest.mark.xdist_group("tens of GiB")
 
 
 def pytest_configure():

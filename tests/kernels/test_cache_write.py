@@ -5,7 +5,7 @@ from ligermodels.kernels.cache_write import CacheSlots, write_cache
 from ligermodels.kernels.qk_norm_rope import qk_norm_rope
 from ligermodels.kernels.rope import rope_
 from ligermodels.kernels.rope_cache_write import qk_norm_rope_write_cache, rope_write_cache_
-from tests.conftest import BEYOND_INT32, DEVICE
+from tests.conftest import DEVICE, TENS_OF_GIB
 from tests.kernels.error_budget import DTYPES
 
 BATCH, LENGTH = 2, 3
@@ -107,7 +107,7 @@ def test_what_does_not_fit_raises():
         qk_norm_rope_write_cache(qkv.detach(), draw(8), draw(8), *tables, 1, 1, 1e-5, 0.0, cache)
 
 
-@BEYOND_INT32
+@TENS_OF_GIB
 @pytest.mark.gpu
 def test_slots_beyond_two_to_the_31_elements_are_written():
     pool = torch.zeros(2**21 + 1, 8, 128, dtype=torch.bfloat16, device=DEVICE)

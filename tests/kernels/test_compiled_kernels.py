@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ligermodels.kernels import grouped_gemm
-from tests.conftest import BEYOND_INT32
+from tests.conftest import TENS_OF_GIB
 from tests.kernels.compiled_kernels import compiled_kernels
 from tests.kernels.ops import OPS, parametrize_ops, run_all_kernels
 
@@ -62,7 +62,7 @@ def step(op, batch, length, size):
 
 
 @pytest.mark.gpu
-@BEYOND_INT32
+@TENS_OF_GIB
 @parametrize_ops(lambda op: op.real)
 def test_no_kernel_is_compiled_for_another_batch_or_length(op):
     check_that_no_variant_is_added(op)
@@ -88,7 +88,7 @@ def check_that_no_variant_is_added(op):
 
 
 @pytest.mark.gpu
-@BEYOND_INT32
+@TENS_OF_GIB
 @pytest.mark.timeout(900)
 def test_no_kernel_spills_at_the_sizes_of_models():
     for name, op in OPS.items():

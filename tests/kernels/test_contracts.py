@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.conftest import BEYOND_INT32, DEVICE
+from tests.conftest import DEVICE, TENS_OF_GIB
 from tests.kernels.compiled_kernels import import_all
 from tests.kernels.error_budget import DTYPES, check, relative_error
 from tests.kernels.ops import OPS, as_list, attention_case, parametrize_ops
@@ -336,7 +336,7 @@ def test_a_captured_cuda_graph_replays_on_new_inputs(op):
     torch.testing.assert_close(results, new.step(new.ours, upstream))
 
 
-@BEYOND_INT32
+@TENS_OF_GIB
 @pytest.mark.gpu
 @parametrize_ops(lambda op: op.huge)
 def test_offsets_beyond_two_to_the_31_are_right(op):

@@ -16,7 +16,7 @@ from ligermodels.kernels.cross_entropy import (
 from ligermodels.kernels.cross_entropy_rows import LogitsTile, empty_results, launch_cross_entropy
 from ligermodels.kernels.loss_reduction import mean_factor, reduce_losses
 from ligermodels.kernels.rescale import rescale_
-from tests.conftest import DEVICE
+from tests.conftest import DEVICE, TENS_OF_GIB
 from tests.kernels.error_budget import DTYPES, FACTOR, check, relative_error, run
 
 SHAPES = [(20, 33), (3, 5, 257), (12, 1000)]
@@ -441,6 +441,7 @@ def test_mismatched_arguments_raise():
 
 
 @pytest.mark.gpu
+@TENS_OF_GIB
 @pytest.mark.parametrize("vocab", [128256, 50257])
 @pytest.mark.parametrize("options", [(-100, None, 1.0, 0.0, 0.0), (-100, 20.0, 1.5, 0.01, 0.1)])
 def test_one_launch_agrees_with_two_and_is_bit_identical_when_repeated(vocab, options):

@@ -3,7 +3,7 @@ import torch
 
 from ligermodels.kernels import decode_attention as module
 from ligermodels.kernels.decode_attention import decode_attention, decode_attention_reference
-from tests.conftest import BEYOND_INT32, DEVICE
+from tests.conftest import DEVICE, TENS_OF_GIB
 from tests.kernels.error_budget import DTYPES, check, relative_error
 
 pytestmark = pytest.mark.usefixtures("kernels", "poisoned")
@@ -186,7 +186,7 @@ def test_what_does_not_fit_raises(on_kernels, monkeypatch):
         call(q=q.clone().requires_grad_())
 
 
-@BEYOND_INT32
+@TENS_OF_GIB
 @pytest.mark.gpu
 def test_slots_beyond_two_to_the_31_elements_are_read():
     pool = torch.zeros(2**21 + PAGE, 8, 128, dtype=torch.bfloat16, device=DEVICE)

@@ -9,7 +9,7 @@ from ligermodels.kernels.grouped_gemm import (
     grouped_input_gradient,
     grouped_weight_gradient,
 )
-from tests.conftest import BEYOND_INT32, DEVICE
+from tests.conftest import DEVICE, TENS_OF_GIB
 from tests.kernels.error_budget import DTYPES, check, relative_error
 
 # Rows of each group, N, K: empty groups at both ends and inside, several tiles each way, more groups than rows.
@@ -130,7 +130,7 @@ def test_misaligned_operands_run_in_bfloat16():
             torch.testing.assert_close(function(*operands, offsets), expected)
 
 
-@BEYOND_INT32
+@TENS_OF_GIB
 @pytest.mark.gpu
 def test_offsets_beyond_two_to_the_31():
     """Rows that the Triton kernels read and write; grouped_mm does not take fp16."""

@@ -18,7 +18,7 @@ from ligermodels.kernels.linear_cross_entropy import (
 )
 from ligermodels.kernels.logits_chunks import chunk_rows, keeps_logits
 from ligermodels.kernels.rescale import rescale, rescale_pair, scale_gradient_
-from tests.conftest import BEYOND_INT32, DEVICE
+from tests.conftest import DEVICE, TENS_OF_GIB
 from tests.kernels.error_budget import DTYPES, relative_error
 from tests.kernels.test_cross_entropy import NEW_OPTIONS, OPTIONS, TOGETHER, check_loss, path, weights_of  # noqa: F401
 
@@ -369,7 +369,7 @@ def test_scaling_a_pair_is_bit_identical_to_scaling_each_alone(rows):
         assert torch.equal(got, (5.25 * x).half())
 
 
-@BEYOND_INT32
+@TENS_OF_GIB
 @pytest.mark.gpu
 @pytest.mark.parametrize("columns", [2**14, 2**14 + 1])  # scaled as one long row, and row by row
 def test_scaling_beyond_two_to_the_31_elements(columns):

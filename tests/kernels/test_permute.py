@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from ligermodels.kernels.permute import SORT_TILE, permute, sort_by_expert, unpermute
-from tests.conftest import BEYOND_INT32, DEVICE
+from tests.conftest import DEVICE, TENS_OF_GIB
 
 pytestmark = pytest.mark.usefixtures("kernels", "poisoned")
 
@@ -41,7 +41,7 @@ def test_permute_copies_and_unpermute_sums_rows(tokens, hidden, k, dtype):
     assert torch.equal(unpermute(rows, row), expected)
 
 
-@BEYOND_INT32
+@TENS_OF_GIB
 @pytest.mark.gpu
 def test_permute_and_unpermute_beyond_two_to_the_31_elements():
     tokens, hidden = 2**17 + 9, 2**13

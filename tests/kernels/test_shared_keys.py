@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from ligermodels.kernels.shared_keys import gather_keys, gather_keys_reference
-from tests.conftest import BEYOND_INT32, DEVICE
+from tests.conftest import DEVICE, TENS_OF_GIB
 from tests.kernels.error_budget import DTYPES, check
 
 pytestmark = pytest.mark.usefixtures("kernels", "poisoned")
@@ -47,7 +47,7 @@ def test_shapes_that_do_not_fit_are_refused():
         gather_keys(x[:1], offsets[:-1], places)
 
 
-@BEYOND_INT32
+@TENS_OF_GIB
 @pytest.mark.gpu
 def test_copies_beyond_two_to_the_31_elements():
     tokens, copies = 2**14, 9

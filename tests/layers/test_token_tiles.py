@@ -31,19 +31,23 @@ def build(name="llama", change=lambda model: model, layers=1):
 
 
 def step(model, tile, monkeypatch, autocast=False):
-    """Loss, gradients of the trained parameters and FLOPs of the products of a step with activation checkpointing."""
+    """The loss and the gradients of the trained parameters of a step with activation checkpointing."""
     monkeypatch.setattr(token_tiles, "TILE_TOKENS", tile)
     model.checkpoint_activations()
     device = model.lm_head.weight.device
     ids = torch.randint(3, 99, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0)).to(device)
     trained = [p for p in model.parameters() if p.requires_grad]
+    with torch.autocast(device.type, HALF, enabled=autocast):
+        loss = model(ids, ids).loss
+    return loss.detach(), torch.autograd.grad(loss, trained)
+
+
+def counted_step(*inputs):
+    """A step and the FLOPs of its products."""
     with FlopCounterMode(display=False) as counter:
-        with torch.autocast(device.type, HALF, enabled=autocast):
-            loss = model(ids, ids).loss
-        gradients = torch.autograd.grad(loss, trained)
+        results = step(*inputs)
     counts = counter.get_flop_counts()["Global"]
-    products = sum(counts[op] for op in counts if op in (torch.ops.aten.mm, torch.ops.aten.addmm))
-    return loss.detach(), gradients, products
+    return *results, sum(counts[op] for op in counts if op in (torch.ops.aten.mm, torch.ops.aten.addmm))
 
 
 def assert_equal_to_rounding(got, expected):
@@ -63,8 +67,8 @@ def test_the_loss_has_the_same_bits_and_gradients_differ_by_the_order_of_sums(na
     if path == "kernels":
         request.getfixturevalue("kernels")
     model = build(name)
-    loss, expected, whole = step(model, 1000, monkeypatch)
-    tiled_loss, got, tiled = step(model, TILE, monkeypatch)
+    loss, expected, whole = counted_step(model, 1000, monkeypatch)
+    tiled_loss, got, tiled = counted_step(model, TILE, monkeypatch)
     assert torch.equal(tiled_loss, loss)
     assert_equal_to_rounding(got, expected)
     gate_up = sum(p.numel() for n, p in model.named_parameters() if "gate_up_proj.weight" in n)
@@ -74,8 +78,8 @@ def test_the_loss_has_the_same_bits_and_gradients_differ_by_the_order_of_sums(na
 
 def test_gradients_of_lora_over_tiles(monkeypatch):
     model = build(change=adapt)
-    _, expected, _ = step(model, 1000, monkeypatch)
-    _, got, _ = step(model, TILE, monkeypatch)
+    _, expected = step(model, 1000, monkeypatch)
+    _, got = step(model, TILE, monkeypatch)
     assert_equal_to_rounding(got, expected)
 
 
@@ -113,9 +117,9 @@ def test_gradients_in_half_precision_are_within_the_error_budget(autocast, monke
     model = build()
     if not autocast:
         model.to(HALF)
-    _, exact, _ = step(copy.deepcopy(model).double().cpu(), 1000, monkeypatch)  # kernels have no float64
-    _, plain, _ = step(model, 1000, monkeypatch, autocast)
-    _, tiled, _ = step(model, TILE, monkeypatch, autocast)
+    _, exact = step(copy.deepcopy(model).double().cpu(), 1000, monkeypatch)  # kernels have no float64
+    _, plain = step(model, 1000, monkeypatch, autocast)
+    _, tiled = step(model, TILE, monkeypatch, autocast)
     for reference, a, b in zip(exact, plain, tiled, strict=True):
         assert b.dtype == a.dtype
         reference = reference.to(DEVICE)
