@@ -1,8 +1,10 @@
 """Without a GPU, Triton kernels are built for the interpreter: this must run before anything imports triton."""
 
+import fcntl
 import gc
 import json
 import os
+import tempfile
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # test tensors are too small for threads, and test processes share the cores
@@ -19,10 +21,7 @@ from tests import interpreter
 from tests.forking import ScriptServer
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-# Tests that need tens of GiB run one at a time under `--dist loadgroup`.
-TENS_OF_GIB = pytest.mark.xdist_group("tens of GiB")
+TENS_OF_GIB = pytest.mark.usefixtures("turn")
 
 
 def pytest_configure():
@@ -92,6 +91,16 @@ def free_gpu_memory():
     yield
     if DEVICE == "cuda":
         torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def turn(free_gpu_memory):
+    """Tests that need tens of GiB take turns, in whichever process they run."""
+    with (Path(tempfile.gettempdir()) / f"ligermodels-tests-{os.getuid()}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+        if DEVICE == "cuda":
+            torch.cuda.empty_cache()
 
 
 @pytest.fixture(autouse=True)
