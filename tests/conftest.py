@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
 
 import pytest
 
-from ligermodels.kernels import launch, rescale
+from ligermodels.kernels import grouped_gemm, launch, rescale
 from tests import interpreter
 from tests.forking import ScriptServer
 
@@ -29,6 +29,9 @@ def pytest_configure():
         interpreter.speed_up_interpreter()
         # The GPU's span would take 32 steps for every row, however short.
         rescale.IN_PLACE_TILE = rescale.SpanTile(block=512, span=2048, warps=8)
+        # A step takes the interpreter as long however large its blocks are.
+        tiles = grouped_gemm.GEMM_TILES
+        tiles[4] = tiles[4]._replace(block_n=128, block_k=64)
 
 
 # Files whose tests start processes, compile, or train. `-m "not slow"` leaves them out: two thirds of the time.

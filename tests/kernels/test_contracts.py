@@ -18,8 +18,8 @@ from tests.kernels.error_budget import DTYPES, check, relative_error
 from tests.kernels.ops import OPS, as_list, attention_case, parametrize_ops
 
 HALF = DTYPES[-1]
-# (batch, length): no other dimension has one of these sizes, and no two have the same number of rows.
-SIZES = [(2, 4), (8, 2), (4, 14)][: 3 if DEVICE == "cuda" else 2]
+# (batch, length): no other dimension has one of the first sizes, and no two have the same number of rows.
+SIZES = [(2, 4), (3, 2), (4, 14)][: 3 if DEVICE == "cuda" else 2]
 import_all()
 ALL_OPS = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("ligermodels::")}
 # The kernels of flash-attn-4 need a GPU: tests/kernels/test_flash_attention.py.
@@ -90,15 +90,22 @@ def record(case):
     return recorder
 
 
+def kind_of(argument):
+    """What may change the tensors that an op returns: not the value of a float, nor the name of a function."""
+    if isinstance(argument, Tensor):
+        return argument.dtype
+    return type(argument) if isinstance(argument, float | str) else argument
+
+
 @cache
 def calls_of_all_ops():
-    """{op: {arguments with tensors as dtypes: (function, arguments)}}, with all leaves trained and with one."""
+    """{op: {kinds of arguments: (function, arguments)}}, with all leaves trained and with one."""
     calls = {name: {} for name in REGISTERED}
     for op in OPS.values():
-        case = op.case()
+        case = op.case(1, 3)
         for trained in (case, case.train_only(0), case.train_only(1)) if op.has_gradients else (case,):
             for function, args in record(trained).calls:
-                calls[function._schema.name][str(tree_map_only(Tensor, lambda x: x.dtype, args))] = function, args
+                calls[function._schema.name][tuple(map(kind_of, args))] = function, args
     return calls
 
 
@@ -110,6 +117,12 @@ def test_opcheck(name):
         torch.library.opcheck(function, args)
 
 
+def mark_dynamic(case, sizes):
+    for x in [*case.leaves, *case.constants]:
+        for dim in [dim for dim, size in enumerate(x.shape) if size in sizes]:
+            torch._dynamo.mark_dynamic(x, dim)
+
+
 @parametrize_ops()
 def test_one_compiled_graph_serves_all_batches_and_lengths_with_equal_gradients(op):
     torch._dynamo.reset()
@@ -118,9 +131,8 @@ def test_one_compiled_graph_serves_all_batches_and_lengths_with_equal_gradients(
     compiled = torch.compile(lambda *inputs: ours(*inputs), fullgraph=True, backend=counter)
     for sizes in SIZES:
         case = op.case(*sizes)
-        for x in [*case.leaves, *case.constants]:
-            for dim in [dim for dim, size in enumerate(x.shape) if size in sizes]:
-                torch._dynamo.mark_dynamic(x, dim)
+        if sizes == SIZES[0]:
+            mark_dynamic(case, sizes)
         upstream = case.upstream()
         torch.testing.assert_close(case.step(compiled, upstream), case.step(ours, upstream), rtol=1e-4, atol=1e-5)
     assert counter.frame_count == 1
@@ -159,7 +171,7 @@ def test_activation_checkpointing_changes_no_output_and_no_gradient(op):
 
 @parametrize_ops(has_our_kernels)
 def test_two_runs_are_bit_identical(op, poisoned):
-    case = op.case(3, 670 if DEVICE == "cuda" else 5, HALF)
+    case = op.case(3, 670 if DEVICE == "cuda" else 2, HALF)
     upstream = case.upstream()
     assert equal(case.step(case.ours, upstream), case.step(case.ours, upstream))
 
@@ -272,7 +284,7 @@ def flops(function, *args):
 @parametrize_ops(lambda op: op.products)
 def test_no_matrix_product_is_computed_twice_or_only_for_frozen_leaves(op):
     case = op.case()
-    upstream, forward = case.upstream(), flops(case.upstream)
+    upstream, forward = case.upstream(), flops(case.forward, case.ours)
     everything, *alone = op.products
     assert flops(case.step, case.ours, upstream) == (1 + everything) * forward
     for index, products in enumerate(alone):
@@ -352,8 +364,8 @@ def test_offsets_beyond_two_to_the_31_are_right(op):
     case = op.draw(1, *op.huge).to(torch.bfloat16)
     leaves = [last(x).detach().clone().requires_grad_() for x in case.leaves]
     last_rows = replace(case, leaves=leaves, constants=[last(x).clone() for x in case.constants])
-    upstream_last = last_rows.upstream()
-    upstream = [torch.zeros_like(x) for x in case.upstream()]
+    upstream_last = last_rows.upstream(last_rows.ours)
+    upstream = [torch.zeros_like(x) for x in case.forward(case.ours)]
     for whole, part in zip(upstream, upstream_last, strict=True):
         last(whole).copy_(part)
     results = case.step(case.ours, upstream)
