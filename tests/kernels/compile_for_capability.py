@@ -55,7 +55,7 @@ def pretend_device(capability: int, limit: int) -> None:
 
 
 def zeros(*shape: int, scale: float = 1.0) -> torch.Tensor:
-    """Numbers for which FP8 has codes. NumPy writes no page of its zeros: experts have GiB of them, which none reads."""
+    """Numbers for which FP8 has codes. NumPy writes no page of its zeros: experts have GiB, which none reads."""
     return torch.from_numpy(np.zeros(shape, np.int16)).view(torch.bfloat16)
 
 
