@@ -13,10 +13,11 @@ from tests.cases import CASES, LLAMA
 from tests.conftest import DEVICE
 from tests.layers.adapters import RANK, adapt
 
-ROWS, LENGTH = 2, 8
+ROWS, LENGTH, LAYERS = 2, 8, 2
+TWO_LAYERS = LLAMA | {"num_hidden_layers": LAYERS}
 
 
-def step(checkpointing, raw=LLAMA, change=lambda model: model, kept_tensors=0, **documents):
+def step(checkpointing, raw=TWO_LAYERS, change=lambda model: model, kept_tensors=0, **documents):
     """Gradients of one training step, and the FLOPs of its matrix products. change: modifies the model first."""
     torch.manual_seed(0)
     model = change(ligermodels.create(raw, device=DEVICE))
@@ -40,7 +41,7 @@ def test_gradients_are_bit_identical_and_the_last_matrix_product_is_not_recomput
         assert torch.equal(a, b)
     hidden, inner, qkv = 48, 80, (6 + 2 * 2) * 8
     per_token = 2 * (hidden * qkv + hidden * hidden + hidden * 2 * inner)  # qkv, o and gate_up, not down
-    assert recomputed - once == 3 * ROWS * LENGTH * per_token
+    assert recomputed - once == LAYERS * ROWS * LENGTH * per_token
 
 
 @pytest.mark.parametrize("kept_tensors", [0, None])
@@ -72,7 +73,7 @@ def test_with_lora_the_last_matrix_product_is_not_recomputed_either():
     # The unfused down projection's backward products with B and dlow A. FLOP counters do not see those of the fused
     # node, which are in place.
     unfused = 2 * RANK * (2 * hidden + inner)
-    assert recomputed - once == 3 * ROWS * LENGTH * (per_token + narrow + wide + unfused)
+    assert recomputed - once == LAYERS * ROWS * LENGTH * (per_token + narrow + wide + unfused)
 
 
 @pytest.mark.usefixtures("kernels")
@@ -93,7 +94,7 @@ def test_what_is_kept_is_not_recomputed_and_gradients_are_bit_identical(path, re
     for a, b in zip(expected, got, strict=True):
         assert torch.equal(a, b)
     hidden, inner = 48, 80
-    assert recomputed - once == 3 * ROWS * LENGTH * 2 * hidden * 2 * inner  # gate_up alone
+    assert recomputed - once == LAYERS * ROWS * LENGTH * 2 * hidden * 2 * inner  # gate_up alone
 
 
 class Calls(TorchDispatchMode):
@@ -135,4 +136,4 @@ def test_with_lora_the_updates_alone_are_recomputed_where_products_are_kept():
     for a, b in zip(expected, got, strict=True):
         torch.testing.assert_close(a, b)
     hidden, qkv = 48, (6 + 2 * 2) * 8
-    assert full - selective == 3 * ROWS * LENGTH * 2 * (hidden * qkv + hidden * hidden)
+    assert full - selective == LAYERS * ROWS * LENGTH * 2 * (hidden * qkv + hidden * hidden)

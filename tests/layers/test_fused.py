@@ -17,7 +17,8 @@ from tests.cases import CASES, LLAMA
 from tests.conftest import DEVICE
 from tests.layers.adapters import adapt
 
-BIASED = LLAMA | {"attention_bias": True, "mlp_bias": True}
+LAYERS = 2
+BIASED = LLAMA | {"num_hidden_layers": LAYERS, "attention_bias": True, "mlp_bias": True}
 
 
 class Scaled(torch.autograd.Function):
@@ -71,8 +72,8 @@ def assert_equal(got, expected, count):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-PARAMETERS = 3 * (4 * 2 + 2) + 3  # three layers with four biased projections and two norms; embedding, norm, head
-ADAPTERS = 3 * 4 * 2
+PARAMETERS = LAYERS * (4 * 2 + 2) + 3  # layers with four biased projections and two norms; embedding, norm, head
+ADAPTERS = LAYERS * 4 * 2
 
 
 @pytest.mark.usefixtures("kernels")
@@ -90,7 +91,7 @@ def test_inference_of_few_rows_takes_their_kernels_with_equal_logits(rows, monke
     with torch.no_grad():
         got = model(ids).logits
     layer = ["few_rows_norm_linear", "few_rows_linear", "few_rows_norm_linear", "few_rows_gated_linear"]
-    assert called == (3 * layer if rows <= FEW_ROWS else [])
+    assert called == (LAYERS * layer if rows <= FEW_ROWS else [])
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -105,7 +106,7 @@ def test_a_linear_with_a_hook_takes_the_unfused_path_with_equal_gradients():
                 record_inputs(module, seen)
 
     assert_equal(gradients(hook_all), gradients(), PARAMETERS)
-    assert seen == 3 * [48, 48, 48, 80]  # the inputs of qkv, o, gate_up and down in three layers
+    assert seen == LAYERS * [48, 48, 48, 80]  # the inputs of qkv, o, gate_up and down
 
 
 @pytest.mark.usefixtures("kernels")
@@ -127,7 +128,7 @@ def test_lora_gradients_are_equal_fused_unfused_and_over_a_replaced_linear():
 
     fused = gradients(adapt)
     assert_equal(gradients(hooked), fused, ADAPTERS)
-    assert seen == 3 * [48, 48, 48, 80]
+    assert seen == LAYERS * [48, 48, 48, 80]
     assert_equal(gradients(replaced), fused, ADAPTERS)
 
 
