@@ -102,7 +102,7 @@ def calls_of_all_ops():
     """{op: {kinds of arguments: (function, arguments)}}, with all leaves trained and with one."""
     calls = {name: {} for name in REGISTERED}
     for op in OPS.values():
-        case = op.case(1, 3)
+        case = op.case(3, 1)
         for trained in (case, case.train_only(0), case.train_only(1)) if op.has_gradients else (case,):
             for function, args in record(trained).calls:
                 calls[function._schema.name][tuple(map(kind_of, args))] = function, args
