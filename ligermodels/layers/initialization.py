@@ -11,7 +11,6 @@ from ligermodels.layers.lora import initialize_lora
 from ligermodels.weights.mapping import is_lora_parameter
 from ligermodels.weights.sharding import copy_local_shard
 
-
 FILLS = frozenset([nn.init.uniform_, nn.init.normal_, nn.init.constant_, nn.init.kaiming_uniform_])
 
 
