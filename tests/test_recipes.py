@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 import ligermodels
 from ligermodels.architectures import ARCHITECTURES
 from ligermodels.cli import main
+from ligermodels.training.reporting import evaluation
 from ligermodels.training.reporting.metrics import read_metrics
 from tests.interop.folders import export_with_tokenizer, tiny_model
 from tests.pages import ROOT, blocks_of, commands_of, ligermodels_arguments, sections
@@ -127,6 +128,7 @@ class Reader:
 def reader(tmp_path, models, launcher, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(loop, "draw_curves", lambda *_: None)
+    monkeypatch.setattr(evaluation, "SAMPLE_TOKENS", 10)
     sizes = ARCHITECTURES["llama"].SIZES
     monkeypatch.setitem(sizes, "8b", sizes["tiny"])
     (tmp_path / "work").mkdir()

@@ -21,6 +21,7 @@ from ligermodels.hub.download import MODEL_FILES, adapter_folder, fetch_files, f
 from ligermodels.hub.known_models import KNOWN_MODELS
 from ligermodels.images.inputs import Processor
 from ligermodels.layers.decoder import CausalLM
+from ligermodels.layers.initialization import NoInitialization
 from ligermodels.layers.quantising import quantise
 from ligermodels.layers.reward_model import RewardModel, initialize_new_parameters, is_classifier, reward_model_class
 from ligermodels.tokenizer import Tokenizer, check_vocabulary
@@ -224,7 +225,7 @@ def export(
 
 def build_on_meta(architecture: type[CausalLM], config: Config) -> CausalLM:
     """Builds the model on the meta device, in fp32."""
-    with torch.device("meta"):
+    with torch.device("meta"), NoInitialization():
         model = architecture(config)
     if isinstance(model, RewardModel) and not is_classifier(config.raw):
         model.with_new_head()

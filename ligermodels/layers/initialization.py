@@ -1,11 +1,28 @@
 """Random weights of a new model. Must not know any family."""
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from ligermodels.layers.lora import initialize_lora
 from ligermodels.weights.mapping import is_lora_parameter
 from ligermodels.weights.sharding import copy_local_shard
+
+FILLS = frozenset([nn.init.uniform_, nn.init.normal_, nn.init.constant_, nn.init.kaiming_uniform_])
+
+
+class NoInitialization(TorchFunctionMode):
+    """Skips what fills parameters as modules are made: on the meta device it takes long, to no effect."""
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # fmt: skip
+        kwargs = kwargs or {}
+        return kwargs["tensor"] if function in FILLS else function(*args, **kwargs)
 
 
 @torch.no_grad()

@@ -366,7 +366,7 @@ class RunConfig(TrainConfig):
 @functools.cache
 def type_of(name: str) -> tuple[Any, bool]:
     """The type of one value of a field, without None, and whether the field holds several of them."""
-    kind = typing.get_type_hints(TrainConfig)[name]
+    kind = TYPES[name]
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
         kind = next(option for option in typing.get_args(kind) if option is not types.NoneType)
     if typing.get_origin(kind) is tuple:
@@ -374,4 +374,5 @@ def type_of(name: str) -> tuple[Any, bool]:
     return kind, False
 
 
+TYPES: Mapping[str, Any] = typing.get_type_hints(TrainConfig)
 FIELDS: Mapping[str, dataclasses.Field] = {field.name: field for field in dataclasses.fields(TrainConfig)}

@@ -12,6 +12,7 @@ import pytest
 from ligermodels.board.folders import Place
 from ligermodels.board.processes import Processes
 from ligermodels.errors import InputError
+from ligermodels.training.data.embedded_stories import stories
 from ligermodels.weights.locking import lock_file
 from tests.board.serving import serving, write_run
 
@@ -23,6 +24,7 @@ def board(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     before = dict(os.environ)
     os.environ |= {"TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    (folder / "own.txt").write_text("\n".join(text for text, _ in stories(3, 100)))
     with serving(folder) as board:
         yield board
         for process in board.actions.processes.started.values():
@@ -33,6 +35,11 @@ def board(tmp_path_factory):
     os.environ |= before
 
 
+def settings(board):
+    """Of a run on a few texts: the embedded ones take longer to tokenise than the run to train."""
+    return SETTINGS | {"data": str(board.actions.folders[0] / "own.txt")}
+
+
 def ended(board, name):
     board.actions.processes.started[name].wait(timeout=800)
     return board.get(f"/api/process?name={name}")
@@ -41,11 +48,11 @@ def ended(board, name):
 @pytest.fixture(scope="module")
 def stopped(board):
     """A run that was started and stopped by requests; its summary."""
-    status, answer = board.post("/api/start", {"name": "first", "settings": SETTINGS})
+    status, answer = board.post("/api/start", {"name": "first", "settings": settings(board)})
     assert (status, answer) == (200, {"run": "0:first", "process": "first"})
     running = board.summary("0:first", lambda run: run["state"] == "running" and (run["step"] or 0) >= 3)
     assert running["steps"] == 400
-    assert "is running already" in board.refused("/api/start", {"name": "first", "settings": SETTINGS})
+    assert "is running already" in board.refused("/api/start", {"name": "first", "settings": settings(board)})
     assert "is running" in board.refused("/api/resume", {"run": "0:first"})
     assert board.post("/api/stop", {"run": "0:first"}) == (200, {})
     seen = ended(board, "first")
@@ -115,7 +122,7 @@ def test_a_chat_that_is_none_is_refused(board, stopped, change, status):
 
 
 def test_a_run_that_is_killed_has_died_and_one_that_fails_says_why(board):
-    board.post("/api/start", {"name": "killed", "settings": SETTINGS})
+    board.post("/api/start", {"name": "killed", "settings": settings(board)})
     board.summary("0:killed", lambda run: run["state"] == "running" and (run["step"] or 0) >= 2)
     board.actions.processes.started["killed"].kill()
     assert ended(board, "killed")["status"] == -signal.SIGKILL

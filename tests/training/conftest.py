@@ -4,7 +4,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ligermodels import distributed
+from ligermodels.training.reporting import evaluation
 from tests.conftest import DEVICE
+from tests.training.launching import loop
 
 
 @pytest.fixture
@@ -27,6 +29,15 @@ def rank_of_four():
 
     yield pretend
     torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_ends_of_runs():
+    """As in runs of the launcher: curves.png and the sample of a validation take longer than a few small steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "draw_curves", lambda *_: None)
+        patch.setattr(evaluation, "SAMPLE_TOKENS", 10)
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 import ligermodels.cli  # noqa: F401  all that a run imports, once for all runs
 from ligermodels.training.data import embedded
+from ligermodels.training.reporting import evaluation
 from ligermodels.training.reporting.metrics import read_metrics
 from tests.training.file_operations import FileOperations
 
@@ -196,4 +197,5 @@ def main():
 if __name__ == "__main__":
     embedded.TRAINING_STORIES, embedded.VALIDATION_STORIES = 200, 8
     embedded.TRAINING_CHATS, embedded.VALIDATION_CHATS = 200, 8
+    evaluation.SAMPLE_TOKENS = 10  # on several ranks each token takes as long as a step
     main()

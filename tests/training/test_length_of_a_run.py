@@ -26,7 +26,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def own_texts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.txt").write_text("\n".join(text for text, _ in stories(3, 60)))
-    monkeypatch.setattr(loop, "draw_curves", lambda *_: None)
 
 
 @pytest.fixture

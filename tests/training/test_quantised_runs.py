@@ -22,7 +22,6 @@ from ligermodels.training.runs.contradictions import refuse_contradictions
 from ligermodels.training.runs.preparing import prepare
 from ligermodels.training.runs.settings import config_of_run
 from ligermodels.weights.module import named_weights
-from tests.training.launching import loop
 from tests.training.launching import losses as losses_of
 from tests.training.small_models import save_model
 
@@ -61,7 +60,6 @@ def folder(tmp_path_factory):
 def here(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(loop, "draw_curves", lambda *_: None)
 
 
 def objectives(folder):

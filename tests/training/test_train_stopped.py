@@ -22,6 +22,7 @@ from ligermodels.training.runs.settings import config_of_run
 from tests.training.launching import ROOT, TRAIN, losses, records, weights
 
 RUN = ["--data", "own.txt", "--steps", "16", "--batch-size", "2", "--sequence-length", "64", "--warmup", "2"]
+RUN += ["--eval-every", "8"]
 LLAMA = ["--model", "llama", *RUN]
 
 
@@ -265,7 +266,8 @@ def test_all_ranks_stop_at_a_loss_that_is_not_finite_and_resume_without_that_ste
     save_file(weights, model / "model.safetensors")
     lines = [{"text": "~" * (number == 2) + text} for number, (text, _) in enumerate(stories(5, 8))]
     (launcher.folder / "eight.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    run = ["--model", "holed", "--data", "eight.jsonl", "--validation-data", "own.txt", "--packing", "off"]
+    (launcher.folder / "two.txt").write_text("\n".join(text for text, _ in stories(6, 2)))
+    run = ["--model", "holed", "--data", "eight.jsonl", "--validation-data", "two.txt", "--packing", "off"]
     run += ["--steps", "4", "--batch-size", "2", "--seed", "1", "--no-export"]
     skipping = launcher.succeed(*run, "--on-nan", "skip", "--output", "holed-skipped")
     assert "1 update skipped" in skipping.stdout

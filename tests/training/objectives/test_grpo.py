@@ -9,6 +9,7 @@ import torch
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
 from ligermodels.training import TrainConfig, train
+from ligermodels.training.data import embedded
 from ligermodels.training.objectives import grpo, watching
 from ligermodels.training.reinforcement.judging import pass_fraction
 from ligermodels.training.reinforcement.policy import policy_loss
@@ -34,7 +35,10 @@ def first(prompts, completions, answer, log_extra, log_metric):
 
 
 @pytest.fixture
-def config(tmp_path):
+def config(tmp_path, monkeypatch):
+    """Makes settings, by default for a few of the embedded sums."""
+    few = (embedded.EmbeddedSplit("sums", seed, size) for seed, size in ((0, 240), (1, 16)))
+    monkeypatch.setitem(embedded.EMBEDDED_GROUPS, "sums", tuple(few))
     file = tmp_path / "rewards.py"
     file.write_text(REWARD)
 

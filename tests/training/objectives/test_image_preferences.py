@@ -25,7 +25,6 @@ from tests.conftest import DEVICE
 from tests.images.folders import picture, png
 from tests.images.models import save_image_model
 from tests.sabotage import Sabotage
-from tests.training.launching import loop
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 HERE = World(torch.device(DEVICE))
@@ -93,8 +92,7 @@ def models(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def no_curves(monkeypatch, tmp_path):
-    monkeypatch.setattr(loop, "draw_curves", lambda *_: None)
+def here(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
 

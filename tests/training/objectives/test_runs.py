@@ -13,10 +13,10 @@ from ligermodels.distributed import World
 from ligermodels.errors import InputError
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.training import TrainConfig, plan, train
+from ligermodels.training.data import embedded
 from ligermodels.training.objectives.pairs import DPO
 from ligermodels.training.runs.preparing import prepare
 from ligermodels.training.runs.settings import config_of_run
-from tests.training.launching import loop
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 COMMON = {"model": "qwen2", "data": ("pairs.jsonl",), "pairs": 8, "steps": 2, "eval_every": 9, "max_length": 64,
@@ -27,7 +27,6 @@ COMMON = {"model": "qwen2", "data": ("pairs.jsonl",), "pairs": 8, "steps": 2, "e
 def pairs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(loop, "draw_curves", lambda *_: None)
     records = [
         {"prompt": f"{n} plus {n} is", "chosen": f" {2 * n}." + " Good." * (n % 3), "rejected": f" {2 * n}? No."}
         for n in range(60)
@@ -190,7 +189,9 @@ def test_a_continued_adapter_is_its_own_reference(tmp_path):
     assert steps(run(**continued, reference="base"))[0]["rewards/margins"] > 0
 
 
-def test_embedded_preferences_are_learned_from_new_weights_on_unseen_pairs():
+def test_embedded_preferences_are_learned_from_new_weights_on_unseen_pairs(monkeypatch):
+    few = (embedded.EmbeddedSplit("preferences", seed, size) for seed, size in ((0, 200), (1, 40)))
+    monkeypatch.setitem(embedded.EMBEDDED_GROUPS, "preferences", tuple(few))
     settings = {"objective": "dpo", "data": ("preferences",), "pairs": 16, "steps": 6, "eval_every": 6}
     result = train(TrainConfig(model="qwen2", **settings, reference="model", no_export=True))
     (validation,) = [record for record in result.metrics if record["step"] == 6 and "validation_loss" in record]

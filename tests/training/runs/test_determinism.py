@@ -32,7 +32,6 @@ def test_a_deterministic_run_has_the_same_bits_again(tmp_path, monkeypatch):
         clip_and_step(*arguments)
 
     monkeypatch.setattr(loop, "clip_and_step", record)
-    monkeypatch.setattr(loop, "draw_curves", lambda *_: None)
     settings = {"model": "llama", "data": "random", "steps": 2, "batch_size": 2, "sequence_length": 32}
     runs = [train(TrainConfig(**settings, deterministic=True, no_export=True, output=tmp_path / name)) for name in "ab"]
     assert seen == [(True, False, False, ":4096:8")] * 4 and torch_settings() == before
