@@ -36,6 +36,8 @@ class KeepFp64(TorchFunctionMode):
     """Norms, softmaxes and scans of the reference cast to fp32. In this mode, fp64 tensors stay fp64."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
+        if len(args) == 1 and not kwargs and func is not Tensor.float:  # most calls: no dtype is given
+            return func(*args)
         options = kwargs or {}
         if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
             if func is Tensor.float:

@@ -1,7 +1,10 @@
 """Every family and each of its switches against the reference implementation: logits, loss, SGD step, generation."""
 
 import copy
+import functools
 import statistics
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -60,17 +63,24 @@ def hub_tensors(model):
     return {piece.tensor: piece.from_box(parameters[piece.parameter].detach()[piece.index]) for piece in pieces}
 
 
-def check_parity(name, folder, device=DEVICE):
-    """Compares logits, loss and the change of every weight in one SGD step, in fp32."""
-    raw = CASES[name]
-    reference = save_reference(raw, folder)
-    model = ligermodels.load(folder, device=device)
-    input_ids = tokens(raw)
+@functools.lru_cache(maxsize=2)  # the tests of a case's breaks follow each other
+def reference_results(name, length):
+    """The checkpoint of a case, in a folder that goes with it, and the reference's results in fp64 and in fp32."""
+    folder = TemporaryDirectory()
+    reference = save_reference(CASES[name], Path(folder.name))
+    input_ids = tokens(CASES[name], length=length)
     labels = labels_of(input_ids)
     with KeepFp64():
         exact = results(copy.deepcopy(reference).double(), input_ids, labels)
-    theirs = results(reference, input_ids, labels)
-    ours = results(model, input_ids.to(device), labels.to(device))
+    return folder, exact, results(reference, input_ids, labels)
+
+
+def check_parity(name, device=DEVICE, length=23):
+    """Compares logits, loss and the change of every weight in one SGD step, in fp32."""
+    folder, exact, theirs = reference_results(name, length)
+    model = ligermodels.load(folder.name, device=device)
+    input_ids = tokens(CASES[name], length=length)
+    ours = results(model, input_ids.to(device), labels_of(input_ids).to(device))
     buffers = {key: buffer.shape for key, buffer in model.stored_buffers().items()}
     untrained = {*model.kept, *(piece.tensor for piece in plan_pieces(buffers, model.export_rules()))}
     assert set(exact) - set(ours) - untrained <= {"lm_head.weight", "language_model.lm_head.weight"}
@@ -94,10 +104,13 @@ def results(model, input_ids, labels):
     The step starts at zero: from the weights it would be rounded to their last place, an error that is larger than all
     others where a step is small.
     """
-    named = hub_tensors if isinstance(model, CausalLM) else reference_hub_tensors
-    with torch.no_grad():
-        logits = model(input_ids).logits
-    loss = model(input_ids=input_ids, labels=labels).loss
+    is_ours = isinstance(model, CausalLM)
+    named = hub_tensors if is_ours else reference_hub_tensors
+    out = model(input_ids=input_ids, labels=labels)
+    loss, logits = out.loss, out.logits
+    if is_ours:  # which may compute other things where no gradient is wanted
+        with torch.no_grad():
+            logits = model(input_ids).logits
     loss.backward()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -108,14 +121,15 @@ def results(model, input_ids, labels):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_fp32_results_equal_those_of_the_reference(name, tmp_path):
-    check_parity(name, tmp_path)
+def test_fp32_results_equal_those_of_the_reference(name):
+    check_parity(name)
 
 
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("name", ON_KERNELS)
-def test_fp32_results_of_the_kernels_equal_those_of_the_reference(name, tmp_path):
-    check_parity(name, tmp_path)
+def test_fp32_results_of_the_kernels_equal_those_of_the_reference(name):
+    # The interpreter runs one program after another, most of them for one token. LongRoPE changes behind 20.
+    check_parity(name, length=23 if DEVICE == "cuda" or "longrope" in name else 13)
 
 
 @pytest.mark.usefixtures("kernels")
@@ -125,7 +139,7 @@ def test_half_precision_is_within_the_error_budget(name, tmp_path):
     dtype = torch.float16 if DEVICE == "cpu" else torch.bfloat16
     save_reference(CASES[name], tmp_path)
     model = ligermodels.load(tmp_path, dtype=dtype, device=DEVICE)
-    input_ids = tokens(CASES[name], length=64 if DEVICE == "cuda" else 24)  # the interpreter is slow
+    input_ids = tokens(CASES[name], length=64 if DEVICE == "cuda" else 12)  # the interpreter is slow
     plain = reference_model(CASES[name], dtype)
     exact = reference_model(CASES[name], dtype).double()(input_ids).logits
     ours = relative_error(model(input_ids.to(DEVICE)).logits.cpu(), exact)

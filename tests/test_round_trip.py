@@ -59,59 +59,64 @@ def parameters_equal(model, other):
     return all(name == same and torch.equal(a, b) for (name, a), (same, b) in pairs)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_an_export_equals_the_loaded_checkpoint(name, tmp_path):
-    reference = save_reference(CASES[name], tmp_path / "in")
-    model = ligermodels.load(tmp_path / "in")
-    ligermodels.export(model, tmp_path / "out")
+class Saved:
+    """A case, the reference model, the folder where it is saved, and our model as loaded from there."""
 
-    assert tensor_hashes(tmp_path / "out") == tensor_hashes(tmp_path / "in")
-    assert bits(tmp_path / "out") == bits(tmp_path / "in")
-    assert includes(config(tmp_path / "out"), config(tmp_path / "in"))
-    read, input_ids = reread(tmp_path / "out"), tokens(CASES[name])
-    assert parameters_equal(read, reference)
-    torch.testing.assert_close(read(input_ids).logits, reference(input_ids).logits)  # their memory alignment differs
+    def __init__(self, name, folder):
+        self.name, self.folder = name, folder
+        self.reference = save_reference(CASES[name], folder)
+        self.model = ligermodels.load(folder)
 
 
-OF_VERSION_5 = [name for name in CASES if name.startswith("gemma4")]
+@pytest.fixture(scope="module", params=CASES)
+def saved(request, tmp_path_factory):
+    """Each case, for one test after the other; none changes it."""
+    return Saved(request.param, tmp_path_factory.mktemp("saved"))
 
 
-@pytest.mark.parametrize("name", OF_VERSION_5)
-def test_a_config_of_a_family_that_only_transformers_5_has_gets_no_old_rope_fields(name, tmp_path):
-    save_reference(CASES[name], tmp_path / "old").save_pretrained(tmp_path / "new")
-    old_model, new_model = (ligermodels.load(tmp_path / folder) for folder in ("old", "new"))
-    assert torch.equal(old_model(tokens(CASES[name])).logits, new_model(tokens(CASES[name])).logits)
-    ligermodels.export(new_model, tmp_path / "out")
-    written = config(tmp_path / "out")
-    assert includes(written, config(tmp_path / "new"))
-    assert not {"rope_theta", "rope_scaling"} & written.get("text_config", written).keys()
-    expected, read = (read_by_version_5(tmp_path / folder) for folder in ("new", "out"))
-    assert includes(read, expected)
+def test_an_export_equals_the_loaded_checkpoint(saved, tmp_path):
+    ligermodels.export(saved.model, tmp_path / "out")
+
+    assert tensor_hashes(tmp_path / "out") == tensor_hashes(saved.folder)
+    assert bits(tmp_path / "out") == bits(saved.folder)
+    assert includes(config(tmp_path / "out"), config(saved.folder))
+    read, input_ids = reread(tmp_path / "out"), tokens(CASES[saved.name])
+    assert parameters_equal(read, saved.reference)
+    expected = saved.reference(input_ids).logits
+    torch.testing.assert_close(read(input_ids).logits, expected)  # their memory alignment differs
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in OF_VERSION_5])
-def test_a_config_of_transformers_5_gives_the_same_model(name, tmp_path):
+def test_a_config_of_transformers_5_gives_the_same_model(saved, tmp_path):
     """save_pretrained writes rope_parameters, layer_types and dtype. An export adds the old fields, which alone give
-    the same configuration."""
-    save_reference(CASES[name], tmp_path / "old").save_pretrained(tmp_path / "new")
+    the same configuration; none to families that only transformers 5 has."""
+    saved.reference.save_pretrained(tmp_path / "new")
     new = config(tmp_path / "new")
-    text = new.get("text_config", new)
-    assert "rope_parameters" in text and not {"rope_theta", "rope_scaling", "torch_dtype"} & text.keys()
-    old_model, new_model = (ligermodels.load(tmp_path / folder) for folder in ("old", "new"))
-    input_ids = tokens(CASES[name])
-    assert torch.equal(old_model(input_ids).logits, new_model(input_ids).logits)
+    new_model, input_ids = ligermodels.load(tmp_path / "new"), tokens(CASES[saved.name])
+    assert torch.equal(saved.model(input_ids).logits, new_model(input_ids).logits)
 
     ligermodels.export(new_model, tmp_path / "out")
     written = config(tmp_path / "out")
     assert includes(written, new)
+    folders = [tmp_path / "new", tmp_path / "out"]
+    if saved.name.startswith("gemma4"):
+        assert not {"rope_theta", "rope_scaling"} & written.get("text_config", written).keys()
+    else:
+        folders.append(check_old_fields(new, written, new_model, tmp_path / "stripped"))
+    expected, *read = map(read_by_version_5, folders)
+    assert all(includes(values, expected) for values in read)
+
+
+def check_old_fields(new, written, model, folder):
+    """Writes the fields of an export that transformers 4 knows to a folder, and returns it."""
+    text = new.get("text_config", new)
+    assert "rope_parameters" in text and not {"rope_theta", "rope_scaling", "torch_dtype"} & text.keys()
     assert {"rope_theta", "rope_scaling"} <= written.get("text_config", written).keys()
     assert written["torch_dtype"] == written["dtype"] == "float32"
     old_fields = without_new_fields(written)
-    assert type(new_model.config).from_dict(old_fields) == new_model.config
-    (tmp_path / "stripped").mkdir()
-    (tmp_path / "stripped" / "config.json").write_text(json.dumps(old_fields))
-    expected, *read = (read_by_version_5(tmp_path / folder) for folder in ("new", "out", "stripped"))
-    assert all(includes(values, expected) for values in read)
+    assert type(model.config).from_dict(old_fields) == model.config
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(old_fields))
+    return folder
 
 
 def read_by_version_5(folder):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.kernels.attention_mask import Mask
-from ligermodels.kernels.dispatch import Node, register_op
+from ligermodels.kernels.dispatch import Node, assume_constant_result, register_op
 
 # Head dimensions with gradients within the error budget, by the major compute capability; others were not tried. Of
 # 4.0.0b36 the backward pass is wrong for heads of 16, 40 and 80.
@@ -41,7 +41,7 @@ def package() -> ModuleType | None:
     return interface
 
 
-@torch.compiler.assume_constant_result  # a compiler must not trace the import
+@assume_constant_result  # a compiler must not trace the import
 def head_dims(gpu: int) -> tuple[int, ...]:
     """The head dimensions that FlashAttention 4 takes on the GPU of this index; none where it cannot run."""
     return find_head_dims(gpu)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ligermodels.kernels.attention_mask import Alignment, Mask, align_ends
+from ligermodels.kernels.dispatch import assume_constant_result
 from ligermodels.kernels.launch import shared_memory
 
 MIN_FLEX_HEAD_DIM = 16
@@ -30,7 +31,7 @@ HEAD_512_TILES = {
 }  # fmt: skip
 
 
-@torch.compiler.assume_constant_result  # a compiler must not trace the query of the driver
+@assume_constant_result  # a compiler must not trace the query of the driver
 def runs_wide_heads(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Whether these are heads that no FlashAttention takes and FlexAttention does: in half precision, of more than 256
     and at most 512, on a GPU with the shared memory for them."""

@@ -25,6 +25,8 @@ GEMMA4_TEXT = BASE | {
     },
 }
 MOE: Raw = {
+    "num_hidden_layers": 2,
+    "layer_types": [SLIDING, FULL],
     "enable_moe_block": True,
     "num_experts": 5,
     "top_k_experts": 2,
@@ -52,7 +54,13 @@ CASES = {
             "keys-are-values-same-heads": {"attention_k_eq_v": True, "num_global_key_value_heads": None},
             "wide-mlp": {"use_double_wide_mlp": True},
             "moe": MOE,
-            "moe-layer-inputs": MOE | {"hidden_size_per_layer_input": 24, "num_kv_shared_layers": 2},
+            "moe-layer-inputs": MOE
+            | {
+                "num_hidden_layers": 4,
+                "layer_types": [SLIDING, FULL, SLIDING, FULL],
+                "hidden_size_per_layer_input": 24,
+                "num_kv_shared_layers": 2,
+            },
             "every-expert": MOE | {"top_k_experts": 5},
             "attention-bias": {"attention_bias": True},
             "no-softcap": {"final_logit_softcapping": None},

@@ -18,7 +18,7 @@ import traceback
 from pathlib import Path
 
 import torch
-import torch._dynamo  # imported by every model on the meta device
+import torch._dynamo  # imported by every optimizer
 import torch.distributed as dist
 
 import ligermodels.cli  # noqa: F401  all that a run imports, once for all runs

@@ -1,7 +1,10 @@
 """Llama 3.2 Vision with images against the reference implementation, its caches, packing, and breaks of the code."""
 
 import copy
+import functools
 import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -22,20 +25,30 @@ from tests.test_parity import FP32_FACTOR, hub_tensors
 from tests.vision.test_parity import results
 from tests.vision.tiles import BATCH, ONE, PATTERNS, SQUARE, WIDE, batch_of, labels_for
 
+PARITY_PATTERNS = PATTERNS | {"short": [[1, WIDE, 2]]}
 VARIANTS = [name for name in CASES if name.startswith("mllama")]
 
 
-def check_tile_parity(name, folder, patterns=BATCH, device=DEVICE):
-    """Compares logits, loss and the change of every weight in one SGD step, in fp32, with both switches of the
-    reference."""
-    reference = save_reference(CASES[name], folder)
-    model = ligermodels.load(folder, device=device)
-    model.as_transformers = True
-    batch = batch_of(name, patterns)
+@functools.lru_cache(maxsize=2)  # the tests of a case's breaks follow each other
+def reference_results(name, patterns):
+    """The checkpoint of a case, in a folder that goes with it, and the reference's results in fp64 and in fp32."""
+    folder = TemporaryDirectory()
+    reference = save_reference(CASES[name], Path(folder.name))
+    batch = batch_of(name, PARITY_PATTERNS[patterns])
     labels = labels_for(name, batch)
     with KeepFp64():
         exact = results(copy.deepcopy(reference).double(), as_double(batch), labels, reference_hub_tensors)
-    theirs = results(reference, batch, labels, reference_hub_tensors)
+    return folder, exact, results(reference, batch, labels, reference_hub_tensors)
+
+
+def check_tile_parity(name, patterns, device=DEVICE):
+    """Compares logits, loss and the change of every weight in one SGD step, in fp32, with both switches of the
+    reference. patterns: of the rows, a key of PARITY_PATTERNS."""
+    folder, exact, theirs = reference_results(name, patterns)
+    model = ligermodels.load(folder.name, device=device)
+    model.as_transformers = True
+    batch = batch_of(name, PARITY_PATTERNS[patterns])
+    labels = labels_for(name, batch)
     ours = results(model, {k: x.to(device) for k, x in batch.items()}, labels.to(device), hub_tensors)
     assert ours.keys() == exact.keys()
     errors = {what: relative_error(theirs[what], exact[what]) for what in exact}
@@ -55,13 +68,13 @@ def as_double(batch):
     ("name", "patterns"),
     [("mllama", patterns) for patterns in PATTERNS] + [(name, "row") for name in VARIANTS if "-" in name],
 )
-def test_fp32_results_with_images_equal_those_of_the_reference(name, patterns, tmp_path):
-    check_tile_parity(name, tmp_path, PATTERNS[patterns])
+def test_fp32_results_with_images_equal_those_of_the_reference(name, patterns):
+    check_tile_parity(name, patterns)
 
 
 @pytest.mark.usefixtures("kernels")
-def test_fp32_results_of_the_kernels_with_images_equal_those_of_the_reference(tmp_path):
-    check_tile_parity("mllama", tmp_path, [[1, WIDE, 2]])
+def test_fp32_results_of_the_kernels_with_images_equal_those_of_the_reference():
+    check_tile_parity("mllama", "short")
 
 
 @pytest.mark.usefixtures("kernels")
@@ -325,7 +338,7 @@ BREAKS = {
 
 
 @pytest.mark.parametrize("name", BREAKS)
-def test_a_break_makes_the_parity_case_fail(name, tmp_path, monkeypatch):
+def test_a_break_makes_the_parity_case_fail(name, monkeypatch):
     BREAKS[name].apply(monkeypatch)
     with pytest.raises((AssertionError, RuntimeError)):
-        check_tile_parity("mllama", tmp_path, PATTERNS["row"], "cpu")
+        check_tile_parity("mllama", "row", "cpu")
