@@ -361,8 +361,8 @@ def main() -> None:
     if args.row:
         provider, checkpointing = args.row
         shape = args.batch, args.length, checkpointing, args.steps, args.warm_up
-        settings = args.supervised, args.memory, args.offload_every
-        print(json.dumps(measure(provider, args.model, *shape, *settings)))
+        further = args.supervised, args.memory, args.offload_every
+        print(json.dumps(measure(provider, args.model, *shape, *further)))
         return
 
     rows = print_rows_of_providers("benchmarks.train_step", args.providers, args.activation_checkpointing)
