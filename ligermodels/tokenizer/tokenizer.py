@@ -98,9 +98,16 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids. Raises InputError for an id that is not a number from 0 to 2³²."""
-        options = {"skip_special_tokens": skip_special_tokens}
+        return self.decode_each([ids], skip_special_tokens)[0]
+
+    def decode_each(self, sequences: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
+        """`decode` of several sequences; the library's own function for that would start threads."""
+
+        def decode() -> list[str]:
+            return [self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens) for ids in sequences]
+
         try:
-            return checked_call(self.file, "cannot decode these tokens", self.tokenizer.decode, ids, **options)
+            return checked_call(self.file, "cannot decode these tokens", decode)
         except (TypeError, OverflowError) as error:
             raise InputError(f"ids: cannot be decoded: {first_line(error)}; must be token ids") from None
 
@@ -206,7 +213,6 @@ class DecodeStream:
         self.tokenizer, self.skipped = tokenizer, skipped
         self.ids: list[int] = []  # from the last but one returned text on: decoders treat spaces at the start specially
         self.known = 0  # the number of ids whose text has been returned
-        self.prefix = ""  # the text of these ids
 
     def step(self, token: int) -> str | None:
         """Adds a token; returns the text that has become final, or None."""
@@ -222,17 +228,12 @@ class DecodeStream:
         return self.advance(final=True)
 
     def advance(self, final: bool) -> str:
-        text = self.decode(self.ids)
-        if len(text) <= len(self.prefix) or (text.endswith(UNFINISHED) and not final):
+        before, text = self.tokenizer.decode_each([self.ids[: self.known], self.ids], skip_special_tokens=False)
+        if len(text) <= len(before) or (text.endswith(UNFINISHED) and not final):
             return ""
-        new = text[len(self.prefix) :]
         self.ids = self.ids[self.known :]
         self.known = len(self.ids)
-        self.prefix = self.decode(self.ids)
-        return new
-
-    def decode(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=False)
+        return text[len(before) :]
 
 
 def encoding_error(texts: Sequence[Any]) -> InputError:
