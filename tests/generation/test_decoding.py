@@ -110,7 +110,8 @@ def test_generating_beyond_the_trained_length_warns_when_it_happens():
         stopped = ligermodels.generate(network, [[5, 6, 7]], max_new_tokens=99, stop_tokens=rows[0][:1])
     assert [len(rows[0]), len(stopped[0])] == [6, 1]
     with pytest.warns(UserWarning, match="longer than the 8 tokens that the model was trained for") as caught:
+        warnings.filterwarnings("ignore", "attention over packed documents in float32")
         assert len(ligermodels.generate(network, [[5], [5, 6, 7]], max_new_tokens=9, stop_tokens=())[0]) == 9
-    assert sum("longer than" in str(warning.message) for warning in caught) == 1
+    assert len(caught) == 1
     with pytest.warns(UserWarning, match="longer than the 8 tokens"):
         next(ligermodels.stream(network, [[5] * 9], 1))
