@@ -4,7 +4,8 @@
 
 Each sequence has its images, then text, all of which is supervised. An image of Llama 3.2 Vision is one token, whatever
 its tiles. A Liger row has the number of modules that its patch has put into the model; none is an error. Weights,
-tokens and pixels are random; the pixels are made before the clock starts. Rows are measured as in `train_step`.
+tokens and pixels are random; the pixels are made before the clock starts. Rows are measured as in `train_step`,
+which also says which AdamW a provider has.
 """
 
 import argparse
@@ -18,7 +19,15 @@ from torch import Tensor, nn
 import ligermodels
 from benchmarks import results, timing
 from benchmarks.processes import print_rows_of_providers
-from benchmarks.train_step import fill_memory, time_steps
+from benchmarks.train_step import (
+    OURS,
+    OURS_OFFLOADED,
+    fill_memory,
+    make_optimizer,
+    plan_settings,
+    time_steps,
+    training_step,
+)
 from ligermodels.layers.multimodal import ImageParts
 from ligermodels.layers.pictures import PictureLanguageModel
 from ligermodels.layers.siglip_tiles import TileLanguageModel
@@ -89,7 +98,13 @@ def ours(model: ImageParts, checkpointing: bool) -> nn.Module:
     return built
 
 
-PROVIDERS = {"ligermodels": ours, "hugging face": hugging_face, "hugging face + liger": hugging_face_liger}
+PROVIDERS = {
+    "ligermodels": ours,
+    OURS: ours,
+    OURS_OFFLOADED: ours,
+    "hugging face": hugging_face,
+    "hugging face + liger": hugging_face_liger,
+}
 
 
 def make_inputs(model: Any, size: int | None, batch: int, images: int, text: int) -> dict[str, Tensor]:
@@ -150,14 +165,15 @@ def measure(
     torch.manual_seed(0)
     blueprint: Any = skeleton(name)
     model: Any = PROVIDERS[provider](blueprint, checkpointing == "full")
+    optimizer = make_optimizer(provider, model)
     inputs: dict[str, Any] = make_inputs(blueprint, IMAGE_MODELS[name][2], batch, images, text)
     kinds = (inputs["input_ids"] == blueprint.config.image_token_id).long()
     facts = {"image_tokens": int(kinds.sum())}
     if checkpointing == "auto":
         patches = count_patches(blueprint, inputs, facts["image_tokens"])
         batch, length = kinds.shape
-        facts |= fill_memory(model, batch, length, gib, patches=patches)
-    if provider == "ligermodels":  # as a data loader prepares them
+        facts |= fill_memory(model, batch, length, gib, patches=patches, **plan_settings(provider, optimizer))
+    if PROVIDERS[provider] is ours:  # as a data loader prepares them
         pixels = {key: inputs.pop(key) for key in inputs.keys() - {"input_ids", "labels"}}
         prepared = blueprint.prepare_images(inputs["input_ids"], **pixels)
         inputs = {key: value.cuda() for key, value in inputs.items()} | {"images": prepared.to(torch.device("cuda"))}
@@ -167,15 +183,7 @@ def measure(
         inputs = {key: value.cuda() for key, value in inputs.items()}
         inputs["pixel_values"] = inputs["pixel_values"].bfloat16()
         facts |= {"modules_of_liger": patched_modules(model)} if "liger" in provider else {}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-
-    def step() -> Tensor:
-        loss = model(**inputs).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
+    step = training_step(provider, model, optimizer, inputs)
     return facts | time_steps(step, steps, kinds.numel())
 
 

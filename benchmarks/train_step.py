@@ -246,6 +246,47 @@ def make_optimizer(provider: str, model):
     return optimizer
 
 
+def plan_settings(provider: str, optimizer) -> dict[str, Any]:
+    """What `training_memory` has to know of a provider whose AdamW is ours; nothing of another."""
+    if not provider.startswith(OURS):
+        return {}
+    from ligermodels.memory import state_bytes
+    from ligermodels.training.optimizers.offloaded import bytes_where_offloaded
+
+    optimizer.create_states()
+    states = bytes_where_offloaded(optimizer)[0] if "offloaded states" in provider else state_bytes(optimizer)
+    return {
+        "optimizer_states": states, "low_memory_loss": "low-memory loss" in provider,
+        "step_in_backward": "in backward" in provider,
+    }  # fmt: skip
+
+
+def training_step(provider: str, model, optimizer, inputs: dict[str, Any]) -> Callable[[], torch.Tensor]:
+    """Forward, backward and the optimizer's step, within the backward pass for the providers that say so."""
+
+    def step():
+        loss = model(**inputs).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    if "in backward" not in provider:
+        return step
+    from ligermodels.training.optimizers import OptimizerInBackward
+
+    updates = OptimizerInBackward(optimizer)
+
+    def step_in_backward():
+        loss = model(**inputs).loss
+        updates.begin(loss)
+        loss.backward()
+        updates.finish()
+        return loss.detach()
+
+    return step_in_backward
+
+
 def measure(
     provider: str, model_name: str, batch: int, length: int, checkpointing: str, steps: int, warm_up: int,
     supervised: float, gib: float, offload_every: int,
@@ -254,12 +295,13 @@ def measure(
     torch.manual_seed(0)
     raw = MODELS[model_name]
     model = PROVIDERS[provider](raw, checkpointing if checkpointing in ("selective", "full") else None)
-    in_backward = "in backward" in provider
     if "inputs" in provider:
         model.offload_inputs(every=offload_every)
-    filled = fill_memory(model, batch, length, gib, step_in_backward=in_backward) if checkpointing == "auto" else {}
     attention = getattr(model.config, "_attn_implementation", None)
     optimizer = make_optimizer(provider, model)
+    filled = {}
+    if checkpointing == "auto":
+        filled = fill_memory(model, batch, length, gib, **plan_settings(provider, optimizer))
     ids = torch.randint(raw["vocab_size"], (batch, length), device="cuda")
     labels = ids.clone()
     labels[:, : length - round(supervised * length)] = -100
@@ -275,23 +317,7 @@ def measure(
         rows = supervised_rows(labels.cpu(), pinned=True)
         inputs["rows"] = None if rows is None else rows.cuda()
 
-    if in_backward:
-        from ligermodels.training.optimizers import OptimizerInBackward
-
-        updates = OptimizerInBackward(optimizer)
-
-    def step():
-        loss = model(**inputs).loss
-        if in_backward:
-            updates.begin(loss)
-            loss.backward()
-            updates.finish()
-            return loss.detach()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
+    step = training_step(provider, model, optimizer, inputs)
     row = time_steps(step, steps, batch * length, warm_up)
     if provider.startswith(OURS) and checkpointing in ("full", "none"):
         blocks = len(model.blocks) if checkpointing == "full" else 0
@@ -299,19 +325,15 @@ def measure(
     return row | filled | ({"attention": attention} if attention else {})
 
 
-def planned(
-    provider: str, model, optimizer: torch.optim.Optimizer, batch: int, length: int, blocks: int, offload_every: int
-) -> dict:
+def planned(provider: str, model, optimizer, batch: int, length: int, blocks: int, offload_every: int) -> dict:
     """The peak that `ligermodels train` would plan for a row with so many checkpointed blocks."""
-    from ligermodels.memory import state_bytes, training_memory
-    from ligermodels.training.optimizers.offloaded import bytes_where_offloaded
+    from ligermodels.memory import training_memory
 
     offloaded = len(range(0, blocks, offload_every)) if "inputs" in provider else 0
+    room = offloaded * batch * length * model.config.hidden_size * torch.bfloat16.itemsize
     needs = training_memory(
-        model, batch, length, torch.bfloat16, checkpointed_blocks=blocks,
-        optimizer_states=(bytes_where_offloaded(optimizer)[0] if "states" in provider else state_bytes(optimizer)),
-        room_for_inputs=offloaded * batch * length * model.config.hidden_size * torch.bfloat16.itemsize,
-        low_memory_loss="low-memory loss" in provider, step_in_backward="in backward" in provider,
+        model, batch, length, torch.bfloat16, checkpointed_blocks=blocks, room_for_inputs=room,
+        **plan_settings(provider, optimizer),
     )  # fmt: skip
     return {"planned_gib": round(needs.peak / 2**30, 1), "inputs_on_host_gib": round(needs.offloaded_inputs / 2**30, 1)}
 
