@@ -125,7 +125,7 @@ class AdamW(torch.optim.AdamW):
     def state_of(self, p: nn.Parameter) -> dict[str, Tensor]:
         state = self.state[p]
         if not state:
-            state.update(self.new_state(p) if self.offloaded is None else self.offloaded.host[p])
+            state.update(self.new_state(p) if self.offloaded is None else self.offloaded.states[p])
         return state
 
     def new_state(self, p: nn.Parameter) -> dict[str, Tensor]:

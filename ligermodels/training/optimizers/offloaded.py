@@ -4,10 +4,14 @@ While a parameter is updated, the states of the next ones come to the device on 
 before go back on another. They pass through a ring of device memory, whose parts are reused in turn. The order of the
 parameters is that of their last updates. The update itself does not change. The step counts stay on the device.
 
+The states of an embedding and a head stay on the device too: they are several times larger than those of other
+parameters, so that their copies would take longer than the computation beside them, and hold up all others.
+
 On a CPU the states are copied to the ring and back too, without streams. Must not know models.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import heapq
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -30,20 +34,39 @@ def packed_bytes(state: Mapping[str, Tensor]) -> int:
     return sum(padded_bytes(tensor.nbytes) for name, tensor in state.items() if name != STAYS_ON_DEVICE)
 
 
-def ring_bytes(groups: Sequence[Sequence[int]]) -> int:
+def ring_bytes(groups: Sequence[Sequence[int]], staying: Collection[tuple[int, int]] = ()) -> int:
     """Bytes of the ring for the packed bytes of parameters, by group.
 
-    It has room for three neighbours: one arrives, one is updated, one leaves.
+    It has room for three neighbours, as one arrives, one is updated and one leaves; and for the largest twice: else it
+    could not arrive before the like of it has left. staying: as `find_staying` returns them.
     """
-    return max((sum(sizes[first : first + 3]) for sizes in groups for first in range(len(sizes))), default=0)
+    moved = [
+        [size for place, size in enumerate(group) if (number, place) not in staying]
+        for number, group in enumerate(groups)
+    ]
+    neighbours = (sum(sizes[first : first + 3]) for sizes in moved for first in range(len(sizes)))
+    return max(max(neighbours, default=0), 2 * max(map(max, filter(None, moved)), default=0))
+
+
+def find_staying(groups: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+    """Which parameters' states stay on the device: their groups and places there.
+
+    Those of the two largest that would not fit into a ring for all others. groups: packed bytes.
+    """
+    sizes = {(number, place): size for number, group in enumerate(groups) for place, size in enumerate(group)}
+    largest = heapq.nlargest(2, sizes, key=sizes.__getitem__)
+    room = ring_bytes(groups, largest)
+    return [key for key in largest if sizes[key] > room > 0]
 
 
 def bytes_where_offloaded(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
     """Bytes on the device and in host memory of an optimizer's states, which may be on the meta device."""
     states = [[optimizer.state[p] for p in group["params"]] for group in optimizer.param_groups]
     sizes = [[packed_bytes(state) for state in group] for group in states]
-    staying = sum(state[STAYS_ON_DEVICE].nbytes for group in states for state in group if STAYS_ON_DEVICE in state)
-    return ring_bytes(sizes) + staying, sum(map(sum, sizes))
+    staying = find_staying(sizes)
+    on_device = sum(sizes[number][place] for number, place in staying)
+    steps = sum(state[STAYS_ON_DEVICE].nbytes for group in states for state in group if STAYS_ON_DEVICE in state)
+    return on_device + ring_bytes(sizes, staying) + steps, sum(map(sum, sizes)) - on_device
 
 
 def padded_bytes(nbytes: int) -> int:
@@ -63,7 +86,8 @@ class RingPart:
 class OffloadedStates:
     """The states of an optimizer in host memory; `on_device` brings those of one parameter to its device.
 
-    host: the states by parameter, plain tensors.
+    states: by parameter, plain tensors, where they are between updates. packed: those in host memory, one behind the
+    other.
     """
 
     def __init__(
@@ -73,15 +97,19 @@ class OffloadedStates:
         params = [p for group in groups for p in group]
         self.device = params[0].device
         on_meta = {p: moved_to_meta(new_state(p)) for p in params}
-        sizes = {p: packed_bytes(on_meta[p]) for p in params}
-        self.memory = pinned_memory(sum(sizes.values()), self.device)
-        self.packed = dict(zip(params, self.memory.split(list(sizes.values())), strict=True))
-        self.host = {p: unpacked(self.packed[p], on_meta[p]) for p in params}
+        sizes = [[packed_bytes(on_meta[p]) for p in group] for group in groups]
+        staying = find_staying(sizes)
+        moved = [p for p in params if p not in {groups[number][place] for number, place in staying}]
+        room = [packed_bytes(on_meta[p]) for p in moved]
+        self.memory = pinned_memory(sum(room), self.device)
+        self.packed = dict(zip(moved, self.memory.split(room), strict=True))
+        self.states = {
+            p: unpacked(self.packed[p], state) if p in self.packed else new_state(p) for p, state in on_meta.items()
+        }
 
         self.module = torch.get_device_module(self.device)  # the streams and events of torch.cpu do nothing
         self.inward, self.outward = self.module.Stream(self.device), self.module.Stream(self.device)
-        size = ring_bytes([[sizes[p] for p in group] for group in groups])
-        self.ring = torch.empty(size, dtype=torch.uint8, device=self.device)
+        self.ring = torch.empty(ring_bytes(sizes, staying), dtype=torch.uint8, device=self.device)
         self.end = 0  # of the newest part
         self.parts: list[RingPart] = []
         self.fetched: dict[nn.Parameter, RingPart] = {}
@@ -92,11 +120,14 @@ class OffloadedStates:
     @contextmanager
     def on_device(self, p: nn.Parameter) -> Iterator[TensorState]:
         """The states of a parameter on its device, which are copied back behind the block."""
+        if p not in self.packed:
+            yield self.states[p]
+            return
         part = self.fetched.pop(p, None) or self.fetch(p)
         self.fetch_following(p)
         packed, current = self.ring[part.start : part.stop], self.module.current_stream(self.device)
         current.wait_event(part.copied)
-        yield unpacked(packed, self.host[p])
+        yield unpacked(packed, self.states[p])
         self.outward.wait_stream(current)
         with self.module.stream(self.outward):
             self.packed[p].copy_(packed, non_blocking=True)
@@ -112,9 +143,10 @@ class OffloadedStates:
         """Gives all states their initial values."""
         self.synchronize()
         self.memory.zero_()
-        for state in self.host.values():
-            if STAYS_ON_DEVICE in state:
-                state[STAYS_ON_DEVICE].zero_()
+        for p, state in self.states.items():
+            for name, tensor in state.items():
+                if p not in self.packed or name == STAYS_ON_DEVICE:
+                    tensor.zero_()
 
     def fetch_following(self, p: nn.Parameter) -> None:
         """Fetches the parameters that were updated behind `p`, as far as the ring has room."""

@@ -78,6 +78,37 @@ def test_the_next_states_are_fetched_while_one_is_updated():
     assert not states.fetched
 
 
+def test_the_states_of_an_embedding_and_a_head_stay_on_the_device():
+    params, states = counting_states([4096, *[64, 128] * 3, 4096])
+    assert len(states.ring) == 4 * (128 + 64 + 128) and len(states.memory) == 3 * 4 * (64 + 128)
+    for _ in range(2):
+        for p in params:
+            with states.on_device(p) as state:
+                state["moment"] += 1
+    states.synchronize()
+    assert all((states.states[p]["moment"] == 2).all() for p in params)
+    assert states.packed.keys() == set(params[1:-1])
+    assert {states.states[p]["moment"].device for p in (params[0], params[-1])} == {params[0].device}
+    states.reset()
+    assert not any(states.states[p]["moment"].any() for p in params)
+
+
+@pytest.mark.parametrize(
+    ("groups", "staying", "ring"),
+    [
+        ([[100, 5, 6, 7, 100], [1, 1]], [(0, 0), (0, 4)], 18),
+        ([[100, 5, 6, 7], [1, 1]], [(0, 0)], 18),  # one of the two largest
+        ([[5, 20, 1, 1, 1, 20, 100]], [(0, 6)], 40),  # the largest of the others twice
+        ([[18, 5, 6, 7, 9], [1]], [], 36),  # not larger than its neighbours together
+        ([[40, 4, 40, 4, 40]], [], 84),  # one of many
+        ([[100]], [], 200),
+    ],
+)
+def test_what_would_not_fit_into_a_ring_for_all_others_stays(groups, staying, ring):
+    assert module.find_staying(groups) == staying
+    assert module.ring_bytes(groups, staying) == ring
+
+
 @pytest.mark.parametrize("sizes", [(64, 128, 256, 64, 512), (512, 512, 512, 64, 64), (64,) * 5])
 def test_states_of_any_sizes_and_parameters_left_out_of_a_step_share_the_ring(sizes):
     params, states = counting_states(sizes)
@@ -87,8 +118,8 @@ def test_states_of_any_sizes_and_parameters_left_out_of_a_step_share_the_ring(si
                 with states.on_device(p) as state:
                     state["moment"] += 1
     states.synchronize()
-    assert [states.host[p]["moment"].unique().tolist() for p in params] == [[6], [6], [6], [6], [7]]
-    assert all(state["moment"].device.type == "cpu" for state in states.host.values())
+    assert [states.states[p]["moment"].unique().tolist() for p in params] == [[6], [6], [6], [6], [7]]
+    assert all(state["moment"].device.type == "cpu" for state in states.states.values())
 
 
 def test_a_run_resumes_with_the_same_bits_wherever_the_states_are(tmp_path, monkeypatch):

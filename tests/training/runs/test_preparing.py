@@ -32,7 +32,7 @@ def test_offloaded_states_are_counted_on_the_host_and_their_ring_on_the_device()
     optimizer = lean.build(ligermodels.create("llama", size="tiny"))
     optimizer.offload_states()
     assert memory.host == len(optimizer.offloaded.memory) >= run.plan.memory.optimizer_states - 2**10
-    assert memory.optimizer_states == len(optimizer.offloaded.ring) + 4 * len(optimizer.offloaded.host)
+    assert memory.optimizer_states == len(optimizer.offloaded.ring) + 4 * len(optimizer.offloaded.states)
     assert memory.optimizer_states < run.plan.memory.optimizer_states
     assert lean.plan.checkpoint == pytest.approx(run.plan.checkpoint, rel=1e-3)
     assert "host memory" in lean.plan.text() and "host memory" not in run.plan.text()
