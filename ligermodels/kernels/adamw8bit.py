@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ligermodels.kernels.adamw import ADAMW_DTYPES, bias_correction, log_of_beta
 from ligermodels.kernels.dispatch import register_op, runs_kernels, widen
-from ligermodels.kernels.launch import cdiv, kernel
+from ligermodels.kernels.launch import cdiv, kernel, multiprocessors
 from ligermodels.kernels.param_rounding import (
     KAHAN,
     STOCHASTIC,
@@ -32,9 +32,11 @@ from ligermodels.kernels.param_rounding import (
     round_to_nearest,
 )
 
-DECADES = tl.constexpr(7)  # from 1e-7 to 1
+DECADES = 7  # from 1e-7 to 1
 BLOCKS_OF_KERNEL = (64, 128, 256)  # elements of a block
-TILE, WARPS = 2048, 8  # elements and warps of one program: a thread loads 16 bytes of a bf16 tensor
+GROUP = 8  # neighbouring elements that a thread has: 16 bytes of a bf16 tensor
+TILE, WARPS = 2048, 8  # elements and warps of one program
+PROGRAMS_PER_MULTIPROCESSOR = 16  # four times as many as run at a time, so that all multiprocessors end together
 SMALLEST_SCALE = 1e-12
 CODES = tl.constexpr(256)
 
@@ -42,9 +44,9 @@ CODES = tl.constexpr(256)
 def dynamic_map(signed: bool) -> list[float]:
     """The values of the 256 codes, ascending: the means of equal parts of [0.1, 1], times powers of ten; 0 and 1."""
     values = [0.0, 1.0]
-    for decade in range(DECADES.value):
+    for decade in range(DECADES):
         bounds = torch.linspace(0.1, 1, 2 ** (decade + (not signed)) + 1)
-        means = (10.0 ** (decade - DECADES.value + 1) * ((bounds[:-1] + bounds[1:]) / 2)).tolist()
+        means = (10.0 ** (decade - DECADES + 1) * ((bounds[:-1] + bounds[1:]) / 2)).tolist()
         values += [*means, *(-x for x in means)] if signed else means
     return sorted(values)
 
@@ -104,34 +106,76 @@ def adamw8bit_reference(
 
 
 @triton.constexpr_function
-def _parts(decade, finer):
-    """Into how many parts of equal length a decade is divided, of which the middles are values of codes."""
-    return 2 ** (decade + finer)
+def _slope(decade, step):
+    if decade:
+        return 2**decade * 10.0 ** (6 - decade) / 0.9
+    # Through the middle of the decade, and the place 1 + 0.2 step half-way between 0 and the lowest value.
+    return 1e6 * (0.5 - 0.2 * step) / (0.5 - 0.225 * step)
 
 
 @triton.constexpr_function
-def _border(decade, finer):
-    """Half-way between the lowest value of a decade and the value below it."""
-    share = 1 / _parts(decade, finer)
-    return 10.0 ** (decade - 7) * (1 + 1.8 * share if decade else 0.5 + 2.25 * share)
+def _start(decade, step):
+    return 2**decade * 8 / 9 if decade else 1.5 - 0.55e-6 * _slope(0, step)
+
+
+@triton.constexpr_function
+def _unit(step):
+    """What x is multiplied by. The value 1 is the nearest from 1 - 0.225 step / 64 on: there x becomes its place."""
+    return 128 / (1 - 0.225 / 64 * step)
 
 
 @triton.jit
-def _place(x, FINER: tl.constexpr):
-    """The place of the nearest of the values that are not negative, among them in ascending order. x in [0, 1]. int32.
+def _bits(x):
+    return x.to(tl.int32, bitcast=True)
 
-    Within a decade a place is a linear function of x. The decades below one of P parts have P - 1 - FINER places.
+
+@triton.jit
+def _line(x, DECADE: tl.constexpr, STEP: tl.constexpr):
+    return _bits(x * (_slope(DECADE, STEP) / _unit(STEP)) + _start(DECADE, STEP))
+
+
+@triton.jit
+def _lowest(a, b, c):
+    return tl.minimum(tl.minimum(a, b), c)  # one instruction, if a GPU has capability 90 and these are integers
+
+
+@triton.jit
+def _place(x, top, STEP: tl.constexpr):
+    """The place of the nearest of the values that are not negative, in ascending order, once rounded down to STEP.
+
+    x: [0, 1], times `_unit`; top: x, or a negative number where there is no value 1. NaN has any place.
+    STEP: from one place to the next. For m it is 1: 0 has place 0, a decade has those from 2^decade to twice that, the
+    value 1 has 128. For v it is 0.5, and 0 has place 0.5.
+    The place is a linear function of x within a decade. The line of the decade below is five times as steep, and meets
+    it at 2^decade: the place is on the lowest of all lines. But half-way to the value below, where the nearest value
+    changes, the line is 0.2 steps higher: up to there, the place is the last one of the decade below.
+    Bits are compared, which for numbers that are not negative is the same.
     """
-    slope, start = tl.zeros_like(x), tl.zeros_like(x)
-    for decade in tl.static_range(DECADES):
-        inside = x >= _border(decade, FINER)
-        slope = tl.where(inside, _parts(decade, FINER) * 10.0 ** (6 - decade) / 0.9, slope)
-        start = tl.where(inside, _parts(decade, FINER) * (8 / 9) - FINER - 0.5, start)
-    # Rounded to the nearest whole number by the addition; the last place of a decade ends at the next one's border.
-    place = tl.minimum(x * slope + start, start * 2.25 + (1.25 * FINER + 0.125)) + 2.0**23
-    place = place.to(tl.int32, bitcast=True) & 0xFF
-    LAST: tl.constexpr = _parts(DECADES - 1, FINER)  # above them is the value 1
-    return tl.where(x >= 1 - 0.225 / LAST, 2 * LAST - FINER, place)
+    place = _lowest(
+        _lowest(_line(x, 0, STEP), _line(x, 1, STEP), _line(x, 2, STEP)),
+        _lowest(_line(x, 3, STEP), _line(x, 4, STEP), _line(x, 5, STEP)),
+        _line(x, 6, STEP),
+    )
+    last = _bits(place.to(tl.float32, bitcast=True) - 0.2 * STEP) | 0x7FFFFF  # the last below the next power of two
+    return tl.maximum(tl.minimum(place, last), _bits(top)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _for_elements(x, GROUP: tl.constexpr):
+    """The number that each group has, for each of its elements."""
+    return tl.reshape(tl.broadcast_to(x[:, None], [x.shape[0], GROUP]), [x.shape[0] * GROUP])
+
+
+@triton.jit
+def _scale(x, GROUP: tl.constexpr, GROUPS: tl.constexpr):
+    """The largest of a block's numbers, which are not negative, for each of its groups. NaN is left out.
+
+    Threads exchange bits: a warp finds the largest integer by one instruction.
+    """
+    of_group = tl.maximum(tl.max(tl.reshape(x, [x.shape[0] // GROUP, GROUP]), 1), 1e-12)
+    of_block = tl.max(tl.reshape(_bits(of_group), [of_group.shape[0] // GROUPS, GROUPS]), 1, keep_dims=True)
+    of_block = tl.broadcast_to(of_block, [of_block.shape[0], GROUPS])
+    return tl.reshape(of_block, of_group.shape).to(tl.float32, bitcast=True)
 
 
 @kernel(do_not_specialize=["seed", "stream", "group"])
@@ -139,56 +183,67 @@ def _update_kernel(
     param_ptr, grad_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, values_ptr, step_ptr,
     grad_scale_ptr, found_inf_ptr, compensation_ptr,
     blocks, lr, decay, rate1, rate2, log_beta1, log_beta2, eps, seed, stream, group,
-    SCALED: tl.constexpr, GUARDED: tl.constexpr, ROUNDING: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    SCALED: tl.constexpr, GUARDED: tl.constexpr, ROUNDING: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program updates BLOCKS blocks. A skipped update masks its stores only, so that no load waits for the flag.
+    """Persistent kernel: each program loops over tiles, so that it computes the scalars once.
 
-    A tile has a block in each column: of the order of a lookup's elements Triton assumes that columns are contiguous,
-    and would else exchange all elements between threads before it and after it.
+    A skipped update masks its stores only, so that no load waits for the flag. Tiles have one dimension, and scales an
+    element for each group of GROUP elements: with others, Triton exchanges elements between threads.
     """
-    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
-    exists = block < blocks
-    offset = block[None, :] * BLOCK + tl.arange(0, BLOCK)[:, None]  # [BLOCK, BLOCKS]
-    mask = exists[None, :]
-    param = tl.load(param_ptr + offset, mask, other=0.0).to(tl.float32)
-    grad = tl.load(grad_ptr + offset, mask, other=0.0).to(tl.float32)
-    codes1 = tl.load(exp_avg_ptr + offset, mask, other=0).to(tl.int32)
-    codes2 = tl.load(exp_avg_sq_ptr + offset, mask, other=0).to(tl.int32)
-    scale1 = tl.load(exp_avg_scale_ptr + block, exists, other=0.0)
-    scale2 = tl.load(exp_avg_sq_scale_ptr + block, exists, other=0.0)
+    element, first_of_group = tl.arange(0, TILE), tl.arange(0, TILE // GROUP) * GROUP
     step = tl.load(step_ptr)
-    if ROUNDING == KAHAN:
-        param += tl.load(compensation_ptr + offset, mask, other=0.0).to(tl.float32)
-    if SCALED:
-        grad *= 1.0 / tl.load(grad_scale_ptr)
-    if GUARDED:
-        exists = tl.where(tl.load(found_inf_ptr) == 1.0, False, exists)
-        mask = exists[None, :]
-    exp_avg = tl.load(values_ptr + codes1) * scale1[None, :]
-    exp_avg_sq = tl.load(values_ptr + CODES + codes2) * scale2[None, :]
-    exp_avg += rate1 * (grad - exp_avg)
-    exp_avg_sq += rate2 * (grad * grad - exp_avg_sq)
     step_size = lr / bias_correction(log_beta1, step)
     root_scale = tl.rsqrt(bias_correction(log_beta2, step))
-    param -= decay * param + step_size * exp_avg / (tl.sqrt(exp_avg_sq) * root_scale + eps)
-    if ROUNDING == STOCHASTIC:
-        groups = group + block[:, None] * (BLOCK // 4) + tl.arange(0, BLOCK // 4)[None, :]
-        words = random_words(seed, groups, step, stream)
-        param = round_stochastically(param, tl.trans(tl.reshape(words, [BLOCKS, BLOCK])))
-    elif ROUNDING == KAHAN:
-        rounded = round_to_nearest(param)
-        tl.store(compensation_ptr + offset, round_to_nearest(param - rounded).to(tl.bfloat16), mask)
-        param = rounded
-    tl.store(param_ptr + offset, param.to(param_ptr.dtype.element_ty), mask)
-    scale1 = tl.maximum(tl.max(tl.abs(exp_avg), 0), 1e-12)
-    scale2 = tl.maximum(tl.max(exp_avg_sq, 0), 1e-12)
-    place = _place(tl.abs(exp_avg) * (1.0 / scale1)[None, :], 0)
-    codes1 = tl.where(exp_avg < 0.0, 127 - tl.minimum(place, 127), 127 + place)
-    codes2 = _place(exp_avg_sq * (1.0 / scale2)[None, :], 1)
-    tl.store(exp_avg_ptr + offset, codes1.to(tl.uint8), mask)
-    tl.store(exp_avg_sq_ptr + offset, codes2.to(tl.uint8), mask)
-    tl.store(exp_avg_scale_ptr + block, scale1, exists)
-    tl.store(exp_avg_sq_scale_ptr + block, scale2, exists)
+    if SCALED:
+        grad_factor = 1.0 / tl.load(grad_scale_ptr)
+    if GUARDED:
+        written = tl.load(found_inf_ptr) != 1.0
+    for tile in tl.range(tl.program_id(0).to(tl.int64), tl.cdiv(blocks, TILE // BLOCK), tl.num_programs(0)):
+        start = tile * TILE
+        offset, block = start + element, (start + first_of_group) // BLOCK
+        mask, exists = offset // BLOCK < blocks, block < blocks
+        param = tl.load(param_ptr + offset, mask, other=0.0).to(tl.float32)
+        grad = tl.load(grad_ptr + offset, mask, other=0.0).to(tl.float32)
+        codes1 = tl.load(exp_avg_ptr + offset, mask, other=0).to(tl.int32)
+        codes2 = tl.load(exp_avg_sq_ptr + offset, mask, other=0).to(tl.int32)
+        scale1 = tl.load(exp_avg_scale_ptr + block, exists, other=0.0)
+        scale2 = tl.load(exp_avg_sq_scale_ptr + block, exists, other=0.0)
+        if ROUNDING == KAHAN:
+            param += tl.load(compensation_ptr + offset, mask, other=0.0).to(tl.float32)
+        if SCALED:
+            grad *= grad_factor
+        exists &= first_of_group % BLOCK == 0
+        if GUARDED:
+            mask &= written
+            exists &= written
+        exp_avg = tl.load(values_ptr + codes1) * _for_elements(scale1, GROUP)
+        exp_avg_sq = tl.load(values_ptr + CODES + codes2) * _for_elements(scale2, GROUP)
+        exp_avg += rate1 * (grad - exp_avg)
+        exp_avg_sq += rate2 * (grad * grad - exp_avg_sq)
+        # A division takes six instructions more than this square: it checks its range.
+        root = tl.rsqrt(tl.sqrt(exp_avg_sq) * root_scale + eps)
+        param = param - decay * param - step_size * exp_avg * (root * root)
+        if ROUNDING == STOCHASTIC:
+            groups = group + start // 4 + tl.arange(0, TILE // 4).to(tl.int64)
+            param = round_stochastically(param, tl.reshape(random_words(seed, groups, step, stream), [TILE]))
+        elif ROUNDING == KAHAN:
+            rounded = round_to_nearest(param)
+            tl.store(compensation_ptr + offset, round_to_nearest(param - rounded).to(tl.bfloat16), mask)
+            param = rounded
+        tl.store(param_ptr + offset, param.to(param_ptr.dtype.element_ty), mask)
+        scale1 = _scale(tl.abs(exp_avg), GROUP, BLOCK // GROUP)
+        scale2 = _scale(exp_avg_sq, GROUP, BLOCK // GROUP)
+        # The sums' last bits are worth a step, so that their last bytes are the codes.
+        unit = _for_elements(_unit(1.0) / scale1, GROUP)
+        place = _bits(_place(tl.abs(exp_avg) * unit, exp_avg * unit, 1.0) - 0.5) | (_bits(exp_avg) & -(2**31))
+        codes1 = _bits(place.to(tl.float32, bitcast=True) + (2.0**23 + 256 + 127))
+        exp_avg_sq *= _for_elements(_unit(0.5) / scale2, GROUP)
+        codes2 = _bits(_place(exp_avg_sq, exp_avg_sq, 0.5) + (2.0**22 - 0.5 - 0.25))
+        tl.store(exp_avg_ptr + offset, codes1.to(tl.uint8), mask)
+        tl.store(exp_avg_sq_ptr + offset, codes2.to(tl.uint8), mask)
+        tl.store(exp_avg_scale_ptr + block, scale1, exists)
+        tl.store(exp_avg_sq_scale_ptr + block, scale2, exists)
 
 
 def _launch_(
@@ -202,10 +257,12 @@ def _launch_(
         block = param.numel() // blocks
         launch = _update_kernel.bind(
             SCALED=grad_scale is not None, GUARDED=found_inf is not None, ROUNDING=mode_of(compensation, seed),
-            BLOCKS=TILE // block, BLOCK=block, num_warps=WARPS,
+            BLOCK=block, GROUP=GROUP, TILE=TILE, num_warps=WARPS,
         )  # fmt: skip
+        programs = PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(param.device)
         launch(
-            cdiv(blocks, TILE // block), param, grad, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale,
+            min(cdiv(blocks, TILE // block), programs),
+            param, grad, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale,
             map_and_thresholds(param.device)[0], step, step if grad_scale is None else grad_scale,
             step if found_inf is None else found_inf,
             param if compensation is None else compensation, blocks,

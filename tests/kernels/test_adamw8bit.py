@@ -45,7 +45,7 @@ def updated(tensors, *arguments):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape, block", [((3, 256), 256), ((11, 384), 128), ((5, 3, 64), 64), ((37, 512), 256)])
+@pytest.mark.parametrize("shape, block", [((3, 256), 256), ((11, 384), 128), ((5, 3, 64), 64), ((141, 512), 256)])
 def test_the_update_is_within_the_error_budget(shape, block, dtype):
     tensors, arguments = draw(shape, block, dtype), (*HYPERPARAMETERS, scalar(3), scalar(2.5))
     exact = adamw8bit_reference(*(x.double() for x in tensors[:2]), *tensors[2:], *arguments)
@@ -61,26 +61,44 @@ def test_the_update_is_within_the_error_budget(shape, block, dtype):
         assert distance.max() <= 1 and distance.float().mean() < 1e-3
 
 
-@pytest.mark.parametrize("signed", [True, False])
-def test_every_number_gets_the_nearest_code(signed):
-    """At each threshold, beside it, at each code's value, and over all decades. Without averages the moments are the
-    gradient and its square."""
-    values, thresholds = (x[int(not signed)].double() for x in map_and_thresholds(torch.device(DEVICE)))
-    edges, spread = thresholds[1:], torch.logspace(-9, 0, 2000, dtype=torch.float64, device=DEVICE)
-    x = torch.cat((edges, edges * (1 - 1e-6), edges * (1 + 1e-6), values, spread, -spread, torch.zeros_like(edges)))
-    x = x[: len(x) // 255 * 255].view(-1, 255).clamp(-1 if signed else 0, 1)
-    x = torch.nn.functional.pad(x, (1, 0), value=1.0)  # the scale of each block is 1
+def encoded(x, signed):
+    """The kernel's codes of x [blocks, 255] and a 1, which makes the scale of each block 1; and what it encoded.
+
+    Without averages the moments are the gradient and its square.
+    """
+    x = torch.nn.functional.pad(x, (1, 0), value=1.0)
     grad = (x if signed else x.sqrt()).float()
     states = [torch.zeros(x.shape, dtype=torch.uint8, device=DEVICE), torch.zeros(len(x), device=DEVICE)]
     tensors = [torch.zeros_like(grad), grad, *states, *states]
     _, m, _, v, _ = updated(tensors, 0.0, 0.0, 0.0, 1e-8, 0.0, scalar(1))
-    codes, exact = (m, grad) if signed else (v, grad.square())
+    return (m, grad) if signed else (v, grad.square())
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_every_number_gets_the_nearest_code(signed):
+    """At each threshold, beside it, at each code's value, and over all decades."""
+    values, thresholds = (x[int(not signed)].double() for x in map_and_thresholds(torch.device(DEVICE)))
+    edges, spread = thresholds[1:], torch.logspace(-9, 0, 2000, dtype=torch.float64, device=DEVICE)
+    x = torch.cat((edges, edges * (1 - 1e-6), edges * (1 + 1e-6), values, spread, -spread, torch.zeros_like(edges)))
+    x = x[: len(x) // 255 * 255].view(-1, 255).clamp(-1 if signed else 0, 1)
+    codes, exact = encoded(x, signed)
     # At a threshold both codes are as near.
     assert (codes.int() - encode_reference(exact, signed)[0].int()).count_nonzero() <= len(edges)
     assert len(codes.unique()) == 256
     distance = (exact.double()[..., None] - values).abs()
     chosen = distance.gather(-1, codes.long()[..., None])[..., 0]
     assert (chosen <= distance.amin(-1) + 1e-6 * exact.abs()).all()
+
+
+@pytest.mark.parametrize("side", [-1, 1])
+@pytest.mark.parametrize("signed", [True, False])
+def test_a_number_beside_a_threshold_gets_the_nearer_code(signed, side):
+    """A few units in the last place of fp32 beside it, for every two neighbouring codes."""
+    values = map_and_thresholds(torch.device(DEVICE))[0][int(not signed)].double()
+    between = (values[1:] + values[:-1]) / 2
+    codes, _ = encoded((between + side * 1e-6 * between.abs())[None], signed)
+    expected = torch.arange(255, device=DEVICE) + (side > 0)
+    assert torch.equal(codes[0, 1:].long(), expected)
 
 
 @pytest.mark.parametrize("scale", [None, scalar(3)])
