@@ -119,7 +119,7 @@ def test_states_of_any_sizes_and_parameters_left_out_of_a_step_share_the_ring(si
                     state["moment"] += 1
     states.synchronize()
     assert [states.states[p]["moment"].unique().tolist() for p in params] == [[6], [6], [6], [6], [7]]
-    assert all(state["moment"].device.type == "cpu" for state in states.states.values())
+    assert all(states.states[p]["moment"].device.type == "cpu" for p in states.packed)
 
 
 def test_a_run_resumes_with_the_same_bits_wherever_the_states_are(tmp_path, monkeypatch):
