@@ -243,6 +243,7 @@ def make_optimizer(provider: str, model):
     optimizer = make(model.parameters(), lr=1e-5, betas=(0.9, 0.999), weight_decay=0.01)
     if "offloaded states" in provider:
         optimizer.offload_states()
+    optimizer.create_states()
     return optimizer
 
 
@@ -253,7 +254,6 @@ def plan_settings(provider: str, optimizer) -> dict[str, Any]:
     from ligermodels.memory import state_bytes
     from ligermodels.training.optimizers.offloaded import bytes_where_offloaded
 
-    optimizer.create_states()
     states = bytes_where_offloaded(optimizer)[0] if "offloaded states" in provider else state_bytes(optimizer)
     return {
         "optimizer_states": states, "low_memory_loss": "low-memory loss" in provider,

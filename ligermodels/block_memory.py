@@ -112,12 +112,14 @@ def beside_recomputed(block: Block, tokens: int, size: int) -> int:
 
 
 def gradients_in_mixer(mixer: Mixer, size: int) -> int:
-    """Bytes per token of the gradients of all that a mixer saves; attention sums those of queries, keys and values in
-    fp32 first."""
+    """Bytes per token of the gradients of all that a mixer saves, and of what attention sums: those of queries in fp32;
+    those of keys and values in fp32 too, or, as cuDNN does, for each of the query heads that share them."""
     summed = 0
     if mixer.score_width:
-        summed = mixer.num_heads * cast(Attention, mixer).head_dim + cast(Attention, mixer).kept().elements
-    return saved_by_mixer(mixer, size) + summed * FP32_BYTES
+        queries = mixer.num_heads * cast(Attention, mixer).head_dim
+        keys = cast(Attention, mixer).kept().elements
+        summed = queries * FP32_BYTES + max(keys * FP32_BYTES, 2 * queries * size)
+    return saved_by_mixer(mixer, size) + summed
 
 
 def recomputed_by_mlp(mlp: GatedMLP | MLP | MoE, size: int) -> int:

@@ -234,16 +234,21 @@ def training_memory(
     unsharded_at_start, unsharded_at_end = unsharded_bytes(
         model, size, shards, trained, keep_unsharded, experts | replicated
     )
+    gradients = sum(owned[p] for p in trained)
+    block = largest + hidden + arriving + largest_dequantised(model)
+    if step_in_backward:  # those of one block, or behind the last block the embedding's
+        gradients = largest_gradients_of_block(model)
+        block = max(block, largest_gradient_outside(model) - gradients + hidden)
     not_recomputed = [p for block in model.blocks[checkpointed_blocks:] for p in block.parameters() if p in experts]
     widened = elements(p for p in not_recomputed if p.itemsize != size) * size // expert_ranks
     return TrainingMemory(
         weights=sum(owned.values()),
-        gradients=gradients_in_backward(model) if step_in_backward else sum(owned[p] for p in trained),
+        gradients=gradients,
         optimizer_states=states,
         # The final norm saves its input and rstd.
         activations=sum(saved) + arriving + hidden + tokens * FP32_BYTES + patches * saved_by_patch(model, size),
         loss=loss,
-        block=largest + hidden + arriving + largest_dequantised(model),
+        block=block,
         unsharded_at_start=unsharded_at_start + widened,
         unsharded_at_end=unsharded_at_end,
         gathered=gathered_bytes(model, size, experts | replicated),
@@ -271,14 +276,12 @@ def gradient_of_tied_head(model: CausalLM) -> int:
     return head.nbytes if head is model.model.embed_tokens.weight and head.requires_grad else 0
 
 
-def gradients_in_backward(model: CausalLM) -> int:
-    """Bytes of the gradients that exist at a time at the end of backward, where each is freed when it has been used.
-
-    These are the gradients of a block, or of the embedding; a tied one has a second gradient, the head's.
-    """
+def largest_gradient_outside(model: CausalLM) -> int:
+    """Bytes of the largest gradient outside of the blocks, the embedding's as a rule; a tied one has a second, the
+    head's."""
     inside = {id(parameter) for block in model.blocks for parameter in block.parameters()}
     outside = (p.nbytes for p in trained_parameters(model) if id(p) not in inside)
-    return max(largest_gradients_of_block(model), max(outside, default=0) + gradient_of_tied_head(model))
+    return max(outside, default=0) + gradient_of_tied_head(model)
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:

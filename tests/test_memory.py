@@ -16,6 +16,7 @@ from ligermodels.kernels.logits_chunks import low_memory_buffer
 from ligermodels.layers.quantising import quantise
 from ligermodels.memory import count_parameters, inference_memory, largest_dequantised, state_bytes, training_memory
 from ligermodels.training.optimizers import build_optimizer
+from ligermodels.training.optimizers.offloaded import bytes_where_offloaded
 from tests.cases import CASES, LLAMA
 from tests.conftest import DEVICE
 from tests.layers.saved_bytes import saved_bytes
@@ -197,25 +198,49 @@ def test_the_plan_of_8b_with_lean_states_and_offloaded_inputs():
     assert plan_of_8b(8, 2048, room_for_inputs=2**33).peak < 36.0 * 2**30
     long = plan_of_8b(1, 2**18, room_for_inputs=80 * 2**30)
     assert (long.offloads_every, long.host) == (1, 64 * 2**30)
-    assert [long.peak / 2**30, plan_of_8b(1, 2**18).peak / 2**30] == pytest.approx([53.2, 112.4], abs=0.1)
+    assert [long.peak / 2**30, plan_of_8b(1, 2**18).peak / 2**30] == pytest.approx([54.6, 114.4], abs=0.1)
 
 
-@pytest.mark.parametrize(("tokens", "host", "peak"), [(2**19, 64, 134.5), (2**19, 128, 75.3), (2**20, 256, 119.4)])
+@pytest.mark.parametrize(("tokens", "host", "peak"), [(2**19, 64, 138.5), (2**19, 128, 78.7), (2**20, 256, 126.8)])
 def test_the_plan_of_8b_with_half_a_million_and_a_million_tokens(tokens, host, peak):
     long = plan_of_8b(1, tokens, room_for_inputs=host * 2**30)
     assert (long.host / 2**30, long.peak / 2**30) == (host, pytest.approx(peak, abs=0.1))
 
 
+# Peaks of Llama-3-8B with so many layers, one row, on an H200 (2026-11-26): GiB with the inputs of every k-th block in
+# host memory, or of none. States are offloaded.
+MEASURED = [
+    (3, 2**18, 0, 31.87), (3, 2**18, 1, 29.87), (3, 2**17, 1, 17.77), (8, 2**17, 0, 25.80), (8, 2**17, 1, 19.80),
+    (8, 2**17, 2, 22.80), (8, 2**17, 4, 24.80), (32, 2**19, 2, 125.8),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("layers", "tokens", "every", "measured"), MEASURED)
+def test_the_plan_of_a_long_row_is_within_3_percent(layers, tokens, every, measured):
+    model = ligermodels.create(LLAMA_8B | {"num_hidden_layers": layers}, dtype=torch.bfloat16, device="meta")
+    optimizer = build_optimizer(model, "adamw8bit")
+    optimizer.create_states()
+    inputs = len(range(0, layers, every)) if every else 0
+    needs = training_memory(
+        model, 1, tokens, torch.bfloat16, checkpointed_blocks=layers,
+        optimizer_states=bytes_where_offloaded(optimizer)[0], room_for_inputs=inputs * tokens * 4096 * 2,
+        low_memory_loss=True, step_in_backward=True,
+    )  # fmt: skip
+    assert needs.offloads_every == every
+    assert needs.peak / 2**30 == pytest.approx(measured, rel=0.03)
+
+
 def test_beyond_one_tile_a_recomputed_block_takes_its_inputs_and_gradients_but_no_wide_buffers():
     """Per token of Llama-3-8B, in units of its hidden size in bf16: 11.5 saved, 7 for the feed-forward layer; over
-    tiles 4.5 saved, of which the layer's input is gone when attention has its gradients: 2.5, and 3 in fp32."""
+    tiles 4.5 saved, of which the layer's input is gone when attention has its gradients: 2.5, 2 of queries in fp32, and
+    2 of keys and values for each query head."""
     model = ligermodels.create(LLAMA_8B | {"num_hidden_layers": 1}, dtype=torch.bfloat16, device="meta")
     (block,), unit = model.model.layers, 4096 * 2
     few, many = 2**15 - 1, 2**18
     assert saved_by_block(block, 2) // unit == 11  # and log-sum-exp and rstd
     assert beside_recomputed(block, few, 2) == 7 * few * unit
     statistics = 32 * 4  # log-sum-exp is counted among what has gradients
-    assert beside_recomputed(block, many, 2) == many * ((4.5 - 1 + 2.5 + 3 - 11.5) * unit + statistics)
+    assert beside_recomputed(block, many, 2) == many * ((4.5 - 1 + 2.5 + 4 - 11.5) * unit + statistics)
 
 
 @pytest.mark.parametrize(
