@@ -235,10 +235,10 @@ def training_memory(
         model, size, shards, trained, keep_unsharded, experts | replicated
     )
     gradients = sum(owned[p] for p in trained)
-    block = largest + hidden + arriving + largest_dequantised(model)
+    at_end = largest + hidden + arriving + largest_dequantised(model)
     if step_in_backward:  # those of one block, or behind the last block the embedding's
         gradients = largest_gradients_of_block(model)
-        block = max(block, largest_gradient_outside(model) - gradients + hidden)
+        at_end = max(at_end, largest_gradient_outside(model) - gradients + hidden)
     not_recomputed = [p for block in model.blocks[checkpointed_blocks:] for p in block.parameters() if p in experts]
     widened = elements(p for p in not_recomputed if p.itemsize != size) * size // expert_ranks
     return TrainingMemory(
@@ -248,7 +248,7 @@ def training_memory(
         # The final norm saves its input and rstd.
         activations=sum(saved) + arriving + hidden + tokens * FP32_BYTES + patches * saved_by_patch(model, size),
         loss=loss,
-        block=block,
+        block=at_end,
         unsharded_at_start=unsharded_at_start + widened,
         unsharded_at_end=unsharded_at_end,
         gathered=gathered_bytes(model, size, experts | replicated),
