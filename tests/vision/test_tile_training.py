@@ -11,7 +11,8 @@ from ligermodels.training.reporting.image_flops import flops_per_seeing_token, f
 from tests.cases import CASES
 from tests.conftest import DEVICE
 from tests.parity import moved
-from tests.vision.tiles import SQUARE, WIDE, batch_of, labels_for
+from tests.vision.batches import labels_for
+from tests.vision.tiles import SQUARE, WIDE, batch_of
 
 TILE = {"hidden_size": 128, "intermediate_size": 160, "attention_heads": 4, "image_size": 24, "patch_size": 4}
 LARGER = CASES["mllama"] | {"vision_config": CASES["mllama"]["vision_config"] | TILE | {"vision_output_dim": 384}}

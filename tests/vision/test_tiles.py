@@ -18,7 +18,8 @@ from tests.kernels.error_budget import relative_error
 from tests.parity import FP32_FACTOR, HALF, check_half_precision, moved, reference_results, results
 from tests.reference_model import save_reference
 from tests.sabotage import Sabotage
-from tests.vision.tiles import BATCH, ONE, PATTERNS, SQUARE, WIDE, batch_of, labels_for
+from tests.vision.batches import labels_for
+from tests.vision.tiles import BATCH, ONE, PATTERNS, SQUARE, WIDE, batch_of
 
 PARITY_PATTERNS = PATTERNS | {"short": [[1, WIDE, 2]]}
 VARIANTS = [name for name in CASES if name.startswith("mllama")]
