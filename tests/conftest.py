@@ -88,22 +88,22 @@ def short_garbage_collections():
     gc.freeze()
 
 
-@pytest.fixture(autouse=True)
-def free_gpu_memory():
-    """Processes share the GPU: one that is done with a test leaves the others what the test took."""
-    yield
-    if DEVICE == "cuda":
-        torch.cuda.empty_cache()
-
-
 @pytest.fixture
-def turn(free_gpu_memory):
+def turn():
     """Tests that need tens of GiB take turns, in whichever process they run."""
     with (Path(tempfile.gettempdir()) / f"ligermodels-tests-{os.getuid()}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-        if DEVICE == "cuda":
-            torch.cuda.empty_cache()
+
+
+@pytest.fixture(autouse=True)
+def free_gpu_memory(request):
+    """Processes share the GPU: one that is done with a test leaves the others what the test took."""
+    if "turn" in request.fixturenames:
+        request.getfixturevalue("turn")  # set up first, so that it ends last
+    yield
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(autouse=True)

@@ -1,26 +1,19 @@
 """Every family and each of its switches against the reference implementation: logits, loss, SGD step, generation."""
 
 import copy
-import functools
 import statistics
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 
 import ligermodels
-from ligermodels.layers.decoder import CausalLM
 from ligermodels.weights.mapping import plan_pieces
 from tests.cases import CASES
 from tests.conftest import DEVICE
-from tests.kernels.error_budget import FACTOR, relative_error
-from tests.reference_model import KeepFp64, labels_of, reference_model, save_reference, tokens
-from tests.reference_model import hub_tensors as reference_hub_tensors
+from tests.kernels.error_budget import relative_error
+from tests.parity import FP32_FACTOR, HALF, check_half_precision, moved, reference_results, results
+from tests.reference_model import labels_of, save_reference, tokens
 
-LEARNING_RATE = 0.5
-# Our fp32 error, against the reference in fp64, may be this many times the reference's own: the order of sums differs.
-FP32_FACTOR = 4.0
 VANISHING = 1e-12  # gradients that are smaller in fp64 are 0, and rounding is left of them
 FEW_NUMBERS = 16  # the reference's error of fewer may be tiny by chance: they are allowed that of a typical tensor
 
@@ -56,31 +49,16 @@ PACKED = [
 ]  # fmt: skip
 
 
-def hub_tensors(model):
-    """The weights of a model under the names and with the shapes of the checkpoint that it was loaded from."""
-    parameters = dict(model.named_parameters())
-    pieces = plan_pieces({name: p.shape for name, p in parameters.items()}, model.export_rules())
-    return {piece.tensor: piece.from_box(parameters[piece.parameter].detach()[piece.index]) for piece in pieces}
-
-
-@functools.lru_cache(maxsize=2)  # the tests of a case's breaks follow each other
-def reference_results(name, length):
-    """The checkpoint of a case, in a folder that goes with it, and the reference's results in fp64 and in fp32."""
-    folder = TemporaryDirectory()
-    reference = save_reference(CASES[name], Path(folder.name))
+def inputs_of(name, length):
     input_ids = tokens(CASES[name], length=length)
-    labels = labels_of(input_ids)
-    with KeepFp64():
-        exact = results(copy.deepcopy(reference).double(), input_ids, labels)
-    return folder, exact, results(reference, input_ids, labels)
+    return {"input_ids": input_ids, "labels": labels_of(input_ids)}
 
 
 def check_parity(name, device=DEVICE, length=23):
     """Compares logits, loss and the change of every weight in one SGD step, in fp32."""
-    folder, exact, theirs = reference_results(name, length)
+    folder, exact, theirs = reference_results(name, inputs_of, length, step_from_zero=True)
     model = ligermodels.load(folder.name, device=device)
-    input_ids = tokens(CASES[name], length=length)
-    ours = results(model, input_ids.to(device), labels_of(input_ids).to(device))
+    ours = results(model, moved(inputs_of(name, length), device), step_from_zero=True)
     buffers = {key: buffer.shape for key, buffer in model.stored_buffers().items()}
     untrained = {*model.kept, *(piece.tensor for piece in plan_pieces(buffers, model.export_rules()))}
     assert set(exact) - set(ours) - untrained <= {"lm_head.weight", "language_model.lm_head.weight"}
@@ -98,28 +76,6 @@ def check_parity(name, device=DEVICE, length=23):
         assert error <= allowed, f"{what}: error {error:.1e}, allowed {allowed:.1e}"
 
 
-def results(model, input_ids, labels):
-    """Logits, loss, and the change of each weight in one SGD step, by Hub name.
-
-    The step starts at zero: from the weights it would be rounded to their last place, an error that is larger than all
-    others where a step is small.
-    """
-    is_ours = isinstance(model, CausalLM)
-    named = hub_tensors if is_ours else reference_hub_tensors
-    out = model(input_ids=input_ids, labels=labels)
-    loss, logits = out.loss, out.logits
-    if is_ours:  # which may compute other things where no gradient is wanted
-        with torch.no_grad():
-            logits = model(input_ids).logits
-    loss.backward()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    torch.optim.SGD(model.parameters(), lr=LEARNING_RATE).step()
-    steps = named(model)
-    return {name: value.detach().cpu() for name, value in ({"logits": logits, "loss": loss} | steps).items()}
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_fp32_results_equal_those_of_the_reference(name):
     check_parity(name)
@@ -135,16 +91,10 @@ def test_fp32_results_of_the_kernels_equal_those_of_the_reference(name):
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("name", IN_HALF_PRECISION)
 def test_half_precision_is_within_the_error_budget(name, tmp_path):
-    """Relative to the reference in fp64, our error is at most FACTOR times that of the reference in half precision."""
-    dtype = torch.float16 if DEVICE == "cpu" else torch.bfloat16
-    save_reference(CASES[name], tmp_path)
-    model = ligermodels.load(tmp_path, dtype=dtype, device=DEVICE)
-    input_ids = tokens(CASES[name], length=64 if DEVICE == "cuda" else 12)  # the interpreter is slow
-    plain = reference_model(CASES[name], dtype)
-    exact = reference_model(CASES[name], dtype).double()(input_ids).logits
-    ours = relative_error(model(input_ids.to(DEVICE)).logits.cpu(), exact)
-    theirs = relative_error(plain.to(DEVICE)(input_ids.to(DEVICE)).logits.cpu(), exact)
-    assert ours <= FACTOR * theirs, f"ours {ours:.2e}, the reference's {theirs:.2e}"
+    reference = save_reference(CASES[name], tmp_path)
+    model = ligermodels.load(tmp_path, dtype=HALF, device=DEVICE)
+    inputs = {"input_ids": tokens(CASES[name], length=64 if DEVICE == "cuda" else 12)}  # the interpreter is slow
+    check_half_precision(model, reference, inputs, inputs)
 
 
 def continued(reference, prompt, use_cache=True):

@@ -3,7 +3,9 @@
 import torch
 
 from tests.kernels.compiled_kernels import assert_all_compiled
-from tests.kernels.ops import OPS, run_all_kernels, run_chunked_norm
+from tests.kernels.ops import OPS
+from tests.kernels.ops.base import run_all_kernels
+from tests.kernels.ops.norms import run_chunked_norm
 
 for name, op in OPS.items():
     for length in (4, 70) if "norm" in name else (4,):  # the small-M path and the persistent kernel

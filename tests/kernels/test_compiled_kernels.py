@@ -12,7 +12,8 @@ import torch
 from ligermodels.kernels import grouped_gemm
 from tests.conftest import TENS_OF_GIB
 from tests.kernels.compiled_kernels import compiled_kernels
-from tests.kernels.ops import OPS, parametrize_ops, run_all_kernels
+from tests.kernels.ops import OPS, parametrize_ops
+from tests.kernels.ops.base import run_all_kernels
 
 ROOT = Path(__file__).parents[2]
 KB = 1024

@@ -1,4 +1,4 @@
-"""The contracts of every op: each test runs over the table of ops.py."""
+"""The contracts of every op: each test runs over the table of ops/."""
 
 from dataclasses import replace
 from functools import cache, partial
@@ -15,7 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.conftest import DEVICE, TENS_OF_GIB
 from tests.kernels.compiled_kernels import import_all
 from tests.kernels.error_budget import DTYPES, check, relative_error
-from tests.kernels.ops import OPS, as_list, attention_case, parametrize_ops
+from tests.kernels.ops import OPS, parametrize_ops
+from tests.kernels.ops.attention import attention_case
+from tests.kernels.ops.base import as_list
 
 HALF = DTYPES[-1]
 # (batch, length): no other dimension has one of the first sizes, and no two have the same number of rows.

@@ -13,8 +13,8 @@ import ligermodels
 from ligermodels.generation.kv_cache import KVCache
 from tests.cases import CASES
 from tests.kernels.error_budget import relative_error
+from tests.parity import FP32_FACTOR
 from tests.reference_model import reference_model, tokens
-from tests.test_parity import FP32_FACTOR
 
 LENGTH = 14
 FAMILIES = [name for name in CASES if "-" not in name]

@@ -112,16 +112,22 @@ def row_of(raw, pattern: list, generator: torch.Generator) -> list[int]:
     return ids
 
 
+def padded(rows: list[list[int]]) -> dict[str, Tensor]:
+    """Token ids, padded on the right, with an attention mask if rows are of unequal length."""
+    length = max(map(len, rows))
+    batch = {"input_ids": torch.tensor([row + [0] * (length - len(row)) for row in rows])}
+    if len({*map(len, rows)}) > 1:
+        batch["attention_mask"] = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows])
+    return batch
+
+
 def batch_of(name: str, patterns: list[list], seed: int = 3) -> dict[str, Tensor]:
     """A batch of rows, padded on the right with an attention mask; patterns as those of `row_of`."""
     raw, generator = CASES[name], torch.Generator().manual_seed(seed)
     rows = [row_of(raw, pattern, generator) for pattern in patterns]
-    length = max(map(len, rows))
     images = [part for pattern in patterns for part in pattern if isinstance(part, tuple)]
     videos = [part[0] for pattern in patterns for part in pattern if isinstance(part, list)]
-    batch = {"input_ids": torch.tensor([row + [0] * (length - len(row)) for row in rows])}
-    if len({*map(len, rows)}) > 1:
-        batch["attention_mask"] = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows])
+    batch = padded(rows)
     if images and takes_tiles(name):
         batch |= tiles_of(name, [[part for part in pattern if isinstance(part, tuple)] for pattern in patterns])
     elif images:

@@ -1,9 +1,6 @@
 """Models with images against the reference implementation: logits, loss, SGD step, generation, packing, caches."""
 
 import copy
-import functools
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -14,15 +11,13 @@ import ligermodels
 from ligermodels.errors import InputError
 from ligermodels.generation import engine
 from ligermodels.generation.kv_cache import KVCache
-from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.siglip_tiles import padded_tile_layout
 from ligermodels.layers.vision_positions import Grid
 from tests.cases import CASES
 from tests.conftest import DEVICE
-from tests.kernels.error_budget import FACTOR, relative_error
-from tests.reference_model import KeepFp64, reference_model, save_reference
-from tests.reference_model import hub_tensors as reference_hub_tensors
-from tests.test_parity import FP32_FACTOR, LEARNING_RATE, hub_tensors
+from tests.kernels.error_budget import relative_error
+from tests.parity import FP32_FACTOR, HALF, check_half_precision, moved, reference_results, results
+from tests.reference_model import save_reference
 from tests.vision.batches import (
     GRIDS,
     VIDEO,
@@ -48,23 +43,15 @@ PATTERNS = {
 }  # fmt: skip
 
 
-@functools.lru_cache(maxsize=2)  # the tests of a case's breaks follow each other
-def reference_results(name, patterns):
-    """The checkpoint of a case, in a folder that goes with it, and the reference's results in fp64 and in fp32."""
-    folder = TemporaryDirectory()
-    reference = save_reference(CASES[name], Path(folder.name))
-    batch = batch_for_parity(name, patterns)
-    inputs = for_reference(name, batch), labels_for(name, batch), reference_hub_tensors
-    with KeepFp64():
-        exact = results(copy.deepcopy(reference).double(), *inputs)
-    return folder, exact, results(reference, *inputs)
-
-
-def batch_for_parity(name, patterns):
+def inputs_of(name, patterns):
     batch = batch_of(name, PATTERNS[patterns])
     if name.startswith("paligemma") and "pixel_values" in batch:
         batch["token_type_ids"] = types_of(name, batch)
-    return batch
+    return batch | {"labels": labels_for(name, batch)}
+
+
+def inputs_of_reference(name, patterns):
+    return for_reference(name, inputs_of(name, patterns))
 
 
 def check_image_parity(name, patterns, device=DEVICE):
@@ -72,10 +59,9 @@ def check_image_parity(name, patterns, device=DEVICE):
 
     patterns: of the rows, a key of PATTERNS. The absolute error of a logit is a relative error of all gradients.
     """
-    folder, exact, theirs = reference_results(name, patterns)
-    model, batch = ligermodels.load(folder.name, device=device), batch_for_parity(name, patterns)
-    labels = labels_for(name, batch).to(device)
-    ours = results(model, {k: x.to(device) for k, x in batch.items()}, labels, hub_tensors)
+    folder, exact, theirs = reference_results(name, inputs_of_reference, patterns, step_from_zero=False)
+    model = ligermodels.load(folder.name, device=device)
+    ours = results(model, moved(inputs_of(name, patterns), device), step_from_zero=False)
     of_logits = (theirs["logits"].double() - exact["logits"]).abs().max().item()
     left_out = exact.keys() - ours.keys() - {"lm_head.weight", "language_model.lm_head.weight"}
     for what in left_out:  # kept, not computed: results must not depend on it
@@ -90,21 +76,6 @@ def check_image_parity(name, patterns, device=DEVICE):
             own = max(own, of_logits)
         allowed = FP32_FACTOR * max(own, torch.finfo(torch.float32).eps)
         assert error <= allowed, f"{what}: error {error:.1e}, allowed {allowed:.1e}"
-
-
-def results(model, batch, labels, named):
-    """Logits of tokens, loss, and the change of each weight in one SGD step, by Hub name."""
-    tokens = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
-    out = model(**batch, labels=labels)
-    loss, logits = out.loss, out.logits[tokens]
-    if isinstance(model, CausalLM):  # which may compute other things where no gradient is wanted
-        with torch.no_grad():
-            logits = model(**batch).logits[tokens]
-    before = {name: value.clone() for name, value in named(model).items()}
-    loss.backward()
-    torch.optim.SGD(model.parameters(), lr=LEARNING_RATE).step()
-    steps = {name: value - before[name] for name, value in named(model).items()}
-    return {name: value.detach().cpu() for name, value in ({"logits": logits, "loss": loss} | steps).items()}
 
 
 FAMILIES = [name for name in VISION_CASES if "-" not in name]
@@ -132,21 +103,12 @@ def test_fp32_results_of_the_kernels_with_images_equal_those_of_the_reference(na
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_half_precision_with_images_is_within_the_error_budget(name, tmp_path):
-    """Relative to the reference in fp64, our error is at most FACTOR times that of the reference in half precision."""
-    dtype = torch.float16 if DEVICE == "cpu" else torch.bfloat16
-    save_reference(CASES[name], tmp_path)
-    model = ligermodels.load(tmp_path, dtype=dtype, device=DEVICE)
+    reference = save_reference(CASES[name], tmp_path)
+    model = ligermodels.load(tmp_path, dtype=HALF, device=DEVICE)
     batch = batch_of(name, [[4, B, 3, B, 5]])
-    batch["pixel_values"] = batch["pixel_values"].to(dtype)
     if name == "paligemma":
         batch["token_type_ids"] = types_of(name, batch)
-    for_theirs = for_reference(name, batch)
-    with torch.no_grad():
-        exact = reference_model(CASES[name], dtype).double()(**for_theirs).logits
-        plain = reference_model(CASES[name], dtype).to(DEVICE)(**{key: x.to(DEVICE) for key, x in for_theirs.items()})
-        ours = relative_error(model(**{key: x.to(DEVICE) for key, x in batch.items()}).logits.cpu(), exact)
-    theirs = relative_error(plain.logits.cpu(), exact)
-    assert ours <= FACTOR * theirs, f"ours {ours:.2e}, the reference's {theirs:.2e}"
+    check_half_precision(model, reference, batch, for_reference(name, batch))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -170,7 +132,7 @@ def test_greedy_generation_with_images_gives_the_tokens_of_the_reference(name, t
     prompts = [row["input_ids"][0].tolist() for row in rows]
     images = [{key: value for key, value in row.items() if key != "input_ids"} for row in rows]
     assert ligermodels.generate(model, prompts, max_new_tokens=8, stop_tokens=(), images=images) == expected
-    batch = {key: value.to(DEVICE) for key, value in batch_of(name, BATCH).items()}
+    batch = moved(batch_of(name, BATCH))
     together = model.generate(**batch, max_new_tokens=4, stop_tokens=())[:, -4:]
     apart = [model.generate(**row, max_new_tokens=4, stop_tokens=())[0, -4:] for row in rows_of(name, batch)]
     assert together.tolist() == [row.tolist() for row in apart]
@@ -219,7 +181,7 @@ def test_packed_documents_with_images_give_loss_and_gradients_of_separate_runs(n
     def run(model, batches, **inputs):
         losses = []
         for batch in batches:
-            batch = {key: x.to(DEVICE) for key, x in batch.items()}
+            batch = moved(batch)
             losses.append(model(**batch, num_items_in_batch=10, **inputs).loss)
         loss = torch.stack(losses).sum()
         loss.backward()
@@ -239,7 +201,7 @@ def test_packed_documents_with_images_give_loss_and_gradients_of_separate_runs(n
 def test_a_cache_continues_behind_images_and_takes_new_ones(name):
     """Two turns with an image each, the second in a second call, then a token: as one pass over everything."""
     model = ligermodels.create(CASES[name], device=DEVICE).double().eval()
-    whole = {key: x.to(DEVICE) for key, x in batch_of(name, [[4, A, 3, B, 2]]).items()}
+    whole = moved(batch_of(name, [[4, A, 3, B, 2]]))
     ids = whole["input_ids"]
     cut = 4 + len(ids_of(CASES[name], A)) + 2
     cache = KVCache(model.kept_by_layers(), 1, ids.shape[1], ids.device)
@@ -263,7 +225,7 @@ def test_positions_go_on_behind_the_largest_of_a_long_video(tmp_path):
     assert images.rope_ids[0, 0, 2:-2].tolist() == [2 + int(k * seconds) for k in range(3) for _ in range(6)]
     assert images.rope_ids[:, 0, -2:].tolist() == [[2 + int(2 * seconds) + 1, 2 + int(2 * seconds) + 2]] * 3
     with torch.no_grad():
-        ours = model(**{key: x.to(DEVICE) for key, x in batch.items()}).logits.cpu()
+        ours = model(**moved(batch)).logits.cpu()
         theirs = reference(**for_reference(name, batch), position_ids=images.rope_ids).logits
         assert relative_error(ours, reference(**for_reference(name, batch)).logits) > 1e-2
     assert relative_error(ours, theirs) < 1e-5
@@ -274,7 +236,7 @@ def test_positions_behind_a_long_video_are_those_of_the_reference_if_asked_for(n
     """In a row with text and an image behind it, and in generation, which goes on behind the last position."""
     reference = save_reference(CASES[name], tmp_path)
     model, batch = ligermodels.load(tmp_path, device=DEVICE), batch_of(name, [[2, [(5, 4, 6)], 3, B, 2]])
-    on_device, options = {key: x.to(DEVICE) for key, x in batch.items()}, {"max_new_tokens": 4}
+    on_device, options = moved(batch), {"max_new_tokens": 4}
     with torch.no_grad():
         theirs = reference(**for_reference(name, batch)).logits
         assert relative_error(model(**on_device).logits.cpu(), theirs) > 1e-2
@@ -296,7 +258,7 @@ def test_prepared_images_are_read_without_the_ids_on_the_host():
     labels, ids = labels_for(name, batch).to(DEVICE), batch["input_ids"].to(DEVICE)
     mask = batch["attention_mask"].to(DEVICE)
     loss = model(ids, labels, images=images, attention_mask=mask).loss
-    assert torch.equal(loss, model(**{key: x.to(DEVICE) for key, x in batch.items()}, labels=labels).loss)
+    assert torch.equal(loss, model(**moved(batch), labels=labels).loss)
 
 
 REFUSED = {
@@ -391,10 +353,10 @@ def test_token_types_say_where_prompts_end_in_rows_without_a_picture_too(tmp_pat
     model, batch = ligermodels.load(tmp_path, device=DEVICE), batch_of("paligemma", [[2, A, 2], [13]])
     types = (torch.arange(13) >= 12).long().expand(2, -1)
     with torch.no_grad():
-        causal = model(**{key: x.to(DEVICE) for key, x in batch.items()}).logits[1].cpu()
+        causal = model(**moved(batch)).logits[1].cpu()
         assert relative_error(causal, reference(batch["input_ids"][1:]).logits[0]) < 1e-5
         batch["token_type_ids"] = types
-        ours = model(**{key: x.to(DEVICE) for key, x in batch.items()}).logits.cpu()
+        ours = model(**moved(batch)).logits.cpu()
         assert relative_error(ours, reference(**batch).logits) < 1e-5
     assert relative_error(ours[1], causal) > 1e-2
 
@@ -483,7 +445,7 @@ def test_a_row_of_features_in_two_documents_is_refused():
 
 def test_images_without_sizes_are_whole_and_other_models_take_no_sizes():
     model, batch = ligermodels.create(CASES["pixtral"], device=DEVICE), batch_of("pixtral", [[2, A, 1, A]])
-    batch = {key: x.to(DEVICE) for key, x in batch.items()}
+    batch = moved(batch)
     sizes = batch.pop("image_sizes")
     assert torch.equal(model(**batch).logits, model(**batch, image_sizes=sizes).logits)
     with pytest.raises(InputError, match="image_sizes: the model takes pixels with grids"):

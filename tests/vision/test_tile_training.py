@@ -10,7 +10,9 @@ from ligermodels.training.reporting.flops import flops_per_token
 from ligermodels.training.reporting.image_flops import flops_per_seeing_token, flops_per_tiled_image
 from tests.cases import CASES
 from tests.conftest import DEVICE
-from tests.vision.tiles import SQUARE, WIDE, batch_of, labels_for
+from tests.parity import moved
+from tests.vision.batches import labels_for
+from tests.vision.tiles import SQUARE, WIDE, batch_of
 
 TILE = {"hidden_size": 128, "intermediate_size": 160, "attention_heads": 4, "image_size": 24, "patch_size": 4}
 LARGER = CASES["mllama"] | {"vision_config": CASES["mllama"]["vision_config"] | TILE | {"vision_output_dim": 384}}
@@ -18,7 +20,7 @@ LARGER = CASES["mllama"] | {"vision_config": CASES["mllama"]["vision_config"] | 
 
 def on_device(patterns):
     batch = batch_of("mllama", patterns)
-    return {key: x.to(DEVICE) for key, x in (batch | {"labels": labels_for("mllama", batch)}).items()}
+    return moved(batch | {"labels": labels_for("mllama", batch)})
 
 
 # Of 3 + 2 blocks of the tower and 2 of the text with four linears each, and 2 of cross-attention with five.
@@ -72,7 +74,7 @@ def test_activations_of_images_match_the_tensors_that_autograd_saves(trained):
     planned = [training_memory(model, 1, 20, torch.float32, patches=n).activations for n in (4 * 36, 0)]
     # Without a GPU the outputs of the tower's attention are kept document by document, and together.
     copied = 5 * 4 * 40 * 128 * 4 * ("vision" in trained)
-    kept = saved({key: x.to(DEVICE) for key, x in images.items()}) - saved({}) - (copied if DEVICE == "cpu" else 0)
+    kept = saved(moved(images)) - saved({}) - (copied if DEVICE == "cpu" else 0)
     assert planned[0] - planned[1] == pytest.approx(kept, rel=0.02)
 
 

@@ -1,10 +1,7 @@
 """Llama 3.2 Vision with images against the reference implementation, its caches, packing, and breaks of the code."""
 
 import copy
-import functools
 import json
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -17,39 +14,29 @@ from ligermodels.training.runs.preparing import plan
 from tests.cases import CASES
 from tests.conftest import DEVICE
 from tests.images.folders import QWEN_TEMPLATE, TOKENS, picture, write_folder
-from tests.kernels.error_budget import FACTOR, relative_error
-from tests.reference_model import KeepFp64, reference_model, save_reference
-from tests.reference_model import hub_tensors as reference_hub_tensors
+from tests.kernels.error_budget import relative_error
+from tests.parity import FP32_FACTOR, HALF, check_half_precision, moved, reference_results, results
+from tests.reference_model import save_reference
 from tests.sabotage import Sabotage
-from tests.test_parity import FP32_FACTOR, hub_tensors
-from tests.vision.test_parity import results
-from tests.vision.tiles import BATCH, ONE, PATTERNS, SQUARE, WIDE, batch_of, labels_for
+from tests.vision.batches import labels_for
+from tests.vision.tiles import BATCH, ONE, PATTERNS, SQUARE, WIDE, batch_of
 
 PARITY_PATTERNS = PATTERNS | {"short": [[1, WIDE, 2]]}
 VARIANTS = [name for name in CASES if name.startswith("mllama")]
 
 
-@functools.lru_cache(maxsize=2)  # the tests of a case's breaks follow each other
-def reference_results(name, patterns):
-    """The checkpoint of a case, in a folder that goes with it, and the reference's results in fp64 and in fp32."""
-    folder = TemporaryDirectory()
-    reference = save_reference(CASES[name], Path(folder.name))
+def inputs_of(name, patterns):
     batch = batch_of(name, PARITY_PATTERNS[patterns])
-    labels = labels_for(name, batch)
-    with KeepFp64():
-        exact = results(copy.deepcopy(reference).double(), as_double(batch), labels, reference_hub_tensors)
-    return folder, exact, results(reference, batch, labels, reference_hub_tensors)
+    return batch | {"labels": labels_for(name, batch)}
 
 
 def check_tile_parity(name, patterns, device=DEVICE):
     """Compares logits, loss and the change of every weight in one SGD step, in fp32, with both switches of the
     reference. patterns: of the rows, a key of PARITY_PATTERNS."""
-    folder, exact, theirs = reference_results(name, patterns)
+    folder, exact, theirs = reference_results(name, inputs_of, patterns, step_from_zero=False)
     model = ligermodels.load(folder.name, device=device)
     model.as_transformers = True
-    batch = batch_of(name, PARITY_PATTERNS[patterns])
-    labels = labels_for(name, batch)
-    ours = results(model, {k: x.to(device) for k, x in batch.items()}, labels.to(device), hub_tensors)
+    ours = results(model, moved(inputs_of(name, patterns), device), step_from_zero=False)
     assert ours.keys() == exact.keys()
     errors = {what: relative_error(theirs[what], exact[what]) for what in exact}
     # A gate's gradient is one number, a sum that may cancel: the reference's own error of one says little.
@@ -58,10 +45,6 @@ def check_tile_parity(name, patterns, device=DEVICE):
         error, floor = relative_error(value, exact[what]), torch.finfo(torch.float32).eps
         allowed = max(errors[what], of_gates if value.numel() == 1 else floor)
         assert error <= FP32_FACTOR * allowed, f"{what}: error {error:.1e}, the reference's {errors[what]:.1e}"
-
-
-def as_double(batch):
-    return {key: x.double() if x.is_floating_point() else x for key, x in batch.items()}
 
 
 @pytest.mark.parametrize(
@@ -79,20 +62,11 @@ def test_fp32_results_of_the_kernels_with_images_equal_those_of_the_reference():
 
 @pytest.mark.usefixtures("kernels")
 def test_half_precision_with_images_is_within_the_error_budget(tmp_path):
-    """Relative to the reference in fp64, our error is at most FACTOR times that of the reference in half precision."""
-    dtype = torch.float16 if DEVICE == "cpu" else torch.bfloat16
-    save_reference(CASES["mllama"], tmp_path)
-    model = ligermodels.load(tmp_path, dtype=dtype, device=DEVICE)
+    reference = save_reference(CASES["mllama"], tmp_path)
+    model = ligermodels.load(tmp_path, dtype=HALF, device=DEVICE)
     model.as_transformers = True
     batch = batch_of("mllama", [[2, WIDE, 3]])
-    batch["pixel_values"] = batch["pixel_values"].to(dtype)
-    on_device = {key: x.to(DEVICE) for key, x in batch.items()}
-    with torch.no_grad():
-        exact = reference_model(CASES["mllama"], dtype).double()(**as_double(batch)).logits
-        plain = reference_model(CASES["mllama"], dtype).to(DEVICE)(**on_device).logits.cpu()
-        ours = relative_error(model(**on_device).logits.cpu(), exact)
-    theirs = relative_error(plain, exact)
-    assert ours <= FACTOR * theirs, f"ours {ours:.2e}, the reference's {theirs:.2e}"
+    check_half_precision(model, reference, batch, batch)
 
 
 def trained_model(seed=0):
@@ -110,7 +84,7 @@ def trained_model(seed=0):
 def test_tokens_before_images_are_as_without_and_tiles_that_an_image_lacks_change_nothing_but_the_tower():
     """As the models were trained. A row without images in a batch with some is as alone."""
     model = trained_model().eval()
-    batch = {key: x.to(DEVICE) for key, x in batch_of("mllama", [[4, WIDE, 3], [8]]).items()}
+    batch = moved(batch_of("mllama", [[4, WIDE, 3], [8]]))
     with torch.no_grad():
         together = model(**batch).logits
         text = model(batch["input_ids"][:, :4]).logits
@@ -144,7 +118,7 @@ def test_states_are_taken_before_blocks_as_the_models_were_trained(tmp_path):
     transformer.forward = with_first.__get__(transformer)
     shifted.model.vision_model.intermediate_layers_indices = [0, 2]
     with torch.no_grad():
-        ours = model(**{key: x.to(DEVICE) for key, x in batch.items()}).logits.cpu()
+        ours = model(**moved(batch)).logits.cpu()
         assert relative_error(ours, shifted(**batch).logits) < 1e-5
         assert relative_error(ours, reference(**batch).logits) > 1e-2
 
@@ -174,7 +148,7 @@ def test_greedy_generation_with_images_gives_the_tokens_of_the_reference(tmp_pat
 
 def test_generate_of_a_batch_with_padding_gives_the_tokens_of_separate_rows():
     model = trained_model().float().eval()
-    batch = {key: value.to(DEVICE) for key, value in batch_of("mllama", BATCH).items()}
+    batch = moved(batch_of("mllama", BATCH))
     together = model.generate(**batch, max_new_tokens=4, stop_tokens=())[:, -4:]
     for row, mask in enumerate(batch["attention_mask"].bool()):
         alone = {key: value[row : row + 1] for key, value in batch.items() if key != "attention_mask"}
@@ -185,7 +159,7 @@ def test_generate_of_a_batch_with_padding_gives_the_tokens_of_separate_rows():
 def test_a_cache_continues_behind_images_and_takes_new_ones():
     """Two turns with an image each, the second in a second call, then a token: as one pass over everything."""
     model = trained_model().eval()
-    whole = {key: x.to(DEVICE) for key, x in batch_of("mllama", [[2, WIDE, 4, SQUARE, 3]]).items()}
+    whole = moved(batch_of("mllama", [[2, WIDE, 4, SQUARE, 3]]))
     ids, cut = whole["input_ids"], 5
     del whole["cross_attention_mask"]
     pixels = {key: x for key, x in whole.items() if key != "input_ids"}
@@ -216,7 +190,7 @@ def test_packed_documents_with_images_give_loss_and_gradients_of_separate_runs()
     def run(model, batches, **inputs):
         losses = []
         for batch in batches:
-            batch = {key: x.to(DEVICE) for key, x in batch.items()}
+            batch = moved(batch)
             losses.append(model(**batch, num_items_in_batch=10, **inputs).loss)
         loss = torch.stack(losses).sum()
         loss.backward()

@@ -14,6 +14,7 @@ from ligermodels.memory import count_parameters, training_memory
 from ligermodels.training.reporting.image_flops import flops_per_patch
 from tests.cases import CASES
 from tests.conftest import DEVICE
+from tests.parity import moved
 from tests.vision import tiles
 from tests.vision.batches import GRIDS, VISION_CASES, batch_of, completion_labels, image_token
 
@@ -23,7 +24,7 @@ A, B, C = GRIDS
 
 def on_device(name, patterns):
     batch = batch_of(name, patterns)
-    return {key: x.to(DEVICE) for key, x in (batch | {"labels": completion_labels(name, batch)}).items()}
+    return moved(batch | {"labels": completion_labels(name, batch)})
 
 
 @pytest.mark.parametrize("trained", [("projector", "text"), ("vision",), ("text",), ("vision", "projector", "text")])
@@ -172,7 +173,7 @@ def test_activations_of_images_match_the_tensors_that_autograd_saves(name):
         raw = raw | {"vision_config": vision | wide}
         images = {"pixel_values": torch.randn(patches, 3 * 2 * 4 * 4), "image_grid_thw": torch.tensor([[1, 8, 8]])}
     ids = torch.tensor([[5, 6, *[image_token(raw)] * tokens, 7, 8]], device=DEVICE)
-    images = {key: x.to(DEVICE) for key, x in images.items()}
+    images = moved(images)
     labels = ids.masked_fill(torch.arange(ids.shape[1], device=DEVICE) < tokens + 2, -100)  # a prompt, then its answer
 
     def saved(**inputs):

@@ -6,6 +6,7 @@ from torch import Tensor
 from ligermodels.images.resizing import tile_grids
 from ligermodels.images.tiled import seeing_tokens
 from tests.cases import CASES
+from tests.vision.batches import padded
 
 # An image of one tile, one of two, one of four in a square.
 ONE, WIDE, SQUARE = (1, 1), (1, 2), (2, 2)
@@ -24,11 +25,8 @@ def batch_of(name: str, patterns: list[list], seed: int = 3) -> dict[str, Tensor
             random = isinstance(part, int)
             row += torch.randint(3, 90, (part,), generator=generator).tolist() if random else [raw["image_token_index"]]
         rows.append(row)
-    length = max(map(len, rows))
-    ids = torch.tensor([row + [0] * (length - len(row)) for row in rows])
-    batch = {"input_ids": ids}
-    if len({*map(len, rows)}) > 1:
-        batch["attention_mask"] = torch.tensor([[1] * len(row) + [0] * (length - len(row)) for row in rows])
+    batch = padded(rows)
+    ids = batch["input_ids"]
     images = [[part for part in pattern if isinstance(part, tuple)] for pattern in patterns]
     most, side = max(map(len, images)), raw["vision_config"]["image_size"]
     if not most:
@@ -48,11 +46,3 @@ def batch_of(name: str, patterns: list[list], seed: int = 3) -> dict[str, Tensor
     return batch | {
         "pixel_values": pixels, "aspect_ratio_ids": ratios, "aspect_ratio_mask": real, "cross_attention_mask": seen,
     }  # fmt: skip
-
-
-def labels_for(name: str, batch: dict[str, Tensor]) -> Tensor:
-    """Labels: the ids, -100 at padding, at the tokens of images and at every fifth token."""
-    ids = batch["input_ids"]
-    labels = ids.masked_fill(ids == CASES[name]["image_token_index"], -100)
-    labels[:, ::5] = -100
-    return labels.masked_fill(batch.get("attention_mask", torch.ones_like(ids)) == 0, -100)

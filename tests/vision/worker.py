@@ -28,8 +28,8 @@ def batch_of(name, pattern, seed):
     """A row with its labels."""
     if name == "mllama":
         batch = tiles.batch_of(name, [[TILES.get(part, part) for part in pattern]], seed=seed)
-        return batch | {"labels": tiles.labels_for(name, batch)}
-    batch = batches.batch_of(name, [pattern], seed=seed)
+    else:
+        batch = batches.batch_of(name, [pattern], seed=seed)
     return batch | {"labels": batches.completion_labels(name, batch)}
 
 

@@ -1,0 +1,64 @@
+"""Linears with low-rank updates, and those fused with the activation before them."""
+
+from functools import partial
+
+from ligermodels.kernels.activated_linear import activated_linear, activated_linear_reference
+from ligermodels.kernels.gated_linear import gated_linear, gated_linear_reference
+from ligermodels.kernels.linear import low_rank_linear, low_rank_linear_reference
+from tests.kernels.ops.activations import MULTIPLIERS
+from tests.kernels.ops.base import Case, Op, draw_update, normal, with_low_rank_update
+
+
+def low_rank_linear_case(batch, length, inputs, width) -> Case:
+    ours, reference = (with_low_rank_update(f, width) for f in (low_rank_linear, low_rank_linear_reference))
+    weights = normal(width, inputs, scale=0.1), normal(width)
+    return Case(ours, reference, [normal(batch, length, inputs), *weights, *draw_update(inputs, width)], [])
+
+
+def activated_linear_case(batch, length, inner, width) -> Case:
+    ours, reference = (partial(f, activation="gelu_tanh") for f in (activated_linear, activated_linear_reference))
+    weights = normal(width, inner, scale=0.1), normal(width)
+    return Case(ours, reference, [normal(batch, length, inner), *weights], [])
+
+
+def low_rank_activated_linear_case(batch, length, inner, width) -> Case:
+    def without_bias(function):
+        return lambda x, weight, *update: with_low_rank_update(function, width, activation="gelu")(
+            x, weight, None, *update
+        )
+
+    ours, reference = map(without_bias, (activated_linear, activated_linear_reference))
+    x, weight, _ = activated_linear_case(batch, length, inner, width).leaves
+    return Case(ours, reference, [x, weight, *draw_update(inner, width)], [])
+
+
+def gated_linear_case(batch, length, inner, width, **multipliers) -> Case:
+    functions = gated_linear, gated_linear_reference
+    ours, reference = (partial(f, activation="silu", **multipliers) for f in functions)
+    weights = normal(width, inner, scale=0.1), normal(width)
+    return Case(ours, reference, [normal(batch, length, 2 * inner), *weights], [])
+
+
+def low_rank_gated_linear_case(batch, length, inner, width) -> Case:
+    def without_bias(function):
+        return lambda gate_up, weight, *update: with_low_rank_update(function, width, activation="silu")(
+            gate_up, weight, None, *update
+        )
+
+    ours, reference = map(without_bias, (gated_linear, gated_linear_reference))
+    gate_up, weight, _ = gated_linear_case(batch, length, inner, width).leaves
+    return Case(ours, reference, [gate_up, weight, *draw_update(inner, width)], [])
+
+
+OPS = {
+    "low_rank_linear": Op(draw=low_rank_linear_case, small=(33, 9)),
+    "gated_linear with multipliers": Op(
+        draw=partial(gated_linear_case, **MULTIPLIERS), small=(33, 7), real=((14336, 64),), products=(2, 1, 1, 0)
+    ),
+    "gated_linear": Op(
+        draw=gated_linear_case, small=(33, 7), real=((14336, 64),), huge=(2**16 + 1, 2**14, 16), products=(2, 1, 1, 0)
+    ),
+    "gated_linear with a low-rank update": Op(draw=low_rank_gated_linear_case, small=(33, 9)),
+    "activated_linear": Op(draw=activated_linear_case, small=(33, 7), real=((5120, 64),), products=(2, 1, 1, 0)),
+    "activated_linear with a low-rank update": Op(draw=low_rank_activated_linear_case, small=(33, 9)),
+}  # fmt: skip
