@@ -2,7 +2,8 @@
 
 A block of 64, 128 or 256 neighbouring elements has one scale, its largest absolute value (at least 1e-12). An element
 is scale · map[code], code the nearest of 256: seven decades, of which each has twice the values of the one below it, at
-equal distances; 0; and 1. Signed for m, unsigned for v, which has twice the values in a decade.
+equal distances; 0; and 1. Signed for m, unsigned for v, which has twice the values in a decade. But no v is rounded to
+0: where the next gradients are small, m / (0 + eps) would be a step of hundreds of learning rates.
 param, grad: fp32, bf16 or fp16 each; exp_avg, exp_avg_sq: uint8, in the same shape; their scales: fp32, one a block.
 Computed in fp32. Reads four tensors and writes three, 10 bytes an element in bf16, and 16 of scales a block: bound by
 memory bandwidth. A code is decoded by a lookup, and encoded without one: lookups and logarithms would take longer than
@@ -70,7 +71,7 @@ def encode_reference(x: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     _, thresholds = map_and_thresholds(x.device)
     scale = x.abs().amax(-1, keepdim=True).clamp_min(SMALLEST_SCALE)
     codes = torch.bucketize(x / scale, thresholds[int(not signed)].to(x.dtype), right=True) - 1
-    return codes.to(torch.uint8), scale.float()
+    return codes.clamp_min(int(not signed)).to(torch.uint8), scale.float()
 
 
 def adamw8bit_reference(
@@ -140,10 +141,11 @@ def _lowest(a, b, c):
 
 
 @triton.jit
-def _place(x, top, STEP: tl.constexpr):
+def _place(x, low, STEP: tl.constexpr):
     """The place of the nearest of the values that are not negative, in ascending order, once rounded down to STEP.
 
-    x: [0, 1], times `_unit`; top: x, or a negative number where there is no value 1. NaN has any place.
+    x: [0, 1], times `_unit`. NaN has any place. low: what the place is at least: x, which is its place at the value 1,
+    or a negative number where there is no value 1.
     STEP: from one place to the next. For m it is 1: 0 has place 0, a decade has those from 2^decade to twice that, the
     value 1 has 128. For v it is 0.5, and 0 has place 0.5.
     The place is a linear function of x within a decade. The line of the decade below is five times as steep, and meets
@@ -157,7 +159,7 @@ def _place(x, top, STEP: tl.constexpr):
         _line(x, 6, STEP),
     )
     last = _bits(place.to(tl.float32, bitcast=True) - 0.2 * STEP) | 0x7FFFFF  # the last below the next power of two
-    return tl.maximum(tl.minimum(place, last), _bits(top)).to(tl.float32, bitcast=True)
+    return tl.maximum(tl.minimum(place, last), _bits(low)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -239,7 +241,8 @@ def _update_kernel(
         place = _bits(_place(tl.abs(exp_avg) * unit, exp_avg * unit, 1.0) - 0.5) | (_bits(exp_avg) & -(2**31))
         codes1 = _bits(place.to(tl.float32, bitcast=True) + (2.0**23 + 256 + 127))
         exp_avg_sq *= _for_elements(_unit(0.5) / scale2, GROUP)
-        codes2 = _bits(_place(exp_avg_sq, exp_avg_sq, 0.5) + (2.0**22 - 0.5 - 0.25))
+        low = tl.maximum(exp_avg_sq, 1.25)  # between 1 and 1.5, the places of the lowest value above 0
+        codes2 = _bits(_place(exp_avg_sq, low, 0.5) + (2.0**22 - 0.5 - 0.25))
         tl.store(exp_avg_ptr + offset, codes1.to(tl.uint8), mask)
         tl.store(exp_avg_sq_ptr + offset, codes2.to(tl.uint8), mask)
         tl.store(exp_avg_scale_ptr + block, scale1, exists)

@@ -76,7 +76,7 @@ def encoded(x, signed):
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_every_number_gets_the_nearest_code(signed):
-    """At each threshold, beside it, at each code's value, and over all decades."""
+    """At each threshold, beside it, at each code's value, and over all decades. No square has the code of 0."""
     values, thresholds = (x[int(not signed)].double() for x in map_and_thresholds(torch.device(DEVICE)))
     edges, spread = thresholds[1:], torch.logspace(-9, 0, 2000, dtype=torch.float64, device=DEVICE)
     x = torch.cat((edges, edges * (1 - 1e-6), edges * (1 + 1e-6), values, spread, -spread, torch.zeros_like(edges)))
@@ -84,9 +84,10 @@ def test_every_number_gets_the_nearest_code(signed):
     codes, exact = encoded(x, signed)
     # At a threshold both codes are as near.
     assert (codes.int() - encode_reference(exact, signed)[0].int()).count_nonzero() <= len(edges)
-    assert len(codes.unique()) == 256
-    distance = (exact.double()[..., None] - values).abs()
-    chosen = distance.gather(-1, codes.long()[..., None])[..., 0]
+    first = int(not signed)
+    assert codes.unique().tolist() == list(range(first, 256))
+    distance = (exact.double()[..., None] - values[first:]).abs()
+    chosen = distance.gather(-1, codes.long()[..., None] - first)[..., 0]
     assert (chosen <= distance.amin(-1) + 1e-6 * exact.abs()).all()
 
 
@@ -97,8 +98,21 @@ def test_a_number_beside_a_threshold_gets_the_nearer_code(signed, side):
     values = map_and_thresholds(torch.device(DEVICE))[0][int(not signed)].double()
     between = (values[1:] + values[:-1]) / 2
     codes, _ = encoded((between + side * 1e-6 * between.abs())[None], signed)
-    expected = torch.arange(255, device=DEVICE) + (side > 0)
+    expected = (torch.arange(255, device=DEVICE) + (side > 0)).clamp_min(int(not signed))
     assert torch.equal(codes[0, 1:].long(), expected)
+
+
+def test_a_gradient_that_vanishes_leaves_no_step_of_many_learning_rates():
+    """One that is 3,000 times smaller than its block's largest, and then 0: v would be rounded to 0, and m not."""
+    lr = HYPERPARAMETERS[0]
+    param, grad = torch.zeros(1, 256, device=DEVICE), torch.full((1, 256), 3e-6, device=DEVICE)
+    grad[0, 0] = 1e-2
+    states = [torch.zeros(1, 256, dtype=torch.uint8, device=DEVICE), torch.zeros(1, device=DEVICE)] * 2
+    for step in range(1, 5):
+        before = param
+        param, *states = updated([param, grad, *states], *HYPERPARAMETERS[:4], 0.0, scalar(step))
+        assert (param - before).abs().max() < 2 * lr
+        grad = grad * torch.eye(256, device=DEVICE)[:1]  # but the first
 
 
 @pytest.mark.parametrize("scale", [None, scalar(3)])
