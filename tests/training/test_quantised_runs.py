@@ -111,6 +111,26 @@ def test_a_base_that_is_stored_in_4_bits_needs_no_flag(folder):
     assert losses(model=str(folder / "nf4"), output="stored", **settings)[1] == expected
 
 
+LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128}
+
+
+@pytest.mark.parametrize("scheme", ["nf4", "fp8"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_all_weights_that_are_not_quantised_are_trained_as_a_whole(scheme, tied, folder):
+    """Of a base that is quantised while it is read, that is stored so, and that has the dequantised weights."""
+    base = save_model(Path("base"), TEXTS, **LLAMA, tie_word_embeddings=tied)
+    model = ligermodels.load(base, quantize=scheme)
+    ligermodels.export(model, "stored")
+    with pytest.warns(UserWarning, match="dequantised"):
+        ligermodels.export(model, "dense", dtype="float32")
+    saved = ("embed_tokens", "norm") if tied else ("embed_tokens", "lm_head", "norm")
+    settings = objectives(folder)["sft"] | {"modules_to_save": saved}
+    trained, found = losses(model=str(base), quantize=scheme, output="quantised", **settings)
+    assert trained.dtype == torch.float32 and trained.model.norm.weight.requires_grad
+    assert losses(model="stored", quantize=scheme, output="of stored", **settings)[1] == found
+    assert losses(model="dense", output="of dense", **settings)[1] == found
+
+
 def test_a_base_of_which_some_tensors_are_not_quantised_trains_as_its_dequantised_weights(folder):
     mixed, q = Path(shutil.copytree(folder / "nf4", "mixed")), "model.layers.1.self_attn.q_proj.weight"
     tensors = load_file(mixed / "model.safetensors")
