@@ -74,8 +74,8 @@ class HubModule(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the first floating-point weight, of a quantised one that in which it is used; beside LoRA, of the
-        first that is frozen as its base."""
+        """The dtype of the first floating-point weight, in which it is used; beside LoRA, of the first that is frozen
+        as its base."""
         trained = {f"{name}.weight" for name in self.modules_to_save}
         named = ((name, weight) for name, weight in named_weights(self).items() if weight.dtype.is_floating_point)
         return next(w.dtype for name, w in named if name not in trained and not is_lora_parameter(name))
