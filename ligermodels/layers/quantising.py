@@ -96,8 +96,8 @@ def layout_of(
     shape, dtype = tuple(weight.shape), weight.dtype
     if scheme == "nf4" and shape[-1] % NF4_BLOCK:
         raise InputError(
-            f"quantize {scheme}: {parameter} has {shape[-1]} columns, which are no multiple of {NF4_BLOCK}: this model "
-            "cannot be quantised in blocks; leave quantize out"
+            f"quantize {scheme}: {parameter} has {shape[-1]} columns, which are no multiple of {NF4_BLOCK}; give "
+            "fp8, or leave quantize out"
         )
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise InputError(f"quantize {scheme}: dtype is {dtype}; must be bfloat16, float16 or float32")

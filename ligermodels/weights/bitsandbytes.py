@@ -97,7 +97,10 @@ def stored_nf4(name: str, tensors: Mapping[str, StoredTensor], state: Tensor) ->
     if not isinstance(offset, float) or not math.isfinite(offset):
         raise CheckpointError(f"{file}: {name}: nested_offset is {offset!r}; must be a finite number")
     if shape[-1] % BLOCK_SIZE:
-        raise CheckpointError(f"{file}: {name} has {shape[-1]} columns, no multiple of {BLOCK_SIZE}; {REMEDY}")
+        raise CheckpointError(
+            f"{file}: {name} has {shape[-1]} columns, no multiple of {BLOCK_SIZE}; load the original model with "
+            "quantize='fp8', or without quantize"
+        )
     wanted = expected_tensors(tuple(shape))
     for part, (dtype, size) in {"": (torch.uint8, (math.prod(shape) // 2, 1)), **wanted}.items():
         full = f"{name}.{part}".removesuffix(".")

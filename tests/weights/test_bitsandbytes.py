@@ -223,6 +223,22 @@ def test_a_damaged_checkpoint_is_refused(copied, name):
         ligermodels.load(copied)
 
 
+def test_advice_for_other_numbers_of_columns_can_be_followed(tmp_path, copied):
+    tensors = load_file(copied / "model.safetensors")
+    save_file(tensors | state_with(tensors, shape=[128, 96]), copied / "model.safetensors")
+    with pytest.raises(CheckpointError) as refused:
+        ligermodels.load(copied)
+    assert str(refused.value) == (
+        f"{copied / 'model.safetensors'}: {Q} has 96 columns, no multiple of 64; load the original model with "
+        "quantize='fp8', or without quantize"
+    )
+    ligermodels.export(ligermodels.create(RAW | {"intermediate_size": 96}), tmp_path / "original")
+    with pytest.raises(InputError, match=r"down_proj.weight has 96 columns"):
+        ligermodels.load(tmp_path / "original", quantize="nf4")
+    narrow = named_weights(ligermodels.load(tmp_path / "original", quantize="fp8"))
+    assert narrow["model.layers.0.mlp.down_proj.weight"].scheme == "fp8"
+
+
 def test_a_stored_model_is_not_quantised_otherwise(stored, original):
     with pytest.raises(InputError, match=r"is in NF4 already; leave out quantize='fp8'"):
         ligermodels.load(stored, quantize="fp8")
