@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import CheckpointError
+from ligermodels.weights.config_file import CONFIG_FILE
 from ligermodels.weights.files import FP4_DTYPE, StoredTensor
 from ligermodels.weights.streaming import read_tensors
 
@@ -80,6 +81,17 @@ def split_off(tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTens
     for name, weight in found.items():
         rest[name] = replace(rest[name], dtype=FP4_DTYPE, shape=weight.shape)
     return rest, found
+
+
+def refuse_undeclared(tensors: Mapping[str, StoredTensor]) -> None:
+    """Raises CheckpointError for weights in 4 bits, of a folder whose config.json does not say that it has any."""
+    name = next((name for name in tensors if STATE in name), None)
+    if name is not None:
+        file = tensors[name].file
+        raise CheckpointError(
+            f"{file.parent / CONFIG_FILE}: has no quantization_config of bitsandbytes, but {file.name} has "
+            f"{name.partition(STATE)[0]} in 4 bits; download config.json again, or {REMEDY}"
+        )
 
 
 def stored_nf4(name: str, tensors: Mapping[str, StoredTensor], state: Tensor) -> StoredNf4:

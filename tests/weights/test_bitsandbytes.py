@@ -1,6 +1,7 @@
 """4-bit checkpoints of bitsandbytes: read with their bits, written back byte for byte, and read by transformers."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -166,6 +167,21 @@ def test_another_kind_of_bitsandbytes_is_refused(stored, copied, field, value):
     changed_config(copied, **{field: value})
     with pytest.raises(ConfigError, match=rf"{field} is {value!r}.*load the original with quantize='nf4'"):
         ligermodels.load(copied)
+
+
+def test_weights_of_bitsandbytes_are_refused_by_name_where_config_json_does_not_mention_them(copied):
+    file = copied / "config.json"
+    raw = json.loads(file.read_text())
+    del raw["quantization_config"]
+    file.write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError) as refused:
+        ligermodels.load(copied, allow_unexpected=True)
+    weight = re.search(r"model\.layers\.\d\.[a-z_.]+\.weight", str(refused.value))[0]
+    assert weight + NF4_STATE in load_file(copied / "model.safetensors")
+    assert str(refused.value) == (
+        f"{file}: has no quantization_config of bitsandbytes, but model.safetensors has {weight} in 4 bits; download "
+        "config.json again, or load the original model with quantize='nf4' instead"
+    )
 
 
 @pytest.fixture
