@@ -41,7 +41,7 @@ def quantise(
     All parameters are frozen. Raises InputError for another scheme, and for weights that it cannot hold.
     """
     if scheme not in FORMATS:
-        raise InputError(f"quantize is {scheme!r}{suggest(scheme, FORMATS)}; must be one of {', '.join(FORMATS)}")
+        raise InputError(f"quantize is {scheme!r}{suggest(scheme, FORMATS)}")
     if scheme == "mxfp4" and only is None:
         raise InputError("quantize mxfp4: keeps what a checkpoint has in MXFP4, and this one has nothing; give nf4")
     if any(lora_modules(model)):

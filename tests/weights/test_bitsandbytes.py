@@ -139,10 +139,16 @@ def test_transformers_reads_what_we_quantise(original, tmp_path):
 
 def test_the_dense_model_and_a_merged_one_are_written_in_a_float_dtype(stored, tmp_path):
     model = ligermodels.load(stored)
-    with pytest.warns(UserWarning, match="dequantised"):
+    with pytest.warns(UserWarning, match="dequantised") as of_dense:
         ligermodels.export(model, tmp_path / "dense", dtype="bfloat16")
-    with pytest.warns(UserWarning, match="dequantised"):
+    with pytest.warns(UserWarning, match="dequantised") as of_merged:
         ligermodels.export(adapt(ligermodels.load(stored)), tmp_path / "merged")
+    assert [str(warned.message).partition("the model's ")[2] for warned in (*of_dense, *of_merged)] == [
+        "weights are quantised: their dequantised values are written; for the original weights, export the original "
+        "model",
+        "weights are quantised: LoRA is merged with the dequantised weights, and each sum is rounded once; for the "
+        "original weights, merge the adapter with the original model",
+    ]
     for folder in ("dense", "merged"):
         assert "quantization_config" not in json.loads((tmp_path / folder / "config.json").read_text())
         assert {x.dtype for x in load_file(tmp_path / folder / "model.safetensors").values()} == {torch.bfloat16}
