@@ -3,6 +3,7 @@
 import json
 import re
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -196,6 +197,25 @@ def test_without_transformers_or_a_checkpoint_no_certificate_is_written(folder, 
     assert "config.json" in refused(tmp_path / "empty")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "pip install 'transformers" in refused(folder)
+
+
+@pytest.mark.parametrize("scheme", ["nf4", "fp8"])
+def test_of_a_checkpoint_in_few_bits_the_dequantised_weights_are_verified(scheme, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 64, "num_hidden_layers": 1}
+    save_reference(CASES["llama"] | sizes, Path("original"))
+    hub.export(hub.load("original", quantize=scheme), "bits")
+    capsys.readouterr()
+    assert main(["verify", "bits", "--device", "cpu"]) == 2
+    advice = "ligermodels export bits dense --dtype bfloat16"
+    assert capsys.readouterr().err == (
+        f"ligermodels: verify: bits is in {scheme.upper()}, in which transformers computes no gradients; verify its "
+        f"dequantised weights: {advice}\n"
+    )
+    with pytest.warns(UserWarning, match="dequantised") if scheme == "nf4" else nullcontext():
+        assert not main(advice.split()[1:])
+    status, outcomes, *_ = verified("dense", tmp_path, capsys)
+    assert status == 0 and "failed" not in outcomes.values()
 
 
 def test_the_page_draws_errors_as_parts_of_what_is_allowed():

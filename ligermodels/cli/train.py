@@ -108,7 +108,13 @@ def config_from_flags(args: argparse.Namespace) -> TrainConfig:
         raise InputError("--resume takes the settings and the folder of its run; leave out --config and --output")
     if folder:
         return config_of_run(folder, **given)
-    return config_from_file(args.config, **given) if args.config else TrainConfig(**given)
+    if args.config:
+        return config_from_file(args.config, **given)
+    for name, value in given.items():
+        choices = choices_of(type_of(name)[0])
+        if value == [] and choices:  # meant as a switch; there is no file whose list it would replace
+            raise InputError(f"{flag_of(name)}: is given without a value; give {' or '.join(choices)}, or leave it out")
+    return TrainConfig(**given)
 
 
 def print_plan(config: TrainConfig) -> None:

@@ -41,7 +41,7 @@ def quantise(
     All parameters are frozen. Raises InputError for another scheme, and for weights that it cannot hold.
     """
     if scheme not in FORMATS:
-        raise InputError(f"quantize is {scheme!r}{suggest(scheme, FORMATS)}; must be one of {', '.join(FORMATS)}")
+        raise InputError(f"quantize is {scheme!r}{suggest(scheme, FORMATS)}")
     if scheme == "mxfp4" and only is None:
         raise InputError("quantize mxfp4: keeps what a checkpoint has in MXFP4, and this one has nothing; give nf4")
     if any(lora_modules(model)):
@@ -96,8 +96,8 @@ def layout_of(
     shape, dtype = tuple(weight.shape), weight.dtype
     if scheme == "nf4" and shape[-1] % NF4_BLOCK:
         raise InputError(
-            f"quantize {scheme}: {parameter} has {shape[-1]} columns, which are no multiple of {NF4_BLOCK}: this model "
-            "cannot be quantised in blocks; leave quantize out"
+            f"quantize {scheme}: {parameter} has {shape[-1]} columns, which are no multiple of {NF4_BLOCK}; give "
+            "fp8, or leave quantize out"
         )
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise InputError(f"quantize {scheme}: dtype is {dtype}; must be bfloat16, float16 or float32")

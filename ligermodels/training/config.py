@@ -265,7 +265,7 @@ class TrainConfig:
     adapter: str | None = setting("LoRA", None, "continue this adapter in PEFT's format, with its rank, alpha, targets "
         "and base model", metavar="FOLDER")
     quantize: Literal["nf4", "fp8", "mxfp4"] | None = setting("LoRA", None, "QLoRA: the format of the frozen linears "
-        "and experts in memory", shown="as they are stored")
+        "and experts in memory", shown="that of --dtype; NF4 as it is stored")
     lora_export: Literal["merged", "adapter"] | None = setting("LoRA", None, "a whole model, or an adapter in PEFT's "
         "format", shown="merged; with --adapter: adapter")
 

@@ -283,7 +283,8 @@ def export_run(
 ) -> Path:
     """Writes the model, or the LoRA adapter alone, into the run's folder; returns where.
 
-    It replaces the export of a run that was lengthened.
+    dtype: of the weights where parameters may be wider. Beside LoRA the base has it already, and what LoRA leaves as it
+    is can be copied as it is stored, experts in few bits too. It replaces the export of a run that was lengthened.
     """
     template = data.tokenizer.chat_template if data.tokenizer and config.chat_template else None
     also = partial(
@@ -293,5 +294,5 @@ def export_run(
     if config.exports_adapter:
         export_adapter(model, output / ADAPTER, also=also, overwrite=True)
         return output / ADAPTER
-    export(model, output / MODEL, dtype=dtype, also=also, overwrite=True)
+    export(model, output / MODEL, dtype=None if config.with_lora else dtype, also=also, overwrite=True)
     return output / MODEL

@@ -14,16 +14,18 @@ from ligermodels.verify.certificate import Certificate, write_certificate
 from ligermodels.verify.parity import parity_checks
 from ligermodels.verify.round_trip import round_trip_checks
 from ligermodels.verify.text import text_checks
+from ligermodels.weights.config_file import read_config
 
 
 def verify(name_or_folder: str | Path, output: str | Path, *, device: str = "cpu", new_tokens: int = 32) -> Certificate:
     """Runs all checks, and writes the certificate to `output` as NAME.json and NAME.html.
 
     new_tokens: the number of greedy tokens to compare. Raises InputError (HubError, ConfigError, CheckpointError) if
-    transformers is not installed, or if either of the two cannot load the checkpoint.
+    transformers is not installed, if either of the two cannot load the checkpoint, or if it is in NF4 or FP8.
     """
     reference.require_transformers()
     folder = hub.resolve(name_or_folder)
+    reference.refuse_computing_in_bits(name_or_folder, read_config(folder))
     checks = [*parity_checks(folder, device, new_tokens), *round_trip_checks(folder, device), *text_checks(folder)]
     date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     return write_certificate(Path(output), str(name_or_folder), folder, device, date, checks)

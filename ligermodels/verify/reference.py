@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ligermodels.configs.quantisation import scheme_of
 from ligermodels.errors import CheckpointError, InputError, first_line
 
 MIN_MAJOR_VERSION = 5  # the first version with an option to run experts as a plain loop
@@ -22,6 +23,18 @@ def require_transformers() -> None:
         raise InputError(f"verify: transformers is not installed, which it compares with: {remedy}")
     if int(version().partition(".")[0]) < MIN_MAJOR_VERSION:
         raise InputError(f"verify: transformers {version()} is too old to compare with: {remedy}")
+
+
+def refuse_computing_in_bits(name: str | Path, raw: Mapping[str, Any]) -> None:
+    """Raises InputError for a checkpoint that transformers keeps in few bits, without gradients. raw: its config.json.
+
+    It dequantises MXFP4.
+    """
+    if (scheme := scheme_of(raw)) in ("nf4", "fp8"):
+        raise InputError(
+            f"verify: {name} is in {scheme.upper()}, in which transformers computes no gradients; verify its "
+            f"dequantised weights: ligermodels export {name} dense --dtype bfloat16"
+        )
 
 
 def version() -> str:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import CheckpointError
+from ligermodels.weights.config_file import CONFIG_FILE
 from ligermodels.weights.files import FP4_DTYPE, StoredTensor
 from ligermodels.weights.streaming import read_tensors
 
@@ -82,6 +83,17 @@ def split_off(tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTens
     return rest, found
 
 
+def refuse_undeclared(tensors: Mapping[str, StoredTensor]) -> None:
+    """Raises CheckpointError for weights in 4 bits, of a folder whose config.json does not say that it has any."""
+    name = next((name for name in tensors if STATE in name), None)
+    if name is not None:
+        file = tensors[name].file
+        raise CheckpointError(
+            f"{file.parent / CONFIG_FILE}: has no quantization_config of bitsandbytes, but {file.name} has "
+            f"{name.partition(STATE)[0]} in 4 bits; download config.json again, or {REMEDY}"
+        )
+
+
 def stored_nf4(name: str, tensors: Mapping[str, StoredTensor], state: Tensor) -> StoredNf4:
     """The weight `name`. state: its JSON, as bytes. Raises CheckpointError."""
     file = tensors[name + NF4_STATE].file
@@ -97,7 +109,10 @@ def stored_nf4(name: str, tensors: Mapping[str, StoredTensor], state: Tensor) ->
     if not isinstance(offset, float) or not math.isfinite(offset):
         raise CheckpointError(f"{file}: {name}: nested_offset is {offset!r}; must be a finite number")
     if shape[-1] % BLOCK_SIZE:
-        raise CheckpointError(f"{file}: {name} has {shape[-1]} columns, no multiple of {BLOCK_SIZE}; {REMEDY}")
+        raise CheckpointError(
+            f"{file}: {name} has {shape[-1]} columns, no multiple of {BLOCK_SIZE}; load the original model with "
+            "quantize='fp8', or without quantize"
+        )
     wanted = expected_tensors(tuple(shape))
     for part, (dtype, size) in {"": (torch.uint8, (math.prod(shape) // 2, 1)), **wanted}.items():
         full = f"{name}.{part}".removesuffix(".")

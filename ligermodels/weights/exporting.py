@@ -101,7 +101,8 @@ def export_weights(
     Raises CheckpointError if `folder` is in use or cannot be written, or if a value is too large for `dtype`; then
     nothing is left behind. Raises InputError if `dtype` or `max_shard_size` is invalid.
     """
-    keeps_bits = dtype is None and not any(isinstance(module, LowRankModule) for module in model.modules())
+    merges = any(isinstance(module, LowRankModule) for module in model.modules())
+    keeps_bits = dtype is None and not merges
     dtype = None if dtype is None else float_dtype(dtype)
     limit = size_in_bytes(max_shard_size)
     if adapted := foreign_adapters(name for name, _ in model.named_parameters()):
@@ -143,10 +144,12 @@ def export_weights(
     tensors = with_copies(planned, hub_tensors(model, parameters, pieces, dtypes))
 
     if is_first() and any(not isinstance(parameters[piece.parameter], Tensor) for piece in pieces):
+        written, remedy = "their dequantised values are written", "export the original model"
+        if merges:
+            written = "LoRA is merged with the dequantised weights, and each sum is rounded once"
+            remedy = "merge the adapter with the original model"
         warnings.warn(
-            f"{folder}: the model's weights are quantised: LoRA is merged with the dequantised weights, and each sum "
-            "is rounded once; for the original weights, merge the adapter with the original model",
-            stacklevel=3,
+            f"{folder}: the model's weights are quantised: {written}; for the original weights, {remedy}", stacklevel=3
         )
 
     quantisation = model.config.raw.get(QUANTISATION_FIELD) if quantised(unchanged) else None

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from ligermodels.configs.quantisation import Mxfp4, Nf4Weights, Scaled, read_quantisation, read_scaled, scheme_of
 from ligermodels.distributed import is_first
 from ligermodels.errors import CheckpointError, InputError, printable
-from ligermodels.weights.bitsandbytes import REMEDY, StoredNf4, split_off
+from ligermodels.weights.bitsandbytes import REMEDY, StoredNf4, refuse_undeclared, split_off
 from ligermodels.weights.boxes import boxes_of, split_dimensions
 from ligermodels.weights.files import FP4_DTYPE, Checkpoint, StoredTensor, open_checkpoint, shortened
 from ligermodels.weights.mapping import KeptLayers, Piece, Rule, plan_pieces
@@ -232,6 +232,8 @@ def plan_loading(model: HubModule, checkpoint: Checkpoint, *, allow_unexpected: 
     if isinstance(read_quantisation(model.config.raw), Nf4Weights):
         rest, nf4 = split_off(checkpoint.tensors)
         checkpoint = replace(checkpoint, tensors=rest)
+    else:
+        refuse_undeclared(checkpoint.tensors)
     checkpoint = replace(checkpoint, tensors=by_element(checkpoint.tensors, quantisation))
     rules, planned = select_layout(checkpoint, model)
     pieces = {piece.tensor: piece for piece in planned}

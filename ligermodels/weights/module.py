@@ -74,10 +74,11 @@ class HubModule(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the first floating-point parameter; beside LoRA, of the first that is frozen as its base."""
+        """The dtype of the first floating-point weight, in which it is used; beside LoRA, of the first that is frozen
+        as its base."""
         trained = {f"{name}.weight" for name in self.modules_to_save}
-        named = ((name, parameter) for name, parameter in self.named_parameters() if parameter.is_floating_point())
-        return next(p.dtype for name, p in named if name not in trained and not is_lora_parameter(name))
+        named = ((name, weight) for name, weight in named_weights(self).items() if weight.dtype.is_floating_point)
+        return next(w.dtype for name, w in named if name not in trained and not is_lora_parameter(name))
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Raises InputError if weights are quantised, which cannot be trained."""

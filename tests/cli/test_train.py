@@ -114,6 +114,19 @@ def test_lora_targets_and_modules_to_save_are_separated_by_commas_or_spaces(give
     assert parse("--lora-rank", "8", "--modules-to-save", *given).modules_to_save == ("q_proj", "v_proj")
 
 
+def test_a_list_without_a_value_replaces_that_of_a_file(tmp_path):
+    (tmp_path / "my.toml").write_text("offload = ['optimizer']")
+    assert parse("--config", str(tmp_path / "my.toml")).offload == ("optimizer",)
+    assert parse("--config", str(tmp_path / "my.toml"), "--offload").offload == ()
+
+
+def test_the_help_says_which_weights_are_quantised_without_a_flag(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--help"])
+    (described,) = re.findall(r"--quantize .*?\(default: (.*?)\)", " ".join(capsys.readouterr().out.split()))
+    assert described == "that of --dtype; NF4 as it is stored"
+
+
 @pytest.mark.parametrize(
     "argv, words",
     [
@@ -124,6 +137,7 @@ def test_lora_targets_and_modules_to_save_are_separated_by_commas_or_spaces(give
         (["extra.jsonl"], ["extra.jsonl: belongs to no flag"]),
         (["--steps", "-3"], ["--steps: is '-3'; must be a whole number above zero"]),
         (["--steps", "1.5"], ["--steps: is '1.5'"]),
+        (["--model", "qwen2", "--offload"], ["--offload: is given without a value; give optimizer or activations, or"]),
         (["--steps"], ["--steps: expected one argument"]),
         (["--steps", "9" * 5000], ["--steps: is '999", "must be a whole number above zero"]),
         (["--warmup", "x"], ["--warmup: is 'x'; must be a whole number, 0 or more"]),

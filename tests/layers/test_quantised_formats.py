@@ -43,14 +43,14 @@ def changed(source, path, change, config):
     return path
 
 
-def in_fp8(scale_dtype, by_block=True):
-    """Stores the linears and experts of the blocks in FP8."""
+def in_fp8(scale_dtype, by_block=True, ending="_proj.weight"):
+    """Stores the linears and experts of the blocks in FP8, or those whose names have this ending."""
 
     def change(tensors):
         stored = {}
         for name, x in tensors.items():
             stored[name] = x
-            if name.endswith("_proj.weight"):
+            if name.endswith(ending):
                 codes, scale = fp8_quantize(x)
                 scale = scale.to(scale_dtype)
                 stored[name] = codes

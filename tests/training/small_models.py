@@ -1,5 +1,7 @@
 """A tiny model in a folder, with a tokenizer: as a Hub checkpoint that runs begin with."""
 
+import torch
+
 import ligermodels
 from ligermodels.training.data.new_tokenizer import save_tokenizer, train_tokenizer
 
@@ -10,10 +12,10 @@ RAW = {
 }  # fmt: skip
 
 
-def save_model(folder, texts, seed=0, **fields):
+def save_model(folder, texts, seed=0, dtype=torch.float32, **fields):
     """Writes random weights and a tokenizer that was trained on `texts`; returns the folder."""
     tokenizer = train_tokenizer(texts, vocab_size=RAW["vocab_size"])
-    model = ligermodels.create(RAW | fields, seed=seed)
+    model = ligermodels.create(RAW | fields, dtype=dtype, seed=seed)
     ligermodels.export(model, folder, also=lambda path: save_tokenizer(tokenizer, path))
     return folder
 

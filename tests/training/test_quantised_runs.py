@@ -22,6 +22,7 @@ from ligermodels.training.runs.contradictions import refuse_contradictions
 from ligermodels.training.runs.preparing import prepare
 from ligermodels.training.runs.settings import config_of_run
 from ligermodels.weights.module import named_weights
+from tests.layers.test_quantised_formats import BLOCKS, changed, in_fp8, in_mxfp4
 from tests.training.launching import losses as losses_of
 from tests.training.small_models import save_model
 
@@ -111,6 +112,26 @@ def test_a_base_that_is_stored_in_4_bits_needs_no_flag(folder):
     assert losses(model=str(folder / "nf4"), output="stored", **settings)[1] == expected
 
 
+LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128}
+
+
+@pytest.mark.parametrize("scheme", ["nf4", "fp8"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_all_weights_that_are_not_quantised_are_trained_as_a_whole(scheme, tied, folder):
+    """Of a base that is quantised while it is read, that is stored so, and that has the dequantised weights."""
+    base = save_model(Path("base"), TEXTS, **LLAMA, tie_word_embeddings=tied)
+    model = ligermodels.load(base, quantize=scheme)
+    ligermodels.export(model, "stored")
+    with pytest.warns(UserWarning, match="dequantised"):
+        ligermodels.export(model, "dense", dtype="float32")
+    saved = ("embed_tokens", "norm") if tied else ("embed_tokens", "lm_head", "norm")
+    settings = objectives(folder)["sft"] | {"modules_to_save": saved}
+    trained, found = losses(model=str(base), quantize=scheme, output="quantised", **settings)
+    assert trained.dtype == torch.float32 and trained.model.norm.weight.requires_grad
+    assert losses(model="stored", quantize=scheme, output="of stored", **settings)[1] == found
+    assert losses(model="dense", output="of dense", **settings)[1] == found
+
+
 def test_a_base_of_which_some_tensors_are_not_quantised_trains_as_its_dequantised_weights(folder):
     mixed, q = Path(shutil.copytree(folder / "nf4", "mixed")), "model.layers.1.self_attn.q_proj.weight"
     tensors = load_file(mixed / "model.safetensors")
@@ -145,6 +166,31 @@ def test_the_run_ends_with_an_adapter_that_the_base_takes(folder):
     assert ligermodels.generate(again, [[1, 2, 3]], max_new_tokens=4, temperature=0.0) == ligermodels.generate(
         result.model, [[1, 2, 3]], max_new_tokens=4, temperature=0.0
     )
+
+
+SINKS = {
+    "model_type": "gpt_oss", "hidden_size": 64, "head_dim": 16, "intermediate_size": 64, "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}  # fmt: skip
+MXFP4 = in_mxfp4, {"quant_method": "mxfp4"}
+FP8 = in_fp8(torch.bfloat16, ending="mlp.down_proj.weight"), BLOCKS
+
+
+@pytest.mark.parametrize(("scheme", "fields", "format"), [("mxfp4", SINKS, MXFP4), ("fp8", LLAMA, FP8)])
+def test_the_run_writes_untrained_weights_as_they_are_stored(scheme, fields, format, folder):
+    """LoRA on one attention projection, merged, changes it alone, and config.json not at all."""
+    base = save_model(Path("base"), TEXTS, **fields, dtype=torch.bfloat16)
+    bits = changed(base, Path("bits"), *format)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(base / name, bits / name)
+    given = LORA | objectives(folder)["sft"] | {"no_export": False, "dtype": "bfloat16", "lora_targets": ("q_proj",)}
+    result = train(TrainConfig(model=str(bits), quantize=scheme, output="run", **given))
+    got, before = (load_file(path / "model.safetensors") for path in (result.exported, bits))
+    assert {name: x.dtype for name, x in got.items()} == {name: x.dtype for name, x in before.items()}
+    merged = {f"model.layers.{layer}.self_attn.q_proj.weight" for layer in range(2)}
+    assert {name for name, x in got.items() if not torch.equal(x, before[name])} == merged
+    configs = [json.loads((path / "config.json").read_text()) for path in (result.exported, bits)]
+    assert configs[0]["quantization_config"] == configs[1]["quantization_config"] == format[1]
 
 
 def test_the_plan_counts_the_bytes_of_the_quantised_weights(folder):

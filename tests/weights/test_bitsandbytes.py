@@ -1,6 +1,7 @@
 """4-bit checkpoints of bitsandbytes: read with their bits, written back byte for byte, and read by transformers."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -138,10 +139,16 @@ def test_transformers_reads_what_we_quantise(original, tmp_path):
 
 def test_the_dense_model_and_a_merged_one_are_written_in_a_float_dtype(stored, tmp_path):
     model = ligermodels.load(stored)
-    with pytest.warns(UserWarning, match="dequantised"):
+    with pytest.warns(UserWarning, match="dequantised") as of_dense:
         ligermodels.export(model, tmp_path / "dense", dtype="bfloat16")
-    with pytest.warns(UserWarning, match="dequantised"):
+    with pytest.warns(UserWarning, match="dequantised") as of_merged:
         ligermodels.export(adapt(ligermodels.load(stored)), tmp_path / "merged")
+    assert [str(warned.message).partition("the model's ")[2] for warned in (*of_dense, *of_merged)] == [
+        "weights are quantised: their dequantised values are written; for the original weights, export the original "
+        "model",
+        "weights are quantised: LoRA is merged with the dequantised weights, and each sum is rounded once; for the "
+        "original weights, merge the adapter with the original model",
+    ]
     for folder in ("dense", "merged"):
         assert "quantization_config" not in json.loads((tmp_path / folder / "config.json").read_text())
         assert {x.dtype for x in load_file(tmp_path / folder / "model.safetensors").values()} == {torch.bfloat16}
@@ -166,6 +173,21 @@ def test_another_kind_of_bitsandbytes_is_refused(stored, copied, field, value):
     changed_config(copied, **{field: value})
     with pytest.raises(ConfigError, match=rf"{field} is {value!r}.*load the original with quantize='nf4'"):
         ligermodels.load(copied)
+
+
+def test_weights_of_bitsandbytes_are_refused_by_name_where_config_json_does_not_mention_them(copied):
+    file = copied / "config.json"
+    raw = json.loads(file.read_text())
+    del raw["quantization_config"]
+    file.write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError) as refused:
+        ligermodels.load(copied, allow_unexpected=True)
+    weight = re.search(r"model\.layers\.\d\.[a-z_.]+\.weight", str(refused.value))[0]
+    assert weight + NF4_STATE in load_file(copied / "model.safetensors")
+    assert str(refused.value) == (
+        f"{file}: has no quantization_config of bitsandbytes, but model.safetensors has {weight} in 4 bits; download "
+        "config.json again, or load the original model with quantize='nf4' instead"
+    )
 
 
 @pytest.fixture
@@ -221,6 +243,22 @@ def test_a_damaged_checkpoint_is_refused(copied, name):
     save_file({k: v.contiguous() for k, v in changed.items() if v is not None}, copied / "model.safetensors")
     with pytest.raises(CheckpointError, match=message):
         ligermodels.load(copied)
+
+
+def test_advice_for_other_numbers_of_columns_can_be_followed(tmp_path, copied):
+    tensors = load_file(copied / "model.safetensors")
+    save_file(tensors | state_with(tensors, shape=[128, 96]), copied / "model.safetensors")
+    with pytest.raises(CheckpointError) as refused:
+        ligermodels.load(copied)
+    assert str(refused.value) == (
+        f"{copied / 'model.safetensors'}: {Q} has 96 columns, no multiple of 64; load the original model with "
+        "quantize='fp8', or without quantize"
+    )
+    ligermodels.export(ligermodels.create(RAW | {"intermediate_size": 96}), tmp_path / "original")
+    with pytest.raises(InputError, match=r"down_proj.weight has 96 columns"):
+        ligermodels.load(tmp_path / "original", quantize="nf4")
+    narrow = named_weights(ligermodels.load(tmp_path / "original", quantize="fp8"))
+    assert narrow["model.layers.0.mlp.down_proj.weight"].scheme == "fp8"
 
 
 def test_a_stored_model_is_not_quantised_otherwise(stored, original):

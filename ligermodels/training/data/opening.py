@@ -109,7 +109,8 @@ def open_data(
     refuse_no_documents(specs, kept)
     sizes = np.concatenate([part.ends - part.begins for part in itertools.chain(*kept)])
     length = config.sequence_length or min(longest_row, int(sizes.max()))
-    packing = config.packing and any(spec.name != RANDOM for spec in specs)
+    # Random documents fill whole rows, which need no mask unless ranks share them.
+    packing = config.packing and (config.context_parallel > 1 or any(spec.name != RANDOM for spec in specs))
     refuse_cut_images([*itertools.chain(*kept), *held_out], length)
     pack = functools.partial(pack_documents, length=length, packing=packing)
     mixed = kept if weights else [list(itertools.chain(*kept))]

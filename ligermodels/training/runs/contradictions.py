@@ -161,16 +161,19 @@ def refuse_unfit_offload(config: RunConfig, ranks: int, memory: TrainingMemory, 
             "--offload activations: has no effect, because a step fits into memory without activation checkpointing; "
             "leave it out, or add --activation-checkpointing full"
         )
+    given, both = f"--offload {' '.join(config.offload)}", {"optimizer", "activations"} <= {*config.offload}
     needed, available = memory.host * ranks_of_host(), available_host_memory()
+    if needed > available:
+        smaller = "optimizer" in config.offload and config.optimizer != "adamw8bit"
+        raise InputError(
+            f"{given}: takes {memory_size(needed)} of host memory, which has {memory_size(available)} available; "
+            f"{'use --optimizer adamw8bit, or ' * smaller}{'offload activations alone' if both else 'leave it out'}"
+        )
     if "activations" in config.offload and not memory.offloads_every:
         raise InputError(
-            f"--offload activations: the host has {memory_size(available)} available, and beside a copy of weights and "
-            "optimizer states no room for the input of a block; shorten --sequence-length, or leave it out"
-        )
-    if needed > available:
-        raise InputError(
-            f"--offload {' '.join(config.offload)}: takes {memory_size(needed)} of host memory, which has "
-            f"{memory_size(available)} available; use --optimizer adamw8bit, or offload less"
+            f"{given}: the host has {memory_size(available)} available, and beside "
+            f"{'the offloaded states and ' * both}a copy of weights and optimizer states no room for the input of a "
+            f"block; {'offload one of the two' if both else 'leave it out'}, or shorten --sequence-length"
         )
 
 

@@ -9,6 +9,7 @@ from ligermodels.training import TrainConfig
 from ligermodels.training.runs import contradictions, plan
 from ligermodels.training.runs.contradictions import refuse_unfit_offload
 from ligermodels.training.runs.preparing import prepare
+from ligermodels.units import memory_size
 
 SETTINGS = {"model": "llama", "data": ("random",), "steps": 4, "sequence_length": 32}
 
@@ -46,6 +47,43 @@ def test_offloading_that_cannot_work_is_refused(monkeypatch):
     with pytest.raises(InputError, match=r"--offload optimizer: takes .* of host memory, which has .* available; use"):
         prepared(offload=("optimizer",))
     assert prepared().plan.memory.host == 0
+
+
+@pytest.mark.parametrize(
+    ("offload", "optimizer", "remedy"),
+    [
+        (("optimizer",), "adamw", "use --optimizer adamw8bit, or leave it out"),
+        (("optimizer",), "adamw8bit", "leave it out"),
+        (("optimizer", "activations"), "adamw", "use --optimizer adamw8bit, or offload activations alone"),
+        (("optimizer", "activations"), "adamw8bit", "offload activations alone"),
+    ],
+)
+def test_of_states_without_room_on_the_host_the_advice_is_what_is_not_set_yet(offload, optimizer, remedy, monkeypatch):
+    monkeypatch.setattr(contradictions, "available_host_memory", lambda: 2**20)
+    monkeypatch.setattr(plan, "available_host_memory", lambda: 2**20)
+    with pytest.raises(InputError) as refused:
+        prepared(activation_checkpointing="full", offload=offload, optimizer=optimizer)
+    given = f"--offload {' '.join(offload)}: takes "
+    assert str(refused.value).startswith(given)
+    assert str(refused.value).endswith(f"of host memory, which has 1.0 MiB available; {remedy}")
+
+
+def test_where_the_host_has_room_for_one_of_the_two_the_advice_is_to_offload_one(monkeypatch):
+    full = {"activation_checkpointing": "full"}
+    states, inputs = (prepared(**full, offload=(name,)) for name in ("optimizer", "activations"))
+    one = inputs.plan.memory.host // len(inputs.model.blocks)
+    available = inputs.plan.checkpoint + one
+    for module in (plan, contradictions):
+        monkeypatch.setattr(module, "available_host_memory", lambda: available)
+    for run in (states, inputs):
+        prepared(**full, offload=run.config.offload)
+    with pytest.raises(InputError) as refused:
+        prepared(**full, offload=("optimizer", "activations"))
+    assert str(refused.value) == (
+        f"--offload optimizer activations: the host has {memory_size(available)} available, and beside the offloaded "
+        "states and a copy of weights and optimizer states no room for the input of a block; offload one of the two, "
+        "or shorten --sequence-length"
+    )
 
 
 def test_offloaded_inputs_are_counted_on_the_host_and_offloaded_as_far_as_it_has_room(monkeypatch):

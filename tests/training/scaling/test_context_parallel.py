@@ -13,6 +13,7 @@ from ligermodels.training import TrainConfig
 from ligermodels.training.runs.preparing import prepare
 from ligermodels.training.scaling.context_parallel import refuse_unfit_model
 from ligermodels.training.scaling.fsdp import make_mesh
+from tests.training.launching import losses
 from tests.training.scaling.test_fsdp import LATENTS, SELECTIVE, SHARED_KEYS, assert_same_run, config, forked
 from tests.training.scaling.worker import train
 
@@ -57,6 +58,15 @@ def test_four_ranks_train_like_one_process(launcher, tmp_path, on_cpu):
     four, two = forked(launcher, 4, tmp_path, settings)
     assert_same_run(four, train(**model, **PACKED), "four", BOUND)
     assert_same_run(two, train(**model, **PACKED, accumulate=2), "two", BOUND)
+
+
+def test_random_rows_are_shared_as_those_of_documents_are(launcher):
+    run = ["--model", "llama", "--data", "random", "--steps", "3", "--sequence-length", "64", "--batch-size", "4"]
+    launcher.succeed(*run, "--output", "random-alone")
+    launcher.succeed(*run, "--context-parallel", "2", "--output", "random-shared", ranks=2)
+    alone, shared = (launcher.folder / name for name in ("random-alone", "random-shared"))
+    assert len(losses(alone)) == 3
+    torch.testing.assert_close(losses(shared), losses(alone), rtol=2e-6, atol=0)
 
 
 def test_key_value_heads_are_copied_so_that_ranks_have_equally_many():
