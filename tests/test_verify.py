@@ -49,6 +49,8 @@ def verified(folder, tmp_path, capsys):
 def test_a_valid_checkpoint_passes_and_the_certificate_lists_the_checks(folder, tmp_path, capsys):
     status, outcomes, certificate, out = verified(folder, tmp_path, capsys)
     assert status == 0 and certificate["passed"], out
+    assert certificate["scope"] == {"images": "not compared: of text alone"}
+    assert out.splitlines()[-2] == "scope    images: not compared: of text alone"
     assert outcomes == dict.fromkeys(ARITHMETIC + TRIP + TEXT, "passed")
     measured = {check["name"]: check.get("measured") for check in certificate["checks"]}
     assert measured["fp32 gradients"].keys() == tensor_hashes(folder).keys()
@@ -184,6 +186,25 @@ def test_models_with_images_are_compared_on_images(name, tmp_path, monkeypatch):
     monkeypatch.setattr(hub, "load", swapped)
     failed = {check.name for check in parity.parity_checks(tmp_path, "cpu", 4) if check.passed is False}
     assert {"fp32 logits", "fp32 loss", "fp32 gradients"} <= failed
+
+
+PIXELS = "compared on random pixels, an image a row; its image processor was not compared"
+TILED = "with model.as_transformers = True, as transformers computes; it is not the default"
+SCOPES = {
+    "mllama": {"images": PIXELS, "computation": TILED},
+    "qwen2_vl": {"images": f"{PIXELS}; videos were not compared"},
+}
+
+
+@pytest.mark.parametrize("name", SCOPES)
+def test_a_certificate_says_what_was_compared_of_images(name, tmp_path, capsys):
+    save_reference(CASES[name], tmp_path / "model")
+    with sdpa_kernel(SDPBackend.MATH):
+        _, _, certificate, out = verified(tmp_path / "model", tmp_path / "out", capsys)
+    page = (tmp_path / "out" / f"{file_name(str(tmp_path / 'model'))}.html").read_text()
+    assert certificate["scope"] == SCOPES[name]
+    for subject, line in SCOPES[name].items():
+        assert f"scope    {subject}: {line}\n" in out and f"<tr><th>{subject}<td>{line}" in page
 
 
 def test_without_transformers_or_a_checkpoint_no_certificate_is_written(folder, tmp_path, capsys, monkeypatch):

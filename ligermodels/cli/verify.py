@@ -24,5 +24,7 @@ def run(args: argparse.Namespace) -> int:
     certificate = verify(args.model, args.output, device=args.device, new_tokens=args.tokens)
     for check in certificate.checks:
         print_line(f"{check.outcome:8} {check.name}: {check.result}")
+    for subject, line in certificate.scope.items():
+        print_line(f"{'scope':8} {subject}: {line}")
     print_line(f"{certificate.page}: {'passed' if certificate.passed else 'failed'}")
     return 0 if certificate.passed else 1

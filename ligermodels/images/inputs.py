@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.images.families import read_image_family
-from ligermodels.images.parts import IMAGE_PART, is_image_part, parse_source, take_images
+from ligermodels.images.parts import IMAGE_PART, images_by_text, is_image_part, is_list, parse_source, take_images
 from ligermodels.images.placeholders import Placeholder
 from ligermodels.images.prefixes import Prefix, prefix_of_messages, prefix_text
 from ligermodels.images.processors import ImagePlan, ImageProcessor, Prepared
@@ -72,6 +72,8 @@ class Processor:
 
     def content(self, message: dict[str, Any], place: str) -> dict[str, Any]:
         content = message.get("content")
+        if content is not None and not isinstance(content, str) and not is_list(content):
+            raise InputError(f"field {place}.content is {type(content).__name__}; must be a string or a list of parts")
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
         texts = [part["text"] for part in parts if not is_image_part(part)]
         try:
@@ -86,14 +88,16 @@ class Processor:
         return message | {"content": [dict(IMAGE_PART) if is_image_part(part) else dict(part) for part in parts]}
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], images: Sequence[Any] = (), **options: Any
+        self, messages: Sequence[Mapping[str, Any]], images: Any = None, **options: Any
     ) -> dict[str, Tensor]:
         """The inputs of a conversation, as `__call__` returns them, of one row.
 
-        messages: their content is a string, or a list of parts as in `parts.py`. images: for the parts without one.
+        messages: their content is a string, or a list of parts as in `parts.py`. images: one or a list, for the parts
+        without one.
         options: those of `Tokenizer.apply_chat_template`, such as add_generation_prompt. Raises InputError.
         """
-        taken, sources = take_images(messages, images)
+        [beside] = images_by_text(images, 1)
+        taken, sources = take_images(messages, beside)
         if sources and self.placeholder.prefix:
             return self.of_prefix(self.prefix(taken, **options), sources)
         text = self.tokenizer.render_chat_template(self.contents(taken), **options)
@@ -117,7 +121,7 @@ class Processor:
     def __call__(
         self,
         text: str | Sequence[str],
-        images: Sequence[Any] | None = None,
+        images: Any = None,
         *,
         suffix: str | Sequence[str] | None = None,
         add_special_tokens: bool = True,
@@ -125,20 +129,16 @@ class Processor:
     ) -> dict[str, Tensor]:
         """A model's inputs: input_ids and attention_mask int64 [B, T], and those of the images, such as pixel_values.
 
-        text: with one placeholder for each image. images: of one text, or a list for each of several. suffix: the
-        completion of each text, of models whose prompts with images are prefixes; their inputs have token_type_ids too,
-        1 behind prompts with images, and labels if there is a suffix, -100 but at its tokens.
+        text: with one placeholder for each image. images: of one text, one or a list; of several, a list for each.
+        suffix: the completion of each text, of models whose prompts with images are prefixes; their inputs have
+        token_type_ids too, 1 behind prompts with images, and labels if there is a suffix, -100 but at its tokens.
         add_special_tokens: put the tokenizer's tokens, such as bos, around a text that has no bos.
         Raises InputError, naming the row, if the numbers of placeholders and images differ.
         """
         texts = [text] if isinstance(text, str) else list(text)
-        by_text = [images] if isinstance(text, str) else images or [()] * len(texts)
-        given = [list(of_row or ()) for of_row in by_text]
-        if len(given) != len(texts):
-            raise InputError(f"images: has {len(given)} lists for {len(texts)} texts; give one for each")
         sources = [
             [parse_source(image, f"images[{row}][{number}]") for number, image in enumerate(of_row)]
-            for row, of_row in enumerate(given)
+            for row, of_row in enumerate(images_by_text(images, len(texts)))
         ]
         options: dict[str, Any] = {"add_special_tokens": add_special_tokens, "padding_side": padding_side}
         if suffix is None:

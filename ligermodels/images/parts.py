@@ -58,6 +58,31 @@ def parse_source(value: Any, field: str) -> ImageSource:
     raise InputError(f"field {field} is {type(value).__name__}; must be a path, a data URL, bytes, or a PIL image")
 
 
+def is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def images_by_text(images: Any, texts: int) -> list[list[Any]]:
+    """The images of each of `texts` texts. One text also takes an image alone, and a flat list. Raises InputError."""
+    if images is None or (is_list(images) and not images):
+        return [[] for _ in range(texts)]
+    remedy = "give a list of images for each text"
+    if not is_list(images):
+        if texts != 1:
+            raise InputError(f"images: is one image for {texts} texts; {remedy}")
+        return [[images]]
+    lists = sum(entry is None or is_list(entry) for entry in images)
+    if not lists:
+        if texts != 1:
+            raise InputError(f"images: is a flat list for {texts} texts; {remedy}")
+        return [list(images)]
+    if lists < len(images):
+        raise InputError(f"images: has both images and lists of images; {remedy}")
+    if len(images) != texts:
+        raise InputError(f"images: has {len(images)} lists for {texts} texts; give one for each")
+    return [list(entry or ()) for entry in images]
+
+
 def parse_url(text: str, field: str) -> ImageSource:
     """The bytes in a data URL; any other text is a path. Nothing is downloaded."""
     if text.startswith(("http://", "https://")):
@@ -106,7 +131,7 @@ def take_images(
 def image_places(messages: list[dict[str, Any]], field: str) -> Iterator[tuple[str, Any, dict[str, Any], int]]:
     """The parts of all messages whose content is a list, which is copied: (place, part, message, index)."""
     for number, message in enumerate(messages):
-        if isinstance(message.get("content"), Sequence) and not isinstance(message["content"], str):
+        if is_list(message.get("content")):
             message["content"] = list(message["content"])
             for index, part in enumerate(message["content"]):
                 yield f"{field}[{number}].content[{index}]", part, message, index

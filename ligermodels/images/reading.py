@@ -6,6 +6,8 @@ than 8 bits a channel. Every error names the image's place. Knows Pillow; must n
 """
 
 import importlib
+import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
@@ -21,6 +23,9 @@ from ligermodels.weights.reading import open_for_reading
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+# Pillow warns of images that are refused here, in one line, and of EXIF data that is read as far as it can be.
+PILLOW = r"PIL\."
+PILLOW_IS_QUIET = ("ignore", None, Warning, re.compile(PILLOW), 0)  # an entry of warnings.filters
 MAX_PIXELS = 89_478_485  # Pillow's MAX_IMAGE_PIXELS: a quarter of a GiB of RGB
 # Pillow reads more formats, some by running other programs.
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
@@ -40,9 +45,13 @@ ImageSource: TypeAlias = "bytes | str | Path | Image"
 def pillow() -> Any:
     """The module PIL.Image. Raises InputError if Pillow is not installed."""
     try:
-        return importlib.import_module("PIL.Image")
+        module = importlib.import_module("PIL.Image")
     except ImportError as error:
         raise InputError(f"images need Pillow, but cannot import it: {first_line(error)}; pip install pillow") from None
+    # For good: images are decoded in threads, and filters belong to the process. Added again where they were restored.
+    if PILLOW_IS_QUIET not in warnings.filters:
+        warnings.filterwarnings("ignore", module=PILLOW)
+    return module
 
 
 def image_size(source: ImageSource, place: str = "image") -> tuple[int, int]:

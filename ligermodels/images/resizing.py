@@ -1,7 +1,7 @@
 """Resizing and normalising pixels, and the sizes to which models resize: pure functions of (height, width).
 
 Pixels are those of the image processors of transformers 5 with torchvision, bit for bit. Resizing is on the CPU only:
-on a GPU a fifth of the values differ by one level. Knows torch; must not know files or models.
+on a GPU a fifth of the values differ by one level. Knows torch and Pillow; must not know files or models.
 """
 
 import math
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import InputError
+from ligermodels.images.reading import pillow
 
 Filter: TypeAlias = Literal["lanczos", "bilinear", "bicubic"]
 FILTERS: dict[int, Filter] = {1: "lanczos", 2: "bilinear", 3: "bicubic"}  # by the numbers of PIL.Image.Resampling
@@ -20,6 +21,8 @@ MAX_RATIO = 200  # of the sides, in Qwen's models
 MAX_RESIZED_PIXELS = 2**26  # of an image, four times those of Qwen3-VL's largest
 # SmolVLM: no side is longer, whatever the file says.
 MAX_TILED_SIDE = 4096
+# Torch 2.11 has no such filter.
+TORCH_HAS_LANCZOS = hasattr(torch.ops.aten, "_upsample_lanczos2d_aa")
 
 
 class Size(NamedTuple):
@@ -40,9 +43,19 @@ def resize(image: Tensor, size: tuple[int, int], how: Filter) -> Tensor:
     """An image [3, H, W] uint8 as [3, *size] uint8, antialiased."""
     if tuple(image.shape[1:]) == tuple(size):
         return image
+    if how == "lanczos" and not TORCH_HAS_LANCZOS:
+        return resize_by_pillow(image, size, how)
     # Only contiguous input takes the path of integers, whose roundings are those of torchvision.
     batch = image.contiguous()[None]
     return F.interpolate(batch, tuple(size), mode=how, align_corners=False, antialias=True)[0]
+
+
+def resize_by_pillow(image: Tensor, size: tuple[int, int], how: Filter) -> Tensor:
+    """The same as Pillow rounds it, and so transformers without torchvision."""
+    module, (height, width) = pillow(), size
+    picture = module.fromarray(image.permute(1, 2, 0).contiguous().numpy())
+    resized = picture.resize((width, height), module.Resampling[how.upper()])
+    return torch.frombuffer(bytearray(resized.tobytes()), dtype=torch.uint8).view(height, width, 3).permute(2, 0, 1)
 
 
 def normalize(pixels: Tensor, mean: Sequence[float], std: Sequence[float], rescale_factor: float) -> Tensor:

@@ -8,7 +8,7 @@ changes what is learned, nor in which order. What is minimised, and on which dat
 """
 
 import math
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -43,7 +43,7 @@ from ligermodels.training.runs.intervals import checkpoint_due, validation_due
 from ligermodels.training.runs.model_weights import give_initial_weights
 from ligermodels.training.runs.preparing import prepare
 from ligermodels.training.runs.publishing import publish
-from ligermodels.training.runs.rescue import rescued
+from ligermodels.training.runs.rescue import reading_data, rescued
 from ligermodels.training.runs.resuming import refuse_other_data
 from ligermodels.training.runs.settings import SETTINGS_FILE, settings, write_settings
 from ligermodels.training.runs.status import RunStatus
@@ -158,9 +158,14 @@ def train(config: TrainConfig) -> TrainResult:
         if lost := validations.lost_line():
             metrics.say(lost)
 
+        def reading(progress: Progress) -> AbstractContextManager[None]:
+            save = partial(checkpoints.save, model, optimizer, progress)
+            return reading_data(checkpoints, save, progress.step, resume)
+
         def validate(progress: Progress) -> bool:
             """Returns False where a signal interrupts it: the run stops, and a resume makes up for the validation."""
-            found = objective.validate(model, progress.step, stop)
+            with reading(progress):
+                found = objective.validate(model, progress.step, stop)
             if found is None:
                 return False
             metrics.validation(progress.step, found)
@@ -177,7 +182,9 @@ def train(config: TrainConfig) -> TrainResult:
         while progress.step < config.steps and not stopped and not validations.end_run:
             # The loss is a sum over the units of the step, on all ranks, divided by their number.
             profiler.begin(progress.step + 1)
-            work, step = objective.work(model, progress), StepTotals(world.device)
+            with reading(progress):
+                work = objective.work(model, progress)
+            step = StepTotals(world.device)
             rate = learning_rate(config.schedule, progress.step, config.steps, config.warmup, config.learning_rate)
             set_learning_rate(optimizer, rate)
             for number, batch in enumerate(work.batches, 1):

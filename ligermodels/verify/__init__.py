@@ -11,7 +11,7 @@ from pathlib import Path
 from ligermodels import hub
 from ligermodels.verify import reference
 from ligermodels.verify.certificate import Certificate, write_certificate
-from ligermodels.verify.parity import parity_checks
+from ligermodels.verify.parity import parity_checks, scope
 from ligermodels.verify.round_trip import round_trip_checks
 from ligermodels.verify.text import text_checks
 from ligermodels.weights.config_file import read_config
@@ -28,4 +28,4 @@ def verify(name_or_folder: str | Path, output: str | Path, *, device: str = "cpu
     reference.refuse_computing_in_bits(name_or_folder, read_config(folder))
     checks = [*parity_checks(folder, device, new_tokens), *round_trip_checks(folder, device), *text_checks(folder)]
     date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    return write_certificate(Path(output), str(name_or_folder), folder, device, date, checks)
+    return write_certificate(Path(output), str(name_or_folder), folder, device, date, checks, scope(folder))

@@ -47,10 +47,14 @@ class Check:
 
 @dataclass(frozen=True)
 class Certificate:
-    """The results of all checks of a model. facts: versions, device, date. json, page: the files written."""
+    """The results of all checks of a model. facts: versions, device, date. json, page: the files written.
+
+    scope: what was compared of images, and how it was computed where that is not the default.
+    """
 
     model: str
     facts: Mapping[str, str]
+    scope: Mapping[str, str]
     checks: Sequence[Check]
     json: Path
     page: Path
@@ -61,7 +65,7 @@ class Certificate:
 
 
 def write_certificate(
-    output: Path, model: str, folder: Path, device: str, date: str, checks: Sequence[Check]
+    output: Path, model: str, folder: Path, device: str, date: str, checks: Sequence[Check], scope: Mapping[str, str]
 ) -> Certificate:
     """Writes the JSON file and the HTML page into `output`; their names come from the model."""
     kind = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else platform.machine()
@@ -77,7 +81,7 @@ def write_certificate(
     }
     name = file_name(model)
     output.mkdir(parents=True, exist_ok=True)
-    certificate = Certificate(model, facts, checks, output / f"{name}.json", output / f"{name}.html")
+    certificate = Certificate(model, facts, scope, checks, output / f"{name}.json", output / f"{name}.html")
     certificate.json.write_text(json.dumps(as_json(certificate), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     certificate.page.write_text(as_page(certificate), encoding="utf-8")
     return certificate
@@ -100,7 +104,7 @@ def as_json(certificate: Certificate) -> dict[str, Any]:
         | ({"measured": rounded(check.measured)} if check.measured else {})
         for check in certificate.checks
     ]
-    return {"passed": certificate.passed, **certificate.facts, "checks": checks}
+    return {"passed": certificate.passed, **certificate.facts, "scope": dict(certificate.scope), "checks": checks}
 
 
 def rounded(value: Any) -> Any:
@@ -158,7 +162,8 @@ def as_page(certificate: Certificate) -> str:
     """The content of the HTML page."""
     verdict = "passed" if certificate.passed else "failed"
     title = f"Parity certificate of {html.escape(certificate.model)}"
-    facts = "".join(f"<tr><th>{html.escape(k)}<td>{html.escape(v)}" for k, v in certificate.facts.items())
+    described = {**certificate.scope, **certificate.facts}
+    facts = "".join(f"<tr><th>{html.escape(k)}<td>{html.escape(v)}" for k, v in described.items())
     rows = "".join(
         f'<tr><td>{html.escape(check.name)}<td class="{check.outcome}">{check.outcome}'
         f"<td>{html.escape(check.result)}<td>{html.escape(check.criterion)}"

@@ -169,6 +169,18 @@ def parity_checks(folder: Path, device: str, new_tokens: int) -> list[Check]:
     ]
 
 
+def scope(folder: Path) -> dict[str, str]:
+    """What `parity_checks` compares of images, and how it computes where that is not the default: a line for each."""
+    model = models.build_on_meta(*models.select_architecture(read_config(folder), folder / CONFIG_FILE))
+    if not isinstance(model, ImageParts):
+        return {"images": "not compared: of text alone"}
+    videos = "" if model.config.video_token_id is None else "; videos were not compared"
+    found = {"images": f"compared on random pixels, an image a row; its image processor was not compared{videos}"}
+    if isinstance(model, TiledVisionLanguageModel):
+        found["computation"] = "with model.as_transformers = True, as transformers computes; it is not the default"
+    return found
+
+
 def run_and_free(run: Callable[[torch.dtype], Errors], dtype: torch.dtype) -> Errors:
     """Calls `run`, then frees the memory of its model."""
     errors = run(dtype)

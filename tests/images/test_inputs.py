@@ -201,6 +201,8 @@ BAD_MESSAGES = {
     "two sources": ([IMAGE | {"path": "a", "url": "b"}], 0, "more than one of image, path, url, bytes"),
     "a video": ([{"type": "video"}], 0, r"messages\[0\].content\[0\] is 'video'; must be"),
     "a number": ([IMAGE | {"image": 3}], 0, "is int; must be a path, a data URL, bytes, or a PIL image"),
+    "a content that is a number": (5, 0, r"^field messages\[0\].content is int; must be a string or a list of parts$"),
+    "a content that is a part": (IMAGE, 0, r"messages\[0\].content is dict; must be a string or a list of parts"),
     "a token": ([TEXT | {"text": "<|image_pad|>"}], 0, r"messages\[0\].content has <\|image_pad\|> in its text"),
     "a zero character": ([IMAGE | {"path": "a\0b"}], 0, r"'a\\x00b': has a zero character, which no path can have"),
     "no such file": ([IMAGE | {"path": "/nowhere.png"}], 0, r"images\[0\]\[0\]: /nowhere.png: cannot be read"),
@@ -212,6 +214,41 @@ def test_messages_with_bad_images_are_refused(fault, tmp_path):
     content, beside, message = BAD_MESSAGES[fault]
     with pytest.raises(InputError, match=message):
         qwen_processor(tmp_path).apply_chat_template([{"role": "user", "content": content}], [picture(60, 61)] * beside)
+
+
+def test_one_text_takes_an_image_alone_and_a_flat_list(tmp_path):
+    processor, mark, image = qwen_processor(tmp_path), "<|image_pad|>", picture(60, 61)
+    (tmp_path / "image.png").write_bytes(png(image))
+    path = tmp_path / "image.png"
+    expected = processor([mark], [[image]])
+    for alone in (image, path, str(path), png(image), {"bytes": png(image)}):
+        for text in (mark, [mark]):
+            for images in (alone, [alone], (alone,), [[alone]]):
+                inputs = processor(text, images=images)
+                assert all(torch.equal(inputs[name], expected[name]) for name in expected), images
+        inputs = processor.apply_chat_template([{"role": "user", "content": [IMAGE]}], alone)
+        assert torch.equal(inputs["pixel_values"], expected["pixel_values"])
+    two = processor(mark * 2, [image, image])
+    assert two["input_ids"].tolist() == [expected["input_ids"][0].tolist() * 2]
+    assert torch.equal(processor([mark * 2], [image, path])["pixel_values"], two["pixel_values"])
+
+
+BAD_IMAGES = {
+    "one for two texts": ("a.png", 2, "images: is one image for 2 texts; give a list of images for each text"),
+    "flat": (["a.png"] * 2, 2, "images: is a flat list for 2 texts; give a list of images for each text"),
+    "flat and nested": (["a.png", ["b.png"]], 2, "images: has both images and lists of images; give a list of images"),
+    "mixed for one": (["a.png", ["b.png"]], 1, "images: has both images and lists of images; give a list of images"),
+    "two lists for one": ([["a.png"], ["b.png"]], 1, "images: has 2 lists for 1 texts; give one for each"),
+    "a number": (5, 1, r"field images\[0\]\[0\] is int; must be a path, a data URL, bytes, or a PIL image"),
+    "an array": (torch.zeros(3, 4, 4).numpy(), 1, r"field images\[0\]\[0\] is ndarray; must be a path"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", BAD_IMAGES)
+def test_images_of_an_ambiguous_form_are_refused(fault, tmp_path):
+    images, count, message = BAD_IMAGES[fault]
+    with pytest.raises(InputError, match=message):
+        qwen_processor(tmp_path)(["<|image_pad|>"] * count, images)
 
 
 def test_each_row_must_have_its_images(tmp_path):

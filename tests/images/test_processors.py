@@ -7,8 +7,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers.image_transforms import resize as transformers_resize
+from transformers.image_utils import PILImageResampling
 
 from ligermodels.errors import CheckpointError, InputError
+from ligermodels.images import resizing
 from ligermodels.images.resizing import resize
 from ligermodels.images.settings import RANGES
 from tests.images.reference import SMALL, our_processor, their_processor, with_torchvision
@@ -98,6 +101,27 @@ def test_a_filter_is_pillows_but_for_rounding(how, resample):
         pillow = np.asarray(as_pil(pixels).resize(size[::-1], resample)).astype(int)
         difference = np.abs(resize(pixels, size, how).permute(1, 2, 0).numpy() - pillow)
         assert difference.max() <= 2 and (difference > 0).mean() < 0.02
+
+
+@pytest.mark.parametrize("size", [(40, 31), (200, 111), (1, 1), (90, 35)])
+def test_without_lanczos_in_torch_it_is_pillows(size, monkeypatch):
+    pixels = random_pixels(90, 70)
+    monkeypatch.setattr(resizing, "TORCH_HAS_LANCZOS", False)
+    monkeypatch.setattr(resizing.F, "interpolate", lambda *_, mode, **__: pytest.fail(f"torch has no {mode}"))
+    theirs = transformers_resize(pixels.numpy(), size, PILImageResampling.LANCZOS, data_format="channels_first")
+    assert torch.equal(resize(pixels, size, "lanczos"), torch.from_numpy(theirs))
+
+
+@pytest.mark.parametrize("name", ["smolvlm", "idefics3"])
+def test_without_lanczos_in_torch_tiles_differ_from_torchvisions_in_roundings(name, monkeypatch, with_torchvision):
+    kind, image, text = SMALL[name]
+    rows = [[random_pixels(90, 61)], [random_pixels(50, 200), random_pixels(33, 34)]]
+    expected = theirs(their_processor(kind, image), kind, rows)
+    monkeypatch.setattr(resizing, "TORCH_HAS_LANCZOS", False)
+    inputs, _ = ours(our_processor(kind, image, text), rows)
+    levels = (inputs.pop("pixel_values") - expected["pixel_values"]).mul(255 / 2).abs().round()
+    assert_equal(inputs, expected)
+    assert levels.max() == 2 and (levels > 0).float().mean() < 0.02
 
 
 def test_sizes_that_no_model_takes():

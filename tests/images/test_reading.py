@@ -3,11 +3,12 @@
 import io
 import re
 import struct
+import warnings
 import zlib
 
 import numpy as np
 import pytest
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps
 from transformers.image_transforms import convert_to_rgb
 
 from ligermodels.errors import InputError
@@ -124,14 +125,23 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 @pytest.mark.parametrize("fault", REFUSED)
 def test_unusable_images_are_refused_by_name(fault, tmp_path, monkeypatch):
     source, message = REFUSED[fault]
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(InputError, match=message) as error:
+    with warnings.catch_warnings(record=True) as warned, pytest.raises(InputError, match=message) as error:
         read_image(source, "data.jsonl:7")
     assert re.match("data.jsonl:7: ", str(error.value)) and "\n" not in str(error.value)
+    assert not warned
+
+
+def test_corrupt_exif_data_counts_as_far_as_it_can_be_read_and_without_a_warning():
+    exif = Image.Exif()
+    exif[reading.ORIENTATION], exif[ExifTags.Base.Software] = 6, "the name of a camera"
+    data = encoded(Image.fromarray(noise(20, 31)), "JPEG", exif=exif.tobytes()[:-5])
+    with warnings.catch_warnings(record=True) as warned:
+        assert image_size(data) == (31, 20)
+    assert not warned
 
 
 def test_without_pillow_the_error_says_what_to_install(monkeypatch):

@@ -17,10 +17,12 @@ from ligermodels.training import TrainConfig, train
 from ligermodels.training.data import embedded
 from ligermodels.training.data.embedded import shape_question
 from ligermodels.training.data.embedded_shapes import shape_conversations
+from ligermodels.training.objectives.sft import SFT
 from ligermodels.training.reporting.flops import flops_per_token
 from ligermodels.training.reporting.image_flops import flops_per_patch
 from ligermodels.training.runs.preparing import plan
 from tests.images.folders import write_folder
+from tests.training.launching import TRAIN, losses, weights
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "gemma3", "llava", "smolvlm", "mistral3", "mllama"])
@@ -53,21 +55,33 @@ def test_shapes_train_and_export(family, tmp_path, monkeypatch):
         assert not torch.equal(model(**other).logits, trained)
 
 
+def colours(folder, count):
+    """Writes questions about pictures, data.jsonl and shown/data.jsonl, and a model of prompts with images, `model`.
+
+    Returns the model's folder.
+    """
+    names = ["red", "green"] * (count // 2)
+    for number, name in enumerate(names):
+        Image.new("RGB", (30 + number, 20), name).save(folder / f"{number}.png")
+    records = [{"prompt": "colour?", "completion": name, "images": [f"{n}.png"]} for n, name in enumerate(names)]
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, records)))
+    raw = ARCHITECTURES["paligemma"].SIZES["tiny"]
+    text = raw["text_config"] | {"vocab_size": 264}
+    model = folder / "model"
+    ligermodels.export(
+        ligermodels.create(raw | {"text_config": text, "image_token_index": 256, "eos_token_id": 258}), model
+    )
+    write_folder(model, "Siglip", {"size": {"height": 56, "width": 56}, "image_seq_length": 16}, {})
+    (folder / "shown").mkdir()
+    Image.new("RGB", (20, 20), "red").save(folder / "shown/0.png")
+    (folder / "shown/data.jsonl").write_text(json.dumps(records[0]))
+    return model
+
+
 def test_prompts_with_images_train_and_export(tmp_path, monkeypatch):
     """PaliGemma's: the exported folder gives transformers the loss of the trained model on a prompt and its answer."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    names = ["red", "green"] * 8
-    for number, name in enumerate(names):
-        Image.new("RGB", (30 + number, 20), name).save(tmp_path / f"{number}.png")
-    records = [{"prompt": "colour?", "completion": name, "images": [f"{n}.png"]} for n, name in enumerate(names)]
-    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, records)))
-    raw = ARCHITECTURES["paligemma"].SIZES["tiny"]
-    text = raw["text_config"] | {"vocab_size": 264}
-    folder = tmp_path / "model"
-    ligermodels.export(
-        ligermodels.create(raw | {"text_config": text, "image_token_index": 256, "eos_token_id": 258}), folder
-    )
-    write_folder(folder, "Siglip", {"size": {"height": 56, "width": 56}, "image_seq_length": 16}, {})
+    folder = colours(tmp_path, 16)
     config = TrainConfig(
         model=str(folder), data=(str(tmp_path / "data.jsonl"),), steps=3, batch_size=1, sequence_length=128,
         eval_every=3, validation_fraction=0.25, output=str(tmp_path / "run"),
@@ -83,6 +97,47 @@ def test_prompts_with_images_train_and_export(tmp_path, monkeypatch):
         assert torch.equal(ligermodels.load(result.exported)(**inputs).loss, loss) and torch.equal(by_labels, loss)
         reference = PaliGemmaForConditionalGeneration.from_pretrained(result.exported)
         assert loss.item() == pytest.approx(reference(**inputs).loss.item(), rel=1e-5)
+
+
+COLOURS = ["--model", "model", "--data", "data.jsonl", "--batch-size", "2", "--sequence-length", "64"]
+COLOURS += ["--packing", "off", "--steps", "5", "--validation-data", "shown/data.jsonl"]
+
+
+def test_a_picture_that_cannot_be_decoded_ends_a_run_with_its_last_step_saved(launcher):
+    """On all ranks; with the picture restored, the run ends as one that was not interrupted."""
+    folder = launcher.folder
+    colours(folder, 12)
+    launcher.succeed(*COLOURS, "--output", "whole", ranks=2)
+    picture = folder / "3.png"
+    content = picture.read_bytes()
+    picture.write_bytes(content[:-30])
+    ended = launcher.run(*COLOURS, "--output", "ended", ranks=2)
+    [line] = re.findall("^ligermodels: .*", ended.stderr, re.MULTILINE)
+    assert ended.statuses == [2, 2] and line == (
+        "ligermodels: data.jsonl:4: image: cannot be decoded: image file is truncated; restore the image; step 3 is "
+        f"saved; to continue from it: torchrun --nproc-per-node 2 {TRAIN} --resume ended"
+    )
+    assert [path.name for path in (folder / "ended/checkpoints").iterdir()] == ["step-000003"]
+    picture.write_bytes(content)
+    done = launcher.succeed("--resume", "ended", ranks=2)
+    assert "ended: resumes after step 3\n" in done.stdout
+    assert losses(folder / "ended") == losses(folder / "whole") and weights(folder / "ended") == weights(
+        folder / "whole"
+    )
+
+
+def test_a_picture_of_the_validation_that_cannot_be_decoded_leaves_the_last_step_saved(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = colours(tmp_path, 4)
+    picture = tmp_path / "shown/0.png"
+    half = picture.read_bytes()[:-30]
+    monkeypatch.setattr(SFT, "finish_step", lambda self, model, step: picture.write_bytes(half))
+    config = TrainConfig(
+        model=str(model), data=(str(tmp_path / "data.jsonl"),), validation_data=(str(tmp_path / "shown/data.jsonl"),),
+        steps=4, batch_size=1, sequence_length=64, eval_every=2, output=str(tmp_path / "run"),
+    )  # fmt: skip
+    with pytest.raises(InputError, match=r"shown/data.jsonl:1: image: cannot be decoded: .*; step 2 is saved; to "):
+        train(config)
 
 
 QUICK = {"data": ("shapes",), "steps": 2, "batch_size": 2, "sequence_length": 128}

@@ -165,7 +165,7 @@ class TrainingRows:
     ) -> None:  # fmt: skip
         self.sources, self.packing, self.decoder = sources, packing, decoder
         self.mixture = Mixture([len(rows) for rows in sources], weights, seed)
-        self.prefetcher = Prefetcher(self.collate, "batches")
+        self.prefetcher = Prefetcher(self.collate, "batches", reads_files=decoder is not None)
 
     def __len__(self) -> int:
         """The number of rows of all sources."""
@@ -261,7 +261,7 @@ class ValidationRows:
 
     def __init__(self, rows: ConcatenatedRows, packing: bool, decoder: ImageDecoder | None = None) -> None:
         self.rows, self.packing, self.decoder = rows, packing, decoder
-        self.prefetcher = Prefetcher(self.collate, "validation")
+        self.prefetcher = Prefetcher(self.collate, "validation", reads_files=decoder is not None)
 
     def __len__(self) -> int:
         return len(self.rows)

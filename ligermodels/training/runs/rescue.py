@@ -1,10 +1,11 @@
-"""A run whose export fails: its last step is saved, so that resuming it only repeats the export."""
+"""A run whose data or export fail: its last step is saved, so that resuming it repeats nothing but what failed."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.training.checkpoints import Checkpoints
+from ligermodels.training.data import DataError
 
 
 @contextmanager
@@ -32,6 +33,24 @@ def rescued(
         raise
     if unsaved:
         say(f"warning: {unsaved}")
+
+
+@contextmanager
+def reading_data(checkpoints: Checkpoints, save: Callable[[], None], step: int, command: str) -> Iterator[None]:
+    """Runs the body, which reads data of the run, such as images, and changes nothing.
+
+    Where they cannot be read, on all ranks, the error says that the last step is saved, and how to continue.
+    save: saves the last step, `step`; there is nothing to save at 0. command: resumes the run.
+    """
+    try:
+        yield
+    except DataError as error:
+        if not step:
+            raise
+        unsaved = save_error(save) or save_error(checkpoints.wait)
+        if unsaved:
+            raise InputError(f"{error}; step {step} could not be saved either: {unsaved}") from error
+        raise InputError(f"{error}; step {step} is saved; to continue from it: {command}") from error
 
 
 def save_error(save: Callable[[], None]) -> CheckpointError | None:

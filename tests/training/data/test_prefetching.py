@@ -6,7 +6,7 @@ import pytest
 
 from ligermodels.errors import InputError
 from ligermodels.training.data import batches
-from ligermodels.training.data.prefetching import Prefetcher
+from ligermodels.training.data.prefetching import DataError, Prefetcher
 from tests.training.data.documents import CPU, distinct, validation
 
 
@@ -40,6 +40,14 @@ def test_the_error_of_a_thread_is_raised_with_its_own_request():
     assert next(results) == 1
     with pytest.raises(InputError, match="3 is odd"):
         next(results)
+
+
+def test_files_that_cannot_be_read_at_their_turn_are_an_error_of_data():
+    prefetcher = Prefetcher(half, "ahead", reads_files=True)
+    assert prefetcher.take(2, 3) == 1
+    with pytest.raises(DataError, match="3 is odd"):
+        prefetcher.take(3, 4)
+    assert prefetcher.take(4, None) == 2
 
 
 def test_validation_collates_each_batch_once_and_all_but_the_first_ahead(monkeypatch):

@@ -1,9 +1,10 @@
-"""What a failing export leaves: the last step saved, and an error that says so."""
+"""What failing data and a failing export leave: the last step saved, and an error that says so."""
 
 import pytest
 
 from ligermodels.errors import CheckpointError, InputError
-from ligermodels.training.runs.rescue import rescued
+from ligermodels.training.data import DataError
+from ligermodels.training.runs.rescue import reading_data, rescued
 
 
 class Saving:
@@ -46,3 +47,27 @@ def test_an_error_names_the_saved_step_and_a_bug_keeps_its_traceback(failing, ou
     with pytest.raises(KeyError) as raised, rescued(*arguments):
         raise KeyError("bug")
     assert raised.value.__notes__ == [outcome] and saving.saved == 3 * saves and said == []
+
+
+@pytest.mark.parametrize(
+    ("failing", "outcome"),
+    [
+        (False, "bad image; step 3 is saved; to continue from it: again"),
+        (True, "bad image; step 3 could not be saved either: full too"),
+    ],
+)
+def test_data_that_cannot_be_read_leave_the_last_step_saved(failing, outcome):
+    saving = Saving(failing)
+    with pytest.raises(InputError) as refused, reading_data(saving, saving.save, 3, "again"):
+        raise DataError("bad image")
+    assert str(refused.value) == outcome and saving.saved == 1
+
+
+@pytest.mark.parametrize(
+    ("step", "error"), [(0, DataError("bad image")), (3, InputError("of one rank")), (3, KeyError())]
+)
+def test_nothing_is_saved_before_the_first_step_and_for_errors_of_one_rank(step, error):
+    saving = Saving()
+    with pytest.raises(type(error)) as raised, reading_data(saving, saving.save, step, "again"):
+        raise error
+    assert raised.value is error and saving.saved == 0

@@ -194,7 +194,7 @@ class TrainingGroups:
         self.groups = Groups([part for parts in sources for part in parts], options, decoder)
         self.firsts = np.cumsum([0, *map(len, self.sources)])
         self.mixture, self.seed = Mixture([len(groups) for groups in self.sources], weights, seed), seed
-        self.prefetcher = Prefetcher(self.collate, "groups")
+        self.prefetcher = Prefetcher(self.collate, "groups", reads_files=decoder is not None)
 
     def __len__(self) -> int:
         """The number of groups of all sources."""
@@ -257,7 +257,7 @@ class ValidationGroups:
         self, parts: Sequence[GroupSelection], options: GroupOptions, decoder: ImageDecoder | None = None
     ) -> None:
         self.groups = Groups(parts, options, decoder)
-        self.prefetcher = Prefetcher(self.collate, "validation")
+        self.prefetcher = Prefetcher(self.collate, "validation", reads_files=decoder is not None)
 
     def __len__(self) -> int:
         return len(self.groups)
