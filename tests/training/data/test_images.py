@@ -120,14 +120,17 @@ def test_forms_of_records(form, folder, tmp_path, pictures):
     assert source == ((tmp_path / pictures[0]).read_bytes() if form == "OpenAI" else str(tmp_path / pictures[0]))
 
 
-def test_parquet_with_bytes(folder, tmp_path, pictures):
+@pytest.mark.parametrize("name", ["data.parquet", "saved"])
+def test_tables_with_bytes(name, folder, tmp_path, pictures):
+    """Of a folder of save_to_disk with a column of the type Image too."""
     contents = [(tmp_path / name).read_bytes() for name in pictures]
     rows = [
         {"messages": asked([IMAGE, text(f"{number}?")], [text("a")]), "images": [{"bytes": content, "path": None}]}
         for number, content in enumerate(contents)
     ]
-    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "data.parquet")
-    data = opened(tmp_path / "data.parquet", folder)
+    table = datasets.Dataset.from_list(rows).cast_column("images", datasets.List(datasets.Image()))
+    (table.save_to_disk if name == "saved" else table.to_parquet)(tmp_path / name)
+    data = opened(tmp_path / name, folder)
     assert [images[0][2] for _, _, images in documents(data)] == contents
 
 
