@@ -104,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     reader.check(args.image)
     prompt = PromptInputs([])
     if args.chat:  # raises errors of the template before the weights are loaded
-        reader.of_messages(first_messages(args, "…", args.image))
+        reader.of_messages(first_messages(args, "…" if args.prompt is None else args.prompt, args.image))
     elif args.file is None:
         prompt = reader.of_text(args.prompt, args.image)
     model = load_with_adapter(folder, adapter, dtype=args.dtype, device=args.device, quantize=args.quantize)

@@ -1,13 +1,13 @@
 """Images in `ligermodels generate`: those of --image, and those that lines of a conversation name."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ligermodels.errors import InputError
 from ligermodels.hub.models import read_preset_or_config, select_architecture
-from ligermodels.images.inputs import Processor
+from ligermodels.images.inputs import Processor, image_tokens, refuse_image_tokens
 from ligermodels.images.prefixes import PREFIX_END
 from ligermodels.tokenizer import Tokenizer
 
@@ -51,7 +51,7 @@ class PromptReader:
         images: as in `images/parts.py`.
         """
         if not images:
-            return PromptInputs(self.tokenizer.encode(text))
+            return self.without_images(self.tokenizer.encode(text))
         placeholder = self.processor.placeholder
         if placeholder.printed not in text:
             text = placeholder.in_plain_text * len(images) + text
@@ -60,8 +60,17 @@ class PromptReader:
     def of_messages(self, messages: list[dict[str, Any]], images: Sequence[Any] = ()) -> PromptInputs:
         """A conversation up to an answer. Messages with images have lists of parts; images: of parts without one."""
         if all(isinstance(message["content"], str) for message in messages):
-            return PromptInputs(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+            return self.without_images(self.tokenizer.apply_chat_template(messages, add_generation_prompt=True))
         return as_prompt(self.processor.apply_chat_template(messages, images, add_generation_prompt=True))
+
+    def without_images(self, ids: list[int]) -> PromptInputs:
+        """Raises InputError for a token of images."""
+        refuse_image_tokens(ids, self.image_tokens, "generate: the prompt")
+        return PromptInputs(ids)
+
+    @functools.cached_property
+    def image_tokens(self) -> Mapping[int, str]:
+        return image_tokens(lambda: self.processor)
 
 
 def as_prompt(inputs: dict[str, Any]) -> PromptInputs:

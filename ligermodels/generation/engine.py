@@ -134,7 +134,7 @@ class Engine:
         sampling: see `Sampling`.
 
         Raises InputError for an empty prompt, a token id outside the vocabulary, options out of range, and a request
-        that the cache cannot hold, and images that do not fit the prompt.
+        that the cache cannot hold, and images that do not fit the prompt, or are missing.
         """
         vocab_size = self.model.config.vocab_size
         readable = self.model.config.embedded_tokens
@@ -167,6 +167,8 @@ class Engine:
 
     def prepare_images(self, ids: Sequence[int], images: Mapping[str, Any] | None) -> Any:
         if not images:
+            if self.model.takes_images:
+                refuse_image_token(ids, cast(Any, self.model.config).image_token_id, self.submitted)
             return None
         if not self.model.takes_images:
             raise InputError("generate: the model takes no images; leave them out")
@@ -375,6 +377,15 @@ def check_in_vocabulary(ids: Collection[int], vocab_size: int, remedy: str) -> N
     outside = next((token for token in ids if not 0 <= token < vocab_size), None)
     if outside is not None:
         raise InputError(f"generate: token id {outside} is outside the vocabulary of {vocab_size}; {remedy}")
+
+
+def refuse_image_token(ids: Sequence[int], token: int, number: int) -> None:
+    """Raises InputError for the token of images in a prompt without images, by its number."""
+    if token in ids:
+        raise InputError(
+            f"generate: prompt {number} has the token {token}, which stands for an image, but no images; pass its "
+            "pixel values, or remove the token"
+        )
 
 
 def drawing_of(samples: Sequence[Sample]) -> Drawing:

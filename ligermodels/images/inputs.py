@@ -4,7 +4,7 @@ Knows the tokenizer and the image processor of a folder; must not know models.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +28,14 @@ class Processor:
     """The tokenizer and the image processor of a checkpoint folder.
 
     placeholder: the text that stands for an image. feature_id: the token for each of an image's features.
-    image_ids: all tokens that only stand for images; a model reads them and never writes them.
+    image_tokens: all tokens that only stand for images, by id; a model reads them and never writes them.
     """
 
     def __init__(self, tokenizer: Tokenizer, images: ImageProcessor, placeholder: Placeholder) -> None:
         self.tokenizer, self.images, self.placeholder = tokenizer, images, placeholder
         tokens = (placeholder.feature, placeholder.printed, *placeholder.others)
         ids = [token_id(tokenizer, token) for token in tokens]
-        self.feature_id, self.image_ids = ids[0], frozenset(ids)
+        self.feature_id, self.image_tokens = ids[0], dict(zip(ids, tokens, strict=True))
 
     @classmethod
     def from_folder(cls, folder: str | Path, tokenizer: Tokenizer | None = None) -> "Processor":
@@ -210,6 +210,21 @@ class Processor:
         tokens, features = ids.count(self.feature_id), sum(plan.features for plan in plans)
         if tokens != features:
             raise InputError(f"{place}: has {tokens} image tokens for images of {features} features")
+
+
+def image_tokens(read_processor: Callable[[], Processor]) -> Mapping[int, str]:
+    """The tokens that stand for images, by id; none of a model for which `read_processor` raises InputError."""
+    try:
+        return read_processor().image_tokens
+    except InputError:
+        return {}
+
+
+def refuse_image_tokens(ids: Sequence[int], tokens: Mapping[int, str], place: str) -> None:
+    """Raises InputError for a text without images that has one of the tokens of `image_tokens`."""
+    if not tokens.keys().isdisjoint(ids):
+        found = next(tokens[token] for token in ids if token in tokens)
+        raise InputError(f"{place} has {found} in its text, which stands for an image; remove it, or give its image")
 
 
 def token_id(tokenizer: Tokenizer, token: str) -> int:

@@ -124,6 +124,14 @@ class ImageParts(CausalLM):
         text = [parameter for parameter in self.parameters() if id(parameter) not in images]
         return dict(zip(MODEL_PARTS, (vision, projector, text), strict=True))
 
+    @property
+    def trains_images_alone(self) -> bool:
+        """Whether gradients are wanted, of the image side only: without an image the loss would depend on nothing."""
+        images = (self.visual, self.projector, self.deepstack)
+        if not torch.is_grad_enabled() or any(is_trained(part) for part in self.children() if part not in images):
+            return False
+        return any(map(is_trained, images))
+
     def prepare_training_images(self, input_ids: Tensor, labels: Tensor | None, **inputs: Any) -> Any:
         """What the model's `prepare_images` returns for ids with these labels."""
         return cast(Any, self).prepare_images(input_ids, **inputs)
@@ -264,7 +272,9 @@ class VisionLanguageModel(ImageParts):
             inputs["features"] = self.encode_images(images)
             if rope_ids is None and images.rope_ids is not None:
                 rope_ids = images.rope_ids if cache is None else cache.extend_rope(images.rope_ids, images.rope_offsets)
-        elif "features" not in inputs and is_sharded(self) and (is_trained(self.visual) or is_trained(self.projector)):
+        elif "features" not in inputs and (
+            self.trains_images_alone or (is_sharded(self) and (is_trained(self.visual) or is_trained(self.projector)))
+        ):
             inputs["features"] = no_features(self.encode_grey_image())
         if input_ids is not None and self.config.image_token_id >= self.config.vocab_size:  # it has no embedding
             input_ids = input_ids.masked_fill(input_ids == self.config.image_token_id, 0)
@@ -292,6 +302,7 @@ class VisionLanguageModel(ImageParts):
         """The features of a smallest image.
 
         Where the model is sharded, ranks without images run it too: all ranks gather weights and reduce gradients.
+        Where nothing of the text model is trained, a batch without an image has zero gradients through it.
         """
         device = self.device
         layout, _ = self.patch_layout([self.smallest_grid])

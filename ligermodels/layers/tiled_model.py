@@ -122,7 +122,9 @@ class TiledVisionLanguageModel(ImageParts):
             raise InputError(f"images: {', '.join(pixels)} without pixel_values; pass both")
         if images is not None:
             inputs["features"] = images.seen._replace(values=self.encode_tiles(images))
-        elif "features" not in inputs and inputs.get("cache") is None and is_sharded(self):
+        elif (
+            "features" not in inputs and inputs.get("cache") is None and (is_sharded(self) or self.trains_images_alone)
+        ):
             inputs["features"] = self.unseen_image()
         return input_ids, inputs
 
@@ -140,6 +142,7 @@ class TiledVisionLanguageModel(ImageParts):
         """An image of one black tile that no token sees.
 
         Where the model is sharded, ranks without images run it too: all ranks gather weights and reduce gradients.
+        Where nothing of the text model is trained, a batch without an image has zero gradients through it.
         """
         vision = self.config.vision
         pixels = torch.zeros(1, vision.max_num_tiles, vision.in_channels, vision.image_size, vision.image_size)

@@ -175,6 +175,18 @@ def test_bad_images_are_refused_before_the_weights_are_loaded(folder, images, tm
     assert "--image belongs to --prompt or --chat" in line
 
 
+@pytest.mark.parametrize("flags", [["--prompt", "<|image_pad|>hi"], ["--chat", "--prompt", "<|image_pad|>hi"]])
+def test_a_token_of_images_in_a_prompt_without_images_is_refused(flags, folder, tmp_path, capsys, monkeypatch):
+    said = "the prompt has <|image_pad|> in its text, which stands for an image; remove it, or give its image"
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "<|image_pad|>hi"}\n{"prompt": "hi"}\n')
+    of_file = ["--file", str(tmp_path / "prompts.jsonl"), "--output", str(tmp_path / "out.jsonl")]
+    assert main(["generate", str(folder), *of_file, *flags[:-2], *QUICK]) == 2
+    assert capsys.readouterr().err.splitlines()[0] == f"ligermodels: {tmp_path}/prompts.jsonl:1: {said}"
+    assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 1
+    monkeypatch.setattr("ligermodels.cli.generate.load_with_adapter", None)  # would fail
+    assert refused([str(folder), *flags, *QUICK], capsys) == f"ligermodels: generate: {said}"
+
+
 def test_a_bad_image_of_a_later_turn_ends_a_script_and_not_a_terminal(folder, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("/image missing.png\nWhat?\n"))
     assert "missing.png" in refused([str(folder), "--chat", *QUICK], capsys)

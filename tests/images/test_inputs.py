@@ -163,7 +163,7 @@ def test_pixtral_has_rows_that_end_with_a_break(tmp_path):
     row = "[IMG]" * 3
     text = processor.tokenizer.decode(ids, skip_special_tokens=False)
     assert text == f"{row}[IMG_BREAK]{row}[IMG_BREAK]{row}[IMG_END]"
-    assert len(processor.image_ids) == 3
+    assert list(processor.image_tokens.values()) == ["[IMG]", "[IMG_BREAK]", "[IMG_END]"]
 
 
 def test_images_of_messages_in_all_their_forms(tmp_path):

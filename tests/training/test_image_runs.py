@@ -21,7 +21,8 @@ from ligermodels.training.objectives.sft import SFT
 from ligermodels.training.reporting.flops import flops_per_token
 from ligermodels.training.reporting.image_flops import flops_per_patch
 from ligermodels.training.runs.preparing import plan
-from tests.images.folders import write_folder
+from tests.images.folders import picture, png, write_folder
+from tests.images.models import save_image_model
 from tests.training.launching import TRAIN, losses, weights
 
 
@@ -169,6 +170,41 @@ def test_frozen_parts_stay_and_parts_have_their_own_learning_rates(tmp_path):
     some = changes(train_parts=("projector", "text"), projector_learning_rate=1e-6)
     assert some["visual"] == 0 and some["model"] == pytest.approx(every["model"], rel=0.01)
     assert some["projector"] == pytest.approx(1e-3 * every["projector"], rel=0.01)
+
+
+MIXED = {
+    "the projector": {"train_parts": ("projector",)},
+    "the tower, during backward": {"train_parts": ("vision",), "optimizer_in_backward": True},
+    "LoRA of the tower": {"lora_rank": 2, "lora_targets": ("vision",)},
+    "preferences": {"lora_rank": 2, "lora_targets": ("vision",), "objective": "dpo"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MIXED)
+def test_steps_without_an_image_train_nothing_where_no_text_is_trained(case, tmp_path, monkeypatch):
+    """The norms of their gradients are zero, and those of the other steps are not."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "model").mkdir()
+    folder = save_image_model(tmp_path / "model", "qwen2_vl")
+    preferences = "objective" in MIXED[case]
+    records = []
+    for number in range(12):
+        question, images = [{"role": "user", "content": f"question {number}"}], {}
+        if number % 4 == 0:
+            (tmp_path / f"{number}.png").write_bytes(png(picture(12, 8 + number, seed=number)))
+            question[0]["content"] = [{"type": "image"}, {"type": "text", "text": "what?"}]
+            images = {"images": [f"{number}.png"]}
+        good, bad = ([{"role": "assistant", "content": text}] for text in ("good", "bad"))
+        answers = {"chosen": good, "rejected": bad} if preferences else {"completion": good}
+        records.append({"prompt": question, **answers, **images})
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, records)))
+    rows = {"pairs": 1} if preferences else {"batch_size": 1, "packing": False}
+    config = TrainConfig(
+        model=str(folder), data=(str(tmp_path / "data.jsonl"),), steps=11, sequence_length=160, validation_fraction=0.1,
+        eval_every=11, output=str(tmp_path / "run"), no_export=True, **rows, **MIXED[case],
+    )  # fmt: skip
+    norms = [record["grad_norm"] for record in train(config).metrics if "grad_norm" in record]
+    assert len(norms) == 11 and norms.count(0.0) in (8, 9)
 
 
 @pytest.mark.usefixtures("few_shapes")

@@ -26,6 +26,7 @@ from tests.vision.batches import (
     completion_labels,
     for_reference,
     ids_of,
+    image_token,
     images_between,
     join_pixels,
     labels_for,
@@ -95,6 +96,20 @@ def test_fp32_results_with_images_equal_those_of_the_reference(name, patterns):
 
 
 @pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("name", ["qwen2_vl", "gemma3"])
+def test_tokens_of_images_without_images_are_refused_in_prompts_and_not_where_a_model_draws_them(name):
+    model, token = ligermodels.create(CASES[name], seed=0).eval(), image_token(CASES[name])
+    message = (
+        f"generate: prompt 1 has the token {token}, which stands for an image, but no images; pass its pixel values"
+    )
+    with pytest.raises(InputError, match=message):
+        ligermodels.generate(model, [[5, 6], [5, token, 6]], max_new_tokens=1)
+    with pytest.raises(InputError, match=message.replace("prompt 1", "prompt 0")):
+        model.generate(torch.tensor([[5, token, 6]]), max_new_tokens=1)
+    drawn = ligermodels.generate(model, [[5]], n=4, max_new_tokens=100, stop_tokens=(), temperature=1e4, seed=0)
+    assert any(token in row[:-1] for row in drawn)
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_fp32_results_of_the_kernels_with_images_equal_those_of_the_reference(name):
     check_image_parity(name, "short")

@@ -41,6 +41,27 @@ def test_only_the_chosen_parts_change(trained):
         assert torch.equal(value, after[name]) == (parts[id(after[name])] not in trained), name
 
 
+@pytest.mark.parametrize("trained", ["projector", "vision", "LoRA of the tower"])
+@pytest.mark.parametrize("name", [*FAMILIES, "mllama"])
+def test_a_batch_without_an_image_has_zero_gradients_where_no_text_is_trained(name, trained):
+    """Its loss is that of a model of which nothing is trained."""
+    model, ids = ligermodels.create(CASES[name], device=DEVICE), torch.arange(3, 30, device=DEVICE)[None]
+    model.requires_grad_(False)
+    expected = model(ids, ids).loss
+    if trained == "LoRA of the tower":
+        ligermodels.add_lora(model, rank=2, targets=["vision"])
+    else:
+        model.train_parts([trained])
+    loss = model(ids, ids).loss
+    assert loss.item() == expected.item()
+    loss.backward()
+    gradients = [p.grad for p in model.parameters() if p.requires_grad]
+    assert gradients and all(grad is not None and not grad.any() for grad in gradients)
+    with torch.no_grad():  # nor does a validation run the tower
+        model.encode_images = model.unseen_image = None
+        model(ids)
+
+
 def test_unknown_parts_are_refused():
     model = ligermodels.create(CASES["qwen2_vl"], device="meta")
     with pytest.raises(InputError, match="parts to train: tower; choose from: vision, projector, text"):

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 from tokenizers import Encoding
 
 from ligermodels.errors import InputError
-from ligermodels.images.inputs import Processor
+from ligermodels.images.inputs import Processor, image_tokens, refuse_image_tokens
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.tokenizer.chat_template import Rendered, choose_template
 from ligermodels.training.data.image_documents import ImageChats, as_prefix, plan_images, prefix_document
@@ -57,8 +57,24 @@ def tokenize_records(
 
     Each piece of a long text gives a document, which begins with the last token of the piece before it. end: the
     end-of-text token. bad_lines: counts conversations that cannot be used. processor: reads the image processor
-    when there are images. Raises InputError naming the place.
+    of a model that has one. Raises InputError naming the place.
     """
+    tokens = image_tokens(processor)
+    for document in record_documents(records, tokenizer, end, bad_lines, processor):
+        if bad_lines.attempt(check_image_tokens, document, tokens):
+            yield document
+
+
+def check_image_tokens(document: Document, tokens: Mapping[int, str]) -> bool:
+    """Raises InputError for a document without images that has a token of them."""
+    if not document.images:
+        refuse_image_tokens(document.ids, tokens, f"{document.place}:")
+    return True
+
+
+def record_documents(
+    records: Iterable[Record], tokenizer: Tokenizer, end: int, bad_lines: BadLines, processor: ReadProcessor
+) -> Iterator[Document]:
     for kind, group in itertools.groupby(records, type):
         if kind is Text:
             yield from text_documents(cast(Iterator[Text], group), tokenizer, end)

@@ -63,7 +63,7 @@ class ImageChats(Tokenizer):
 
     def unsupervised(self, ids: Sequence[int], supervised: Sequence[bool]) -> list[bool]:
         """The mask without the tokens of images, which a model never writes."""
-        never = self.processor.image_ids
+        never = self.processor.image_tokens
         return [kept and token not in never for kept, token in zip(supervised, ids, strict=True)]
 
     def locate(self, ids: Sequence[int]) -> list[DocumentImage]:

@@ -131,6 +131,8 @@ def require_string(value: Any, field: str) -> str:
 
 
 def json_type(value: Any) -> str:
-    """A value's JSON type, for error messages."""
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    """A value's JSON type, for error messages; tables have bytes too."""
+    names = {
+        dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null", bytes: "bytes",
+    }  # fmt: skip
     return names.get(type(value), "a number") if value != [] else "an empty list"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ligermodels.errors import InputError
-from ligermodels.images.inputs import Processor
+from ligermodels.images.inputs import Processor, image_tokens
 from ligermodels.images.processors import MAX_FEATURES, ImageProcessor
 from ligermodels.images.settings import IMAGE_PROCESSOR_FILE, PROCESSOR_FILE
 from ligermodels.tokenizer import Tokenizer
@@ -165,8 +165,13 @@ class SourceReader:
 
     def token_file_stores(self, files: Sequence[Path]) -> list[TokenStore]:
         arrays, ends = [open_tokens(file) for file in files], [self.end_of_text(file) for file in files]
+        # A model without a tokenizer may read token files: then nobody knows which tokens these are.
+        images = image_tokens(lambda: self.processor) if self.folder is not None and self.image_settings else {}
         requests = [
-            (self.cache_key([file], end=end), functools.partial(write_index, tokens, end, self.vocab_size, str(file)))
+            (
+                self.cache_key([file], end=end, images=[*images.items()]),
+                functools.partial(write_index, tokens, end, self.vocab_size, images, str(file)),
+            )
             for file, tokens, end in zip(files, arrays, ends, strict=True)
         ]
         indexed = zip(arrays, files, cached_folders(requests), strict=True)

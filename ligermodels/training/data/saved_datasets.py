@@ -100,14 +100,17 @@ def arrow_batches(file: Path, fields: RecordFormats, progress: ReadingProgress) 
 def refuse_type(kind: Any, place: str) -> None:
     """Raises InputError for an Arrow type whose values may take far more memory than `decoded_bytes` counts."""
     types = import_package("pyarrow", place).types
-    plain = (types.is_null, types.is_boolean, types.is_integer, types.is_floating, types.is_string)
+    plain = (
+        types.is_null, types.is_boolean, types.is_integer, types.is_floating, types.is_string, types.is_large_string,
+        types.is_binary, types.is_large_binary,
+    )  # fmt: skip
     if types.is_struct(kind):
         for field in kind:
             refuse_type(field.type, f"{place}.{field.name}")
     elif types.is_list(kind) or types.is_large_list(kind) or types.is_dictionary(kind):
         refuse_type(kind.value_type, place)
-    elif not (types.is_large_string(kind) or is_json(kind) or any(is_plain(kind) for is_plain in plain)):
-        raise InputError(f"{place}: has the Arrow type {kind}; must be text, or lists or objects of text")
+    elif not (is_json(kind) or any(is_plain(kind) for is_plain in plain)):
+        raise InputError(f"{place}: has the Arrow type {kind}; must be text or bytes, or lists or objects of them")
 
 
 def refuse_compressed(source: Any, file: Path) -> None:

@@ -6,7 +6,7 @@ Documents end with the end-of-text token: the one in the .json, which a .npy may
 This module knows nothing about text.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,13 @@ READ_TOKENS = 2**22  # read at a time
 TOKEN_FILE_EXAMPLE = '{"dtype": "uint16", "end_of_text": 0}'
 
 
-def write_index(tokens: np.memmap, end: int, vocab_size: int, place: str, folder: Path) -> None:
+def write_index(
+    tokens: np.memmap, end: int, vocab_size: int, image_tokens: Mapping[int, str], place: str, folder: Path
+) -> None:
     """Reads all tokens once, and writes the documents' offsets and hashes to an empty folder.
 
-    end: the end-of-text token. Raises InputError for a token outside the vocabulary, naming place and offset.
+    end: the end-of-text token. image_tokens: those that stand for images, by id. Raises InputError for one of them and
+    for a token outside the vocabulary, naming place and offset.
     """
     progress = ReadingProgress(f"Reading {place}", tokens.nbytes)
     with progress, (folder / "offsets").open("wb") as offsets, (folder / "hashes").open("wb") as hashes:
@@ -36,10 +39,22 @@ def write_index(tokens: np.memmap, end: int, vocab_size: int, place: str, folder
             for start, block, stops in blocks_with_stops(tokens, end):
                 progress.show(start * tokens.itemsize)
                 refuse_unknown_ids(block, vocab_size, place, start)
+                refuse_image_ids(block, image_tokens, place, start)
                 offsets.write((stops + start).tobytes())
                 yield block, stops.tolist()
 
         hashes.writelines(document_hashes(blocks()))
+
+
+def refuse_image_ids(ids: np.ndarray, image_tokens: Mapping[int, str], place: str, first: int) -> None:
+    """Raises InputError for a token that stands for an image. ids: of the tokens at `place`, from number `first` on."""
+    found = np.flatnonzero(np.isin(ids, list(image_tokens)))
+    if len(found):
+        token = image_tokens[int(ids[found[0]])]
+        raise InputError(
+            f"{place}: token {first + found[0]} is {token}, which stands for an image; remove such documents, or give "
+            "records with images"
+        )
 
 
 def open_indexed(tokens: np.ndarray, place: str, folder: Path) -> TokenStore:

@@ -81,6 +81,14 @@ def documents(data):
         yield store.tokens[begin:end].tolist(), store.supervised[begin:end].tolist(), images
 
 
+def without_processor(folder, target):
+    """A copy of the folder without the files of an image processor."""
+    target.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+        shutil.copy(folder / name, target)
+    return target
+
+
 FORMS = {
     "parts with paths": lambda names, data: {"messages": asked([IMAGE | {"path": names[0]}, text("what?")], "a")},
     "parts and a column": lambda names, data: {
@@ -120,14 +128,17 @@ def test_forms_of_records(form, folder, tmp_path, pictures):
     assert source == ((tmp_path / pictures[0]).read_bytes() if form == "OpenAI" else str(tmp_path / pictures[0]))
 
 
-def test_parquet_with_bytes(folder, tmp_path, pictures):
+@pytest.mark.parametrize("name", ["data.parquet", "saved"])
+def test_tables_with_bytes(name, folder, tmp_path, pictures):
+    """Of a folder of save_to_disk with a column of the type Image too."""
     contents = [(tmp_path / name).read_bytes() for name in pictures]
     rows = [
         {"messages": asked([IMAGE, text(f"{number}?")], [text("a")]), "images": [{"bytes": content, "path": None}]}
         for number, content in enumerate(contents)
     ]
-    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "data.parquet")
-    data = opened(tmp_path / "data.parquet", folder)
+    table = datasets.Dataset.from_list(rows).cast_column("images", datasets.List(datasets.Image()))
+    (table.save_to_disk if name == "saved" else table.to_parquet)(tmp_path / name)
+    data = opened(tmp_path / name, folder)
     assert [images[0][2] for _, _, images in documents(data)] == contents
 
 
@@ -210,6 +221,9 @@ def test_the_header_alone_is_read_before_training(folder, tmp_path, pictures, mo
     assert opened(written(tmp_path, *conversations(pictures)), folder).lengths.documents == 3
 
 
+WITHOUT_IMAGES = (
+    r"data.jsonl:1: has <\|image_pad\|> in its text, which stands for an image; remove it, or give its image"
+)
 BAD = {
     "no file": ({"messages": asked([IMAGE | {"path": "gone.png"}], "a")}, r"data.jsonl:1: image 1: .*gone.png: cannot"),
     "outside": ({"messages": asked([IMAGE | {"path": "../x.png"}], "a")}, r":1: the image ../x.png is outside"),
@@ -227,6 +241,9 @@ BAD = {
         {"messages": asked([IMAGE, text("<|image_pad|>")], "a"), "images": ["pictures/0.png"]},
         r"data.jsonl:1: field messages\[0\].content has <\|image_pad\|> in its text",
     ),
+    "a token in a text": ({"text": "a<|image_pad|>"}, WITHOUT_IMAGES),
+    "a token in a chat": ({"messages": asked("q", "a<|image_pad|>")}, WITHOUT_IMAGES),
+    "a token in a prompt": ({"prompt": "<|image_pad|>q", "completion": "a"}, WITHOUT_IMAGES),
     "a folder": ({"messages": asked([IMAGE | {"path": "pictures"}], "a")}, "image 1: .*is not a regular file"),
 }  # fmt: skip
 
@@ -240,6 +257,20 @@ def test_bad_records_are_refused_or_counted(fault, folder, tmp_path, pictures):
     good = {"messages": asked([IMAGE, text("x")], "y"), "images": [pictures[0]]}
     data = opened(written(tmp_path, record, good), folder, allow_bad_lines=2)
     assert data.lengths.documents == 1 and "1 bad line" in data.description
+
+
+def test_an_image_token_is_text_to_a_model_that_reads_no_images(folder, tmp_path):
+    """As Qwen2.5's tokenizer has it. In a token file it is refused where the model reads images."""
+    plain = without_processor(folder, tmp_path / "plain")
+    data, token = (
+        opened(written(tmp_path, {"text": "a<|image_pad|>b"}), plain),
+        ligermodels.load_processor(folder).feature_id,
+    )
+    assert data.training.sources[0].parts[0].store.tokens[1] == token
+    np.save(tmp_path / "data.npy", np.array([1, 2, VOCABULARY - 1] * 9 + [3, token, VOCABULARY - 1], np.uint32))
+    assert opened(tmp_path / "data.npy", plain).lengths.documents == 10
+    with pytest.raises(InputError, match=r"data.npy: token 28 is <\|image_pad\|>, which stands for an image; remove"):
+        opened(tmp_path / "data.npy", folder)
 
 
 def test_a_record_whose_images_take_too_many_tokens_is_named(folder, tmp_path, pictures, monkeypatch):
@@ -265,10 +296,7 @@ def test_an_image_that_has_changed_is_named(folder, tmp_path, pictures):
 
 
 def test_a_model_without_an_image_processor_refuses_images(folder, tmp_path, pictures):
-    plain = tmp_path / "plain"
-    plain.mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
-        (plain / name).write_bytes((folder / name).read_bytes())
+    plain = without_processor(folder, tmp_path / "plain")
     with pytest.raises(InputError, match=r"data.jsonl:1: has images, but the model has no image processor"):
         opened(written(tmp_path, *conversations(pictures)), plain)
     assert np.all(opened(written(tmp_path, {"messages": asked("x", "y")}), plain).training.tokens > 0)

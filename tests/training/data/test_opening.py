@@ -377,7 +377,7 @@ def test_a_large_token_file_is_indexed_once_and_in_little_memory(tmp_path, monke
     (tmp_path / "a.json").write_text('{"dtype": "uint16", "end_of_text": 7}')
     tokens = token_files.open_tokens(tmp_path / "a.bin")
     tracemalloc.start()
-    token_files.write_index(tokens, 7, 300, "a.bin", tmp_path)
+    token_files.write_index(tokens, 7, 300, {}, "a.bin", tmp_path)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 1_500_000  # of 8 MB

@@ -156,7 +156,7 @@ class Plain:
         tokenizer = self.processor.tokenizer.tokenizer
         ends = [token for name in ("<|im_end|>", "<pad>") if (token := tokenizer.token_to_id(name)) is not None]
         last = max(place for place, token in enumerate(ids.tolist()) if token in ends)
-        kept = [n for n in range(before, last + 1) if int(ids[n]) not in self.processor.image_ids]
+        kept = [n for n in range(before, last + 1) if int(ids[n]) not in self.processor.image_tokens]
         logprobs = self.model(**whole).logits[0].double().log_softmax(-1)
         return torch.stack([logprobs[n - 1, ids[n]] for n in kept])
 

@@ -20,6 +20,7 @@ import numpy as np
 from tokenizers import Encoding
 
 from ligermodels.errors import InputError
+from ligermodels.images.inputs import image_tokens, refuse_image_tokens
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.training.data.chat import (
     ReadProcessor,
@@ -76,7 +77,7 @@ class Lengths:
 class GroupTokenizer:
     """end: the end-of-text token. bad_lines: counts records that cannot be used. lengths: counts those too long.
 
-    processor: reads the image processor when there are images.
+    processor: reads the image processor of a model that has one.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class GroupTokenizer:
         processor: ReadProcessor = no_images,
     ) -> None:  # fmt: skip
         self.tokenizer, self.end, self.options, self.bad_lines = tokenizer, end, options, bad_lines
-        self.processor = processor
+        self.processor, self.image_tokens = processor, image_tokens(processor)
         self.lengths = Lengths()
         added = tokenizer.tokenizer.get_added_tokens_decoder().items()
         self.special = {token: entry.content for token, entry in added if entry.special}
@@ -221,6 +222,8 @@ class GroupTokenizer:
                 images = chat.images.locate(ids)
             except InputError as error:
                 raise InputError(f"{chat.place}: {error}") from None
+        else:
+            refuse_image_tokens(ids, self.image_tokens, f"{chat.place}:")
         if chat.complete or not chat.answers:
             return Side(ids, mask, images)
         return Side([*ids, self.end], [*mask, True], images)
@@ -255,11 +258,15 @@ class GroupTokenizer:
                 document.ids[:border], [document.ids[border:]], [mask[border:]], document.place,
                 teacher_ids=record.teacher_ids, teacher_logprobs=record.teacher_logprobs,
             )  # fmt: skip
-            if self.bad_lines.attempt(check_teacher_length, made, len(documents)):
+            if self.bad_lines.attempt(self.check_distillation, made, len(documents)):
                 begins = int(document.ids[:1] == [self.tokenizer.bos_token_id])
                 group = self.fitting(made, functools.partial(int, begins))
                 if group is not None:
                     yield group
+
+    def check_distillation(self, group: TokenGroup, documents: int) -> bool:
+        refuse_image_tokens([*group.prompt, *group.completions[0]], self.image_tokens, f"{group.place}:")
+        return check_teacher_length(group, documents)
 
     def fitting(self, group: TokenGroup, head: Callable[[], int]) -> TokenGroup | None:
         """The group within the limits of length; None if it is dropped. head: how many tokens of a prompt stay."""

@@ -9,6 +9,8 @@ import ligermodels
 from ligermodels.errors import InputError
 from ligermodels.training import TrainConfig
 from ligermodels.training.data.preferences import GroupOptions, open_preferences
+from ligermodels.training.data.preferences.tokenization import GroupTokenizer
+from ligermodels.training.data.records import BadLines, TeacherRecord, Text
 from tests.images.folders import QWEN_TEMPLATE, picture, png, write_folder
 from tests.images.reference import SMALL
 from tests.training.data.documents import CPU
@@ -149,6 +151,14 @@ BAD = {
         {"prompt": "<|image_pad|>", "chosen": "a<|image_pad|>", "rejected": "b"},
         r"data.jsonl:1: has <\|image_pad\|> in its text, which stands for an image",
     ),
+    "a token without images": (
+        {"prompt": "<|image_pad|>", "chosen": "a", "rejected": "b", "images": []},
+        r"data.jsonl:1: has <\|image_pad\|> in its text, which stands for an image; remove it, or give its image",
+    ),
+    "a token in a chat without images": (
+        {"prompt": asked(text("q")), "chosen": said("<|image_pad|>"), "images": []},
+        r"data.jsonl:1: has <\|image_pad\|> in its text, which stands for an image; remove it, or give its image",
+    ),
     "a token in a message": (
         {"chosen": said("a<|image_pad|>")}, r"data.jsonl:1: field messages\[1\].content has <\|image_pad\|> in its",
     ),
@@ -165,6 +175,16 @@ def test_bad_records_are_refused_or_counted(fault, folder, tmp_path):
         opened(tmp_path, folder, PAIR | fields)
     data = opened(tmp_path, folder, PAIR | fields, PAIR, config={"allow_bad_lines": 2})
     assert len(data.training) == 1 and "1 bad line" in data.description
+
+
+def test_a_token_of_images_in_a_record_for_distillation_is_refused(folder):
+    processor = ligermodels.load_processor(folder)
+    options = GroupOptions(kind="distillation", max_length=200)
+    grouping = GroupTokenizer(processor.tokenizer, VOCABULARY - 1, options, BadLines(0), lambda: processor)
+    with pytest.raises(
+        InputError, match=r"^d:1: has <\|image_pad\|> in its text, which stands for an image; remove it"
+    ):
+        list(grouping.groups([TeacherRecord(Text("a<|image_pad|>", "d:1"), None, None)]))
 
 
 def test_a_record_whose_images_take_too_many_tokens_is_named(folder, tmp_path, monkeypatch):
