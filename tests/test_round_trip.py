@@ -7,6 +7,7 @@ model.
 
 import itertools
 import json
+import re
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from transformers import AutoConfig
 
 import ligermodels
 from ligermodels.architectures import ARCHITECTURES
-from ligermodels.errors import InputError
+from ligermodels.errors import CheckpointError, InputError
 from ligermodels.weights.exporting import export_weights
 from ligermodels.weights.files import tensor_hashes
 from ligermodels.weights.mapping import plan_pieces
@@ -243,6 +244,20 @@ def test_every_spelling_that_is_read_is_written_back(family, number, tmp_path):
     ligermodels.export(loaded, tmp_path / "out")
     assert bits(tmp_path / "out") == bits(tmp_path / "in")
     assert config(tmp_path / "out") == config(tmp_path / "in")
+
+
+@pytest.mark.parametrize(("family", "number"), SPELLINGS)
+def test_a_missing_tensor_is_named_in_the_spelling_of_the_folder(family, number, tmp_path):
+    model = ligermodels.create(CASES[FAMILIES[family]])
+    model.loaded_rules = layouts(model)[number]
+    ligermodels.export(model, tmp_path)
+    [file] = tmp_path.glob("*.safetensors")
+    stored = load_file(file)
+    name = sorted(stored)[len(stored) // 2]
+    del stored[name]
+    save_file(stored, file, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=rf": 1 missing: {re.escape(name)}$"):
+        ligermodels.load(tmp_path)
 
 
 def test_families_with_several_spellings_have_other_names_in_each(tmp_path):

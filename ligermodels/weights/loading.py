@@ -251,7 +251,8 @@ def plan_loading(model: HubModule, checkpoint: Checkpoint, *, allow_unexpected: 
 def select_layout(checkpoint: Checkpoint, model: HubModule) -> tuple[tuple[Rule, ...], list[Piece]]:
     """The rules and pieces of the first of the model's layouts for which the checkpoint has all tensors.
 
-    Of layouts that differ in shapes alone, it is the first that fits. If no layout is complete, those of the Hub's own.
+    Of layouts that differ in shapes alone, it is the first that fits. If no layout is complete, it is the one of which
+    the checkpoint has most tensors, so that an error uses the checkpoint's own names.
     """
     loaded = model.stored_tensors().items()
     shapes = {name: tensor.shape for name, tensor in loaded if name not in model.new_parameters}
@@ -273,7 +274,12 @@ def select_layout(checkpoint: Checkpoint, model: HubModule) -> tuple[tuple[Rule,
             f"{checkpoint.folder}: its config.json describes at least {limit} tensors, its files hold "
             f"{len(checkpoint.tensors)}; correct num_hidden_layers or the number of experts, or download it again"
         )
-    return tried[0]
+
+    def found(layout: tuple[tuple[Rule, ...], list[Piece]]) -> tuple[int, int]:
+        named = [piece for piece in layout[1] if piece.tensor in stored]
+        return len(named), sum(stored[piece.tensor].shape == piece.shape for piece in named)
+
+    return max(tried, key=found)
 
 
 def local_transfers(

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map_only
 from ligermodels.errors import InputError
 from ligermodels.images.inputs import Processor
 from ligermodels.images.processors import Prepared
+from ligermodels.training.data.cache import cache_folder
 from ligermodels.training.data.packing import Segment
 from ligermodels.training.data.store import TokenStore
 
@@ -66,7 +67,10 @@ class ImageDecoder:
         plan, pixels = self.processor.prepare(images.source(number), place)
         expected = self.processor.plan_size(int(images.heights[number]), int(images.widths[number]), place)
         if plan != expected:
-            raise InputError(f"{place}: has another size than when the data were tokenised; delete the data's cache")
+            raise InputError(
+                f"{place}: has another size than when the data were tokenised; restore it, or delete the cache of "
+                f"data, {cache_folder()}, and start another run"
+            )
         return plan, pixels
 
 

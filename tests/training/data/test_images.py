@@ -16,6 +16,7 @@ from ligermodels.distributed import World
 from ligermodels.errors import InputError
 from ligermodels.training import TrainConfig
 from ligermodels.training.data import open_data
+from ligermodels.training.data.cache import cache_folder
 from tests.images.folders import QWEN_TEMPLATE, picture, png, write_folder
 from tests.images.reference import SMALL
 from tests.training.data.documents import CPU
@@ -288,8 +289,9 @@ def test_a_document_that_a_row_cannot_hold_is_refused(folder, tmp_path, pictures
 def test_an_image_that_has_changed_is_named(folder, tmp_path, pictures):
     data = opened(written(tmp_path, *conversations(pictures)), folder)
     (tmp_path / pictures[0]).write_bytes(png(picture(200, 300)))
-    with pytest.raises(InputError, match=r"data.jsonl:1: image: has another size than when the data were tokenised"):
+    with pytest.raises(InputError, match=r"data.jsonl:1: image: has another size than when the data were tok") as error:
         data.training.micro_batches(0, 3, 3, CPU)
+    assert f"; restore it, or delete the cache of data, {cache_folder()}, and start another run" in str(error.value)
     (tmp_path / pictures[0]).write_bytes(png(picture(*SIZES[0]))[:-50])
     with pytest.raises(InputError, match=r"data.jsonl:1: image: cannot be decoded: .*truncated"):
         data.training.micro_batches(0, 3, 3, CPU)
