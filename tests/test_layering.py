@@ -34,7 +34,7 @@ MAY_IMPORT = {
         *("errors", "units", "distributed", "kernels", "layers", "architectures", "weights", "hub", "generation"),
         *("tokenizer", "images", "memory", "aliases", "losses", "pictures"),
     },
-    "verify": {"errors", "pictures", "layers", "weights", "hub", "generation", "tokenizer"},
+    "verify": {"errors", "pictures", "configs", "layers", "weights", "hub", "generation", "tokenizer"},
     "board": {"errors", "aliases", "hub", "generation", "layers", "tokenizer", "training", "weights"},
     "cli": {
         *(

@@ -35,9 +35,9 @@ from ligermodels.kernels.param_rounding import (
 
 DECADES = 7  # from 1e-7 to 1
 BLOCKS_OF_KERNEL = (64, 128, 256)  # elements of a block
-GROUP = 8  # neighbouring elements that a thread has: 16 bytes of a bf16 tensor
+NEIGHBOURS = 8  # neighbouring elements that a thread has: 16 bytes of a bf16 tensor
 TILE, WARPS = 2048, 8  # elements and warps of one program
-PROGRAMS_PER_MULTIPROCESSOR = 16  # four times as many as run at a time, so that all multiprocessors end together
+TILE_PROGRAMS = 16  # of a multiprocessor: four times as many as run at a time, so that all end together
 SMALLEST_SCALE = 1e-12
 CODES = tl.constexpr(256)
 
@@ -163,18 +163,18 @@ def _place(x, low, STEP: tl.constexpr):
 
 
 @triton.jit
-def _for_elements(x, GROUP: tl.constexpr):
+def _for_elements(x, NEIGHBOURS: tl.constexpr):
     """The number that each group has, for each of its elements."""
-    return tl.reshape(tl.broadcast_to(x[:, None], [x.shape[0], GROUP]), [x.shape[0] * GROUP])
+    return tl.reshape(tl.broadcast_to(x[:, None], [x.shape[0], NEIGHBOURS]), [x.shape[0] * NEIGHBOURS])
 
 
 @triton.jit
-def _scale(x, GROUP: tl.constexpr, GROUPS: tl.constexpr):
+def _scale(x, NEIGHBOURS: tl.constexpr, GROUPS: tl.constexpr):
     """The largest of a block's numbers, which are not negative, for each of its groups. NaN is left out.
 
     Threads exchange bits: a warp finds the largest integer by one instruction.
     """
-    of_group = tl.maximum(tl.max(tl.reshape(x, [x.shape[0] // GROUP, GROUP]), 1), 1e-12)
+    of_group = tl.maximum(tl.max(tl.reshape(x, [x.shape[0] // NEIGHBOURS, NEIGHBOURS]), 1), 1e-12)
     of_block = tl.max(tl.reshape(_bits(of_group), [of_group.shape[0] // GROUPS, GROUPS]), 1, keep_dims=True)
     of_block = tl.broadcast_to(of_block, [of_block.shape[0], GROUPS])
     return tl.reshape(of_block, of_group.shape).to(tl.float32, bitcast=True)
@@ -185,15 +185,15 @@ def _update_kernel(
     param_ptr, grad_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, values_ptr, step_ptr,
     grad_scale_ptr, found_inf_ptr, compensation_ptr,
     blocks, lr, decay, rate1, rate2, log_beta1, log_beta2, eps, seed, stream, group,
-    SCALED: tl.constexpr, GUARDED: tl.constexpr, ROUNDING: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    SCALED: tl.constexpr, GUARDED: tl.constexpr, ROUNDING: tl.constexpr, BLOCK: tl.constexpr, NEIGHBOURS: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
     """Persistent kernel: each program loops over tiles, so that it computes the scalars once.
 
     A skipped update masks its stores only, so that no load waits for the flag. Tiles have one dimension, and scales an
-    element for each group of GROUP elements: with others, Triton exchanges elements between threads.
+    element for each group of NEIGHBOURS elements: with others, Triton exchanges elements between threads.
     """
-    element, first_of_group = tl.arange(0, TILE), tl.arange(0, TILE // GROUP) * GROUP
+    element, first_of_group = tl.arange(0, TILE), tl.arange(0, TILE // NEIGHBOURS) * NEIGHBOURS
     step = tl.load(step_ptr)
     step_size = lr / bias_correction(log_beta1, step)
     root_scale = tl.rsqrt(bias_correction(log_beta2, step))
@@ -219,8 +219,8 @@ def _update_kernel(
         if GUARDED:
             mask &= written
             exists &= written
-        exp_avg = tl.load(values_ptr + codes1) * _for_elements(scale1, GROUP)
-        exp_avg_sq = tl.load(values_ptr + CODES + codes2) * _for_elements(scale2, GROUP)
+        exp_avg = tl.load(values_ptr + codes1) * _for_elements(scale1, NEIGHBOURS)
+        exp_avg_sq = tl.load(values_ptr + CODES + codes2) * _for_elements(scale2, NEIGHBOURS)
         exp_avg += rate1 * (grad - exp_avg)
         exp_avg_sq += rate2 * (grad * grad - exp_avg_sq)
         # A division takes six instructions more than this square: it checks its range.
@@ -234,13 +234,13 @@ def _update_kernel(
             tl.store(compensation_ptr + offset, round_to_nearest(param - rounded).to(tl.bfloat16), mask)
             param = rounded
         tl.store(param_ptr + offset, param.to(param_ptr.dtype.element_ty), mask)
-        scale1 = _scale(tl.abs(exp_avg), GROUP, BLOCK // GROUP)
-        scale2 = _scale(exp_avg_sq, GROUP, BLOCK // GROUP)
+        scale1 = _scale(tl.abs(exp_avg), NEIGHBOURS, BLOCK // NEIGHBOURS)
+        scale2 = _scale(exp_avg_sq, NEIGHBOURS, BLOCK // NEIGHBOURS)
         # The sums' last bits are worth a step, so that their last bytes are the codes.
-        unit = _for_elements(_unit(1.0) / scale1, GROUP)
+        unit = _for_elements(_unit(1.0) / scale1, NEIGHBOURS)
         place = _bits(_place(tl.abs(exp_avg) * unit, exp_avg * unit, 1.0) - 0.5) | (_bits(exp_avg) & -(2**31))
         codes1 = _bits(place.to(tl.float32, bitcast=True) + (2.0**23 + 256 + 127))
-        exp_avg_sq *= _for_elements(_unit(0.5) / scale2, GROUP)
+        exp_avg_sq *= _for_elements(_unit(0.5) / scale2, NEIGHBOURS)
         low = tl.maximum(exp_avg_sq, 1.25)  # between 1 and 1.5, the places of the lowest value above 0
         codes2 = _bits(_place(exp_avg_sq, low, 0.5) + (2.0**22 - 0.5 - 0.25))
         tl.store(exp_avg_ptr + offset, codes1.to(tl.uint8), mask)
@@ -260,9 +260,9 @@ def _launch_(
         block = param.numel() // blocks
         launch = _update_kernel.bind(
             SCALED=grad_scale is not None, GUARDED=found_inf is not None, ROUNDING=mode_of(compensation, seed),
-            BLOCK=block, GROUP=GROUP, TILE=TILE, num_warps=WARPS,
+            BLOCK=block, NEIGHBOURS=NEIGHBOURS, TILE=TILE, num_warps=WARPS,
         )  # fmt: skip
-        programs = PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(param.device)
+        programs = TILE_PROGRAMS * multiprocessors(param.device)
         launch(
             min(cdiv(blocks, TILE // block), programs),
             param, grad, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale,
