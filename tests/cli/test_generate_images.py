@@ -1,6 +1,7 @@
 """`ligermodels generate --image`: prompts and conversations with images, and what is refused."""
 
 import io
+import json
 import sys
 from pathlib import Path
 
@@ -140,6 +141,23 @@ def test_a_conversation_has_images_in_its_first_message_and_in_later_ones(folder
     ]  # fmt: skip
     second = answered(folder, processor.apply_chat_template(messages, add_generation_prompt=True))
     assert capsys.readouterr().out == f"{first}\n{second}\n"
+
+
+def test_lines_of_a_file_have_their_images_in_a_field(folder, images, tmp_path, capsys):
+    """In parts, at a mark, or before the first text of the user; a path is relative to the file."""
+    processor, name = ligermodels.load_processor(folder), Path(images[0]).name
+    asked = [{"role": "user", "content": [part(images[0]), said("What?")]}]
+    lines = [
+        {"prompt": [{"role": "user", "content": [{"type": "image"}, said("What?")]}], "images": [name]},
+        {"prompt": [{"role": "user", "content": "What?"}], "images": [name]},
+        {"prompt": "What?", "image": name},
+        {"prompt": "<image>\nWhat?", "image": name},
+    ]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert main(["generate", str(folder), "--file", str(tmp_path / "prompts.jsonl"), "--chat", *QUICK]) == 0
+    written = [json.loads(line)["completion"] for line in capsys.readouterr().out.splitlines()]
+    expected = answered(folder, processor.apply_chat_template(asked, add_generation_prompt=True))
+    assert expected and written == [expected] * 4
 
 
 def test_files_bytes_and_pil_images_give_the_same_answer(folder, images):
