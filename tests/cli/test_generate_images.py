@@ -186,7 +186,7 @@ def test_bad_images_are_refused_before_the_weights_are_loaded(folder, images, tm
     for image in (cut, text, missing):
         for flags in (["--prompt", "What?"], ["--chat"]):
             line = refused([str(folder), *flags, "--image", str(image), *QUICK], capsys)
-            assert line.startswith(f"ligermodels: {image}")
+            assert line.startswith(f"ligermodels: {image}: ") and line.count(str(image)) == 1
     line = refused([str(folder), "--prompt", "<|image_pad|>", "--image", images[0], "--image", images[1]], capsys)
     assert "the text has the image placeholder <|image_pad|> 1 times, but there are 2 images" in line
     line = refused([str(folder), "--file", "prompts.jsonl", "--image", images[0]], capsys)
@@ -212,6 +212,19 @@ def test_a_bad_image_of_a_later_turn_ends_a_script_and_not_a_terminal(folder, ca
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     assert main(["generate", str(folder), "--chat", *QUICK]) == 0
     assert "missing.png" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("What?\n/image {}\n", "generate: the image {} has no message behind it; give one, or leave the image out"),
+        ("/image \nWhat?\n", "generate: /image has no path; write /image PATH"),
+    ],
+)
+def test_an_image_line_without_a_message_or_a_path_is_refused(lines, message, folder, images, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines.format(images[0])))
+    assert main(["generate", str(folder), "--chat", *QUICK]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == f"ligermodels: {message.format(images[0])}"
 
 
 def test_models_of_text_refuse_images(images, tmp_path, capsys):
