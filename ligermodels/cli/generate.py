@@ -62,7 +62,7 @@ def add_to(commands: Commands) -> None:
     # fmt: off
     parser.add_argument("--image", action="append", default=[], metavar="PATH", help="an image of the prompt, in the "
         "order of its placeholders or before it; with --chat, of the first message; may be repeated. A line "
-        f"{IMAGE_COMMAND}PATH of a conversation adds one to the next message")
+        f"{IMAGE_COMMAND} PATH of a conversation adds one to the next message")
     parser.add_argument("--file", metavar="PATH", help="JSON lines with a prompt each, a text or a list of messages; "
         "with --chat, a text is the user's message; - for standard input")
     parser.add_argument("--output", metavar="PATH", help="JSON lines with the fields of --file and the completions, in "
@@ -213,8 +213,9 @@ def converse(
     messages: list[dict[str, Any]] = []
     images = list(args.image)
     for text in user_turns(args.prompt):
-        if text.startswith(IMAGE_COMMAND):
-            images += named_image(reader, text.removeprefix(IMAGE_COMMAND).strip())
+        command, _, path = text.partition(" ")
+        if command == IMAGE_COMMAND:
+            images += named_image(reader, path.strip())
             continue
         content = message_content(text, images)
         messages += [{"role": "user", "content": content}] if messages else first_messages(args, text, images)
@@ -222,11 +223,15 @@ def converse(
         inputs = reader.of_messages(messages)
         engine.submit(inputs.ids, max_new_tokens=args.max_new_tokens, shown=(), images=inputs.images, **sampling)
         messages.append({"role": "assistant", "content": show(pieces(engine), caught)})
+    if images:
+        raise InputError(f"generate: the image {images[-1]} has no message behind it; give one, or leave the image out")
 
 
 def named_image(reader: PromptReader, path: str) -> list[str]:
     """The image of a line of a conversation. At a terminal, one that cannot be read is reported and left out."""
     try:
+        if not path:
+            raise InputError(f"generate: {IMAGE_COMMAND} has no path; write {IMAGE_COMMAND} PATH")
         reader.check([path])
     except InputError as error:
         if not sys.stdin.isatty():

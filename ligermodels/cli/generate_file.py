@@ -20,12 +20,12 @@ from tqdm import tqdm
 from ligermodels.cli.generate_images import PromptInputs, PromptReader
 from ligermodels.errors import InputError, print_to_stderr, printable
 from ligermodels.generation import Engine, GeneratedSample, Sampling
-from ligermodels.images.parts import IMAGE_PART, parse_source, take_images
+from ligermodels.images.parts import parse_source, take_images
 from ligermodels.training.data.image_paths import whole_path
 from ligermodels.training.data.json_files import decode_json_line, numbered_lines, stream_lines
 from ligermodels.training.data.messages import parse_messages
 from ligermodels.training.data.progress import ReadingProgress
-from ligermodels.training.data.record_formats import record_images, with_marked_images
+from ligermodels.training.data.record_formats import record_images, with_image_parts
 from ligermodels.training.data.records import MAX_RECORD_BYTES
 from ligermodels.units import counted
 
@@ -71,15 +71,14 @@ def prompt_encoder(reader: PromptReader, source: str, chat: bool, system: str | 
             return inputs, inputs.ids
         if isinstance(prompt, str):
             messages: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
-            parts = [*(dict(IMAGE_PART) for _ in beside), {"type": "text", "text": prompt}]
-            messages.append({"role": "user", "content": parts if beside else prompt})
+            messages.append({"role": "user", "content": prompt})
         elif not isinstance(prompt, list):
             raise InputError("field prompt must be a text or a list of messages")
         elif system is not None:
             raise InputError("field prompt is a list of messages; put the message of --system into it")
         else:
             messages = parse_messages(prompt, "prompt", images=True)
-        messages, images = take_images(with_marked_images(messages) if beside else messages, beside, "prompt")
+        messages, images = take_images(with_image_parts(messages, len(beside)), beside, "prompt")
         return reader.of_messages(messages, [whole_path(image, folder, place) for image in images]), ()
 
     return encode

@@ -92,7 +92,8 @@ def opened(source: ImageSource, place: str) -> Iterator["Image"]:
         else:
             raise InputError(f"is {type(source).__name__}; must be the bytes of a file, its path, or a PIL image")
     except InputError as error:
-        raise InputError(f"{place}: {error}") from None
+        reason = str(error).removeprefix(f"{place}: ")  # of a file, begins with its path, which may be the place
+        raise InputError(f"{place}: {reason}") from None
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """`ligermodels generate --image`: prompts and conversations with images, and what is refused."""
 
 import io
+import json
 import sys
 from pathlib import Path
 
@@ -142,6 +143,23 @@ def test_a_conversation_has_images_in_its_first_message_and_in_later_ones(folder
     assert capsys.readouterr().out == f"{first}\n{second}\n"
 
 
+def test_lines_of_a_file_have_their_images_in_a_field(folder, images, tmp_path, capsys):
+    """In parts, at a mark, or before the first text of the user; a path is relative to the file."""
+    processor, name = ligermodels.load_processor(folder), Path(images[0]).name
+    asked = [{"role": "user", "content": [part(images[0]), said("What?")]}]
+    lines = [
+        {"prompt": [{"role": "user", "content": [{"type": "image"}, said("What?")]}], "images": [name]},
+        {"prompt": [{"role": "user", "content": "What?"}], "images": [name]},
+        {"prompt": "What?", "image": name},
+        {"prompt": "<image>\nWhat?", "image": name},
+    ]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert main(["generate", str(folder), "--file", str(tmp_path / "prompts.jsonl"), "--chat", *QUICK]) == 0
+    written = [json.loads(line)["completion"] for line in capsys.readouterr().out.splitlines()]
+    expected = answered(folder, processor.apply_chat_template(asked, add_generation_prompt=True))
+    assert expected and written == [expected] * 4
+
+
 def test_files_bytes_and_pil_images_give_the_same_answer(folder, images):
     processor = ligermodels.load_processor(folder)
     sources = [images[0], Path(images[0]).read_bytes(), Image.open(images[0])]
@@ -168,7 +186,7 @@ def test_bad_images_are_refused_before_the_weights_are_loaded(folder, images, tm
     for image in (cut, text, missing):
         for flags in (["--prompt", "What?"], ["--chat"]):
             line = refused([str(folder), *flags, "--image", str(image), *QUICK], capsys)
-            assert line.startswith(f"ligermodels: {image}")
+            assert line.startswith(f"ligermodels: {image}: ") and line.count(str(image)) == 1
     line = refused([str(folder), "--prompt", "<|image_pad|>", "--image", images[0], "--image", images[1]], capsys)
     assert "the text has the image placeholder <|image_pad|> 1 times, but there are 2 images" in line
     line = refused([str(folder), "--file", "prompts.jsonl", "--image", images[0]], capsys)
@@ -194,6 +212,19 @@ def test_a_bad_image_of_a_later_turn_ends_a_script_and_not_a_terminal(folder, ca
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     assert main(["generate", str(folder), "--chat", *QUICK]) == 0
     assert "missing.png" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("What?\n/image {}\n", "generate: the image {} has no message behind it; give one, or leave the image out"),
+        ("/image \nWhat?\n", "generate: /image has no path; write /image PATH"),
+    ],
+)
+def test_an_image_line_without_a_message_or_a_path_is_refused(lines, message, folder, images, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines.format(images[0])))
+    assert main(["generate", str(folder), "--chat", *QUICK]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == f"ligermodels: {message.format(images[0])}"
 
 
 def test_models_of_text_refuse_images(images, tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from ligermodels.training.objectives.sft import SFT
 from ligermodels.training.reporting.flops import flops_per_token
 from ligermodels.training.reporting.image_flops import flops_per_patch
 from ligermodels.training.runs.preparing import plan
+from ligermodels.training.runs.settings import config_of_run
 from tests.images.folders import picture, png, write_folder
 from tests.images.models import save_image_model
 from tests.training.launching import TRAIN, losses, weights
@@ -205,6 +207,35 @@ def test_steps_without_an_image_train_nothing_where_no_text_is_trained(case, tmp
     )  # fmt: skip
     norms = [record["grad_norm"] for record in train(config).metrics if "grad_norm" in record]
     assert len(norms) == 11 and norms.count(0.0) in (8, 9)
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "gemma3", "mllama"])
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(family, tmp_path, monkeypatch):
+    """Records of no, one, two and three images of unequal sizes, packed; more than an epoch."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "model").mkdir()
+    records = []
+    for number in range(8):
+        names = [f"{number}-{index}.png" for index in range(number % 4)]
+        for index, name in enumerate(names):
+            (tmp_path / name).write_bytes(png(picture(8 + 4 * index, 8 + 2 * number, seed=10 * number + index)))
+        parts = [*({"type": "image"} for _ in names), {"type": "text", "text": f"question {number}"}]
+        messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": f"answer {number}"}]
+        records.append({"messages": messages, "images": names})
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, records)))
+    config = TrainConfig(
+        model=str(save_image_model(tmp_path / "model", family)), data=(str(tmp_path / "data.jsonl"),), steps=6,
+        batch_size=1, sequence_length=160, checkpoint_every=4, keep_checkpoints=2, no_export=True, learning_rate=1e-3,
+        output=str(tmp_path / "whole"),
+    )  # fmt: skip
+    whole = train(config)
+    shutil.copytree(tmp_path / "whole", tmp_path / "killed")
+    shutil.rmtree(tmp_path / "killed/checkpoints/step-000006")
+    resumed = train(config_of_run(tmp_path / "killed"))
+    losses = [[record["loss"] for record in run.metrics if "loss" in record] for run in (whole, resumed)]
+    assert losses[0] == losses[1] and len(set(losses[0])) == 6
+    for (name, one), other in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(one, other), name
 
 
 @pytest.mark.usefixtures("few_shapes")

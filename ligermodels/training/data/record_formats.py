@@ -22,11 +22,11 @@ answers. Errors name the field. This module knows nothing about files or tokens.
 
 import functools
 import itertools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 from ligermodels.errors import InputError
-from ligermodels.images.parts import IMAGE_PART, parse_source, take_images
+from ligermodels.images.parts import IMAGE_PART, is_image_part, parse_source, take_images
 from ligermodels.training.data.messages import (
     json_type,
     parse_messages,
@@ -145,7 +145,7 @@ def conversation(value: RecordFields, messages: list[dict[str, Any]], place: str
     """Messages with the record's images, tools and variables for the chat template."""
     kwargs = parse_template_kwargs(value.get("chat_template_kwargs"))
     beside = record_images(value)
-    messages, images = take_images(with_marked_images(messages) if beside else messages, beside)
+    messages, images = take_images(with_image_parts(messages, len(beside)), beside)
     return Conversation(messages, parse_tools(value.get("tools")), place, kwargs, tuple(images))
 
 
@@ -157,11 +157,34 @@ def record_images(value: RecordFields) -> list[Any]:
     return [image for images in given for image in (images if isinstance(images, list) else [images])]
 
 
+def with_image_parts(messages: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+    """The messages with parts for so many images beside them: their own, else at the marks <image>, else before the
+    first text of the user."""
+    if not count:
+        return messages
+    marked = with_marked_images(messages)
+    return marked if has_image_parts(marked) else with_images_first(marked, count)
+
+
 def with_marked_images(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The marks <image> in texts as image parts, if no message has image parts yet; as LLaVA's files have them."""
     if any(isinstance(message["content"], list) for message in messages):
         return messages
     return [message | {"content": marked_parts(message["content"])} for message in messages]
+
+
+def has_image_parts(messages: Sequence[Mapping[str, Any]]) -> bool:
+    contents = (message["content"] for message in messages)
+    return any(isinstance(content, list) and any(map(is_image_part, content)) for content in contents)
+
+
+def with_images_first(messages: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+    """The messages with so many image parts before the text of the first one of the user."""
+    index = next((number for number, message in enumerate(messages) if message["role"] == "user"), None)
+    if index is None:
+        raise InputError("field images is beside messages of which none is the user's; give them as image parts")
+    content = [*[dict(IMAGE_PART)] * count, {"type": "text", "text": messages[index]["content"] or ""}]
+    return [*messages[:index], messages[index] | {"content": content}, *messages[index + 1 :]]
 
 
 def marked_parts(text: str | None) -> str | list[dict[str, Any]] | None:
@@ -192,8 +215,7 @@ def from_question(value: RecordFields, place: str, *, question: str, details: tu
     parts = [require_string(value[question], question)]
     parts += [require_string(value.get(field) or "", field) for field in details]
     text = "\n".join(filter(None, parts))
-    images = [] if IMAGE_MARK in text else [IMAGE_PART] * len(record_images(value))
-    user = {"role": "user", "content": [*images, {"type": "text", "text": text}] if images else text}
+    user = {"role": "user", "content": text}
     assistant = {"role": "assistant", "content": require_string(value[answer], answer)}
     return conversation(value, [*system_message(value), user, assistant], place)
 

@@ -105,6 +105,14 @@ FORMS = {
         "prompt": [{"role": "user", "content": [IMAGE, text("what?")]}],
         "completion": [{"role": "assistant", "content": [text("a")]}], "images": [names[0]],
     },
+    "TRL, texts": lambda names, data: {
+        "prompt": [{"role": "user", "content": "what?"}],
+        "completion": [{"role": "assistant", "content": "a"}], "images": [names[0]],
+    },
+    "texts beside images": lambda names, data: {"messages": asked("what?", "a"), "images": [names[0]]},
+    "LLaVA without a mark": lambda names, data: {
+        "image": names[0], "conversations": [{"from": "human", "value": "what?"}, {"from": "gpt", "value": "a"}],
+    },
     "LLaVA": lambda names, data: {
         "image": names[0],
         "conversations": [{"from": "human", "value": "<image>\nwhat?"}, {"from": "gpt", "value": "a"}],
@@ -232,7 +240,13 @@ BAD = {
     "a zero character": ({"messages": asked([IMAGE | {"path": "a\0b"}], "a")}, r":1: the image 'a\\x00b' cannot be"),
     "links in a circle": ({"messages": asked([IMAGE | {"path": "circle/a.png"}], "a")}, "circle/a.png' cannot be"),
     "no image": ({"messages": asked([IMAGE], "a")}, r"content\[0\] is an image, but field images has only 0"),
-    "one too many": ({"messages": asked("x", "a"), "images": ["a.png"]}, "field images has 1 images, 1 more than"),
+    "one too many": (
+        {"messages": asked([IMAGE, text("x")], "a"), "images": ["a.png"] * 2}, "field images has 2 images, 1 more than",
+    ),
+    "no question": (
+        {"messages": [{"role": "assistant", "content": "a"}], "images": ["a.png"]},
+        "data.jsonl:1: field images is beside messages of which none is the user's; give them as image parts",
+    ),
     "a text": ({"text": "x", "image": "pictures/0.png"}, "data.jsonl:1: has images beside a text"),
     "a prompt": (
         {"prompt": "x", "completion": "y", "images": ["pictures/0.png"]}, "data.jsonl:1: has images beside a text",

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from ligermodels.errors import InputError
-from ligermodels.images.parts import IMAGE_PART, image_places, is_image_part, parse_source, take_images, template_part
+from ligermodels.images.parts import image_places, is_image_part, parse_source, take_images, template_part
 from ligermodels.images.reading import ImageSource
-from ligermodels.training.data.record_formats import with_marked_images
+from ligermodels.training.data.record_formats import has_image_parts, with_images_first, with_marked_images
 
 Part: TypeAlias = str | list[dict[str, Any]]  # a text, or messages
 
@@ -46,20 +46,6 @@ def take_group_images(
         sources.append(images)
         first += count
     return taken, tuple(sources) if any(sources) else ()
-
-
-def has_image_parts(messages: Sequence[Mapping[str, Any]]) -> bool:
-    contents = (message["content"] for message in messages)
-    return any(isinstance(content, list) and any(map(is_image_part, content)) for content in contents)
-
-
-def with_images_first(messages: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """The messages with so many image parts before the text of the first one of the user."""
-    index = next((number for number, message in enumerate(messages) if message["role"] == "user"), None)
-    if index is None:
-        raise InputError("field images is beside a prompt without a message of the user; give them as image parts")
-    content = [*[dict(IMAGE_PART)] * count, {"type": "text", "text": messages[index]["content"] or ""}]
-    return [*messages[:index], messages[index] | {"content": content}, *messages[index + 1 :]]
 
 
 def count_bare_parts(messages: Sequence[Mapping[str, Any]], field: str) -> int:
