@@ -34,7 +34,9 @@ def build(name):
 
 
 def prompts(name, lengths=PROMPTS):
-    return [tokens(CASES[name], 1, length, seed=length)[0].tolist() for length in lengths]
+    drawn = [tokens(CASES[name], 1, length, seed=length)[0].tolist() for length in lengths]
+    image = CASES[name].get("image_token_id", CASES[name].get("image_token_index"))  # refused without its image
+    return [[3 if token == image else token for token in ids] for ids in drawn]
 
 
 def run(engine, prompts, **options):
