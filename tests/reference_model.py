@@ -76,6 +76,12 @@ def tokens(raw: dict[str, Any], batch: int = 2, length: int = 23, seed: int = 3)
     return ids
 
 
+def prompt_of(raw: dict[str, Any], length: int, seed: int) -> Tensor:
+    """Random token ids [length] without the token of images, which a prompt without images must not have."""
+    ids = tokens(raw, 1, length, seed)[0]
+    return ids.masked_fill(ids == raw.get("image_token_id", raw.get("image_token_index", -1)), 1)
+
+
 def labels_of(input_ids: Tensor) -> Tensor:
     """Labels: input_ids with some positions unsupervised (-100)."""
     labels = input_ids.clone()

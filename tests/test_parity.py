@@ -12,7 +12,7 @@ from tests.cases import CASES
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import relative_error
 from tests.parity import FP32_FACTOR, HALF, check_half_precision, moved, reference_results, results
-from tests.reference_model import labels_of, save_reference, tokens
+from tests.reference_model import labels_of, prompt_of, save_reference, tokens
 
 VANISHING = 1e-12  # gradients that are smaller in fp64 are 0, and rounding is left of them
 FEW_NUMBERS = 16  # the reference's error of fewer may be tiny by chance: they are allowed that of a typical tensor
@@ -112,7 +112,7 @@ def test_greedy_generation_gives_the_tokens_of_the_reference(name, tmp_path):
     reference = save_reference(CASES[name], tmp_path)
     model = ligermodels.load(tmp_path, device=DEVICE)
     # With these seeds the two most likely tokens are never so close that rounding could swap them.
-    prompts = [tokens(CASES[name], 1, length, seed=500 + length)[0] for length in (1, 3, 9, 14)]
+    prompts = [prompt_of(CASES[name], length, seed=500 + length) for length in (1, 3, 9, 14)]
     ours = ligermodels.generate(model, prompts, max_new_tokens=12, stop_tokens=())
     assert ours == [continued(reference, prompt) for prompt in prompts]
 

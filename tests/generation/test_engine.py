@@ -14,7 +14,7 @@ from ligermodels.generation.rows import RowStates
 from tests.cases import CASES
 from tests.conftest import DEVICE
 from tests.interop.folders import new_tokenizer, tiny_model
-from tests.reference_model import tokens
+from tests.reference_model import prompt_of
 
 FAMILIES = [name for name in CASES if "-" not in name]
 PROMPTS = (3, 150, 70, 1, 64)  # tokens; windows are of a few, tables of windowed layers of two pages
@@ -34,9 +34,7 @@ def build(name):
 
 
 def prompts(name, lengths=PROMPTS):
-    drawn = [tokens(CASES[name], 1, length, seed=length)[0].tolist() for length in lengths]
-    image = CASES[name].get("image_token_id", CASES[name].get("image_token_index"))  # refused without its image
-    return [[3 if token == image else token for token in ids] for ids in drawn]
+    return [prompt_of(CASES[name], length, seed=length).tolist() for length in lengths]
 
 
 def run(engine, prompts, **options):

@@ -14,7 +14,7 @@ from ligermodels.generation.kv_cache import KVCache
 from tests.cases import CASES
 from tests.kernels.error_budget import relative_error
 from tests.parity import FP32_FACTOR
-from tests.reference_model import reference_model, tokens
+from tests.reference_model import prompt_of, reference_model, tokens
 
 LENGTH = 14
 FAMILIES = [name for name in CASES if "-" not in name]
@@ -287,7 +287,7 @@ def test_config_as_a_dict_is_json_and_builds_the_same_model(name):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_generate_of_left_padded_rows_continues_each_row(name):
     model = build(name).eval()
-    prompts = [tokens(CASES[name], 1, n, seed=n)[0].tolist() for n in (6, 3, 9)]
+    prompts = [prompt_of(CASES[name], n, seed=n).tolist() for n in (6, 3, 9)]
     ids = torch.tensor([[0] * (9 - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (9 - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     expected = ligermodels.generate(model, prompts, max_new_tokens=5, stop_tokens=())
