@@ -231,9 +231,12 @@ def test_the_plan_of_a_long_row_is_within_3_percent(layers, tokens, every, measu
 
 
 def test_beyond_one_tile_a_recomputed_block_takes_its_inputs_and_gradients_but_no_wide_buffers():
-    """Per token of Llama-3-8B, in units of its hidden size in bf16: 11.5 saved, 7 for the feed-forward layer; over
-    tiles 4.5 saved, of which the layer's input is gone when attention has its gradients: 2.5, 2 of queries in fp32, and
-    2 of keys and values for each query head."""
+    """Per token of Llama-3-8B, in units of its hidden size in bf16.
+
+    Without tiles 11.5 are saved, and the feed-forward layer takes 7. Over tiles 4.5 are saved, and the layer's input is
+    gone when attention has its gradients. These are 2.5 of what is saved, 2 of queries in fp32, and 2 of keys and
+    values for each query head.
+    """
     model = ligermodels.create(LLAMA_8B | {"num_hidden_layers": 1}, dtype=torch.bfloat16, device="meta")
     (block,), unit = model.model.layers, 4096 * 2
     few, many = 2**15 - 1, 2**18

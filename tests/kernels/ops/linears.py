@@ -22,13 +22,20 @@ def activated_linear_case(batch, length, inner, width) -> Case:
 
 
 def low_rank_activated_linear_case(batch, length, inner, width) -> Case:
-    def without_bias(function):
-        return lambda x, weight, *update: with_low_rank_update(function, width, activation="gelu")(
-            x, weight, None, *update
-        )
+    functions = activated_linear, activated_linear_reference
+    return low_rank_without_bias(activated_linear_case(batch, length, inner, width), functions, "gelu")
 
-    ours, reference = map(without_bias, (activated_linear, activated_linear_reference))
-    x, weight, _ = activated_linear_case(batch, length, inner, width).leaves
+
+def low_rank_without_bias(case, functions, activation) -> Case:
+    """The fused linear of a case, with a low-rank update and without its bias."""
+    x, weight, _ = case.leaves
+    width, inner = weight.shape
+
+    def without_bias(function):
+        updated = with_low_rank_update(function, width, activation=activation)
+        return lambda x, weight, *update: updated(x, weight, None, *update)
+
+    ours, reference = map(without_bias, functions)
     return Case(ours, reference, [x, weight, *draw_update(inner, width)], [])
 
 
@@ -40,14 +47,8 @@ def gated_linear_case(batch, length, inner, width, **multipliers) -> Case:
 
 
 def low_rank_gated_linear_case(batch, length, inner, width) -> Case:
-    def without_bias(function):
-        return lambda gate_up, weight, *update: with_low_rank_update(function, width, activation="silu")(
-            gate_up, weight, None, *update
-        )
-
-    ours, reference = map(without_bias, (gated_linear, gated_linear_reference))
-    gate_up, weight, _ = gated_linear_case(batch, length, inner, width).leaves
-    return Case(ours, reference, [gate_up, weight, *draw_update(inner, width)], [])
+    functions = gated_linear, gated_linear_reference
+    return low_rank_without_bias(gated_linear_case(batch, length, inner, width), functions, "silu")
 
 
 OPS = {
