@@ -12,7 +12,7 @@ from transformers.image_utils import PILImageResampling
 
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.images import resizing
-from ligermodels.images.resizing import resize
+from ligermodels.images.resizing import TORCH_HAS_LANCZOS, resize
 from ligermodels.images.settings import RANGES
 from tests.images.reference import SMALL, our_processor, their_processor, with_torchvision
 
@@ -121,7 +121,8 @@ def test_without_lanczos_in_torch_tiles_differ_from_torchvisions_in_roundings(na
     inputs, _ = ours(our_processor(kind, image, text), rows)
     levels = (inputs.pop("pixel_values") - expected["pixel_values"]).mul(255 / 2).abs().round()
     assert_equal(inputs, expected)
-    assert levels.max() == 2 and (levels > 0).float().mean() < 0.02
+    # Where torch has no Lanczos filter, the reference resizes by Pillow too.
+    assert levels.max() == (2 if TORCH_HAS_LANCZOS else 0) and (levels > 0).float().mean() < 0.02
 
 
 def test_sizes_that_no_model_takes():
