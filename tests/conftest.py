@@ -139,16 +139,22 @@ def script_server():
 
 
 @pytest.fixture(scope="session")
-def launcher(tmp_path_factory):
-    """Starts runs of train.py, or of a module, in a folder with stories and conversations in it."""
-    # Most files need neither of them, and they import all of training.
+def launch_server(tmp_path_factory):
+    """Has imported all that a run imports, once for all tests of a process."""
+    from tests.training.launching import Launcher  # most files need neither it nor the stories, nor all of training
+
+    with Launcher(tmp_path_factory.mktemp("launcher")) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def launcher(launch_server, tmp_path_factory):
+    """Starts runs of train.py, or of a module, in a folder of the file's own, with stories and conversations in it."""
     from ligermodels.training.data.embedded_stories import conversations, stories
-    from tests.training.launching import Launcher
 
     folder = tmp_path_factory.mktemp("runs")
     (folder / "own.txt").write_text("\n".join(text for text, _ in stories(3, 100)))
     (folder / "more").mkdir()
     with (folder / "more/chats.jsonl").open("w") as file:
         file.writelines(json.dumps({"messages": messages}) + "\n" for messages in conversations(3, 60))
-    with Launcher(folder) as started:
-        yield started
+    return launch_server.within(folder)

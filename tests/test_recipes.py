@@ -24,7 +24,6 @@ from ligermodels.training.reporting import evaluation
 from ligermodels.training.reporting.metrics import read_metrics
 from tests.interop.folders import export_with_tokenizer, tiny_model
 from tests.pages import ROOT, blocks_of, commands_of, ligermodels_arguments, sections
-from tests.training.launching import Launcher
 
 SECTIONS = sections(ROOT / "docs/recipes.md")
 FOUR_COMMANDS, ON_A_CPU = "Your own chats, in four commands", "The same on a CPU"
@@ -59,20 +58,15 @@ def models(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def launcher(tmp_path_factory):
-    with Launcher(tmp_path_factory.mktemp("launcher")) as started:
-        yield started
-
-
 class Reader:
     """Runs the commands of a section in `folder`, which holds the models, the texts and the chats of the page.
 
     values: the flags of a new run that have other values than on the page.
     """
 
-    def __init__(self, folder, models, launcher, monkeypatch, capsys):
-        self.models, self.launcher, self.monkeypatch, self.capsys = models, launcher, monkeypatch, capsys
+    def __init__(self, folder, models, launch_server, monkeypatch, capsys):
+        self.models, self.monkeypatch, self.capsys = models, monkeypatch, capsys
+        self.launcher = launch_server.within(folder)
         self.values = SMALL
         self.enter(folder)
         (write_chats,) = (block for block in blocks_of(SECTIONS[FOUR_COMMANDS]) if block.language == "python")
@@ -125,14 +119,14 @@ class Reader:
 
 
 @pytest.fixture
-def reader(tmp_path, models, launcher, monkeypatch, capsys):
+def reader(tmp_path, models, launch_server, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(loop, "draw_curves", lambda *_: None)
     monkeypatch.setattr(evaluation, "SAMPLE_TOKENS", 10)
     sizes = ARCHITECTURES["llama"].SIZES
     monkeypatch.setitem(sizes, "8b", sizes["tiny"])
     (tmp_path / "work").mkdir()
-    return Reader(tmp_path / "work", models, launcher, monkeypatch, capsys)
+    return Reader(tmp_path / "work", models, launch_server, monkeypatch, capsys)
 
 
 def write_texts(folder):

@@ -4,6 +4,7 @@ They are forked from a server process that has already imported everything, whic
 `python -m tests.training.launching`; it receives commands as lines of JSON.
 """
 
+import copy
 import functools
 import gc
 import importlib
@@ -70,16 +71,16 @@ class Run:
 
 
 class Launcher:
-    """Starts runs in `folder`. A context manager."""
+    """Starts runs in `folder`. A context manager. hub: what these runs find in place of the Hub."""
 
     def __init__(self, folder):
-        self.folder = folder
+        self.folder, self.hub = folder, folder / ".hub"
         self.count = 0
 
     def __enter__(self):
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         environment |= {"TRITON_INTERPRET": "0", "XDG_CACHE_HOME": str(self.folder / ".cache")}
-        environment |= {"HF_HUB_CACHE": str(self.folder / ".hub"), "HF_HUB_OFFLINE": "1"}
+        environment |= {"HF_HUB_CACHE": str(self.hub), "HF_HUB_OFFLINE": "1"}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.training.launching"], cwd=ROOT, env=environment, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -88,6 +89,12 @@ class Launcher:
 
     def __exit__(self, *_):
         self.process.communicate()
+
+    def within(self, folder):
+        """Returns a launcher of the same processes that starts them in another folder."""
+        other = copy.copy(self)
+        other.folder = folder
+        return other
 
     def ask(self, **question):
         print(json.dumps(question), file=self.process.stdin, flush=True)

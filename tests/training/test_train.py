@@ -327,7 +327,7 @@ def test_ranks_and_steps_without_a_supervised_token_leave_everything_finite(base
 
 def test_a_model_of_the_hub_is_trained_by_its_name_and_revision(base, launcher):
     commit = "4e20de362430cd3b72f300e6b0f18e50e7166e08"
-    cached = launcher.folder / ".hub/models--someone--tiny"
+    cached = launcher.hub / "models--someone--tiny"
     shutil.copytree(base[1] / "model", cached / "snapshots" / commit)
     (cached / "refs").mkdir()
     (cached / "refs/v1").write_text(commit)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.images.folders import picture, png
 from tests.images.models import save_image_model
-from tests.training.launching import Launcher, records
+from tests.training.launching import records
 from tests.training.small_models import save_model
 
 RUN = ("--model", "qwen2", "--steps", "3", "--eval-every", "9", "--learning-rate", "1e-3", "--warmup", "0",
@@ -32,16 +32,10 @@ KINDS = {
 CLOCKS = ("tokens_per_second", "step_time", "time/sample", "time/reward", "time/score")
 
 
-@pytest.fixture(scope="module")
-def launcher(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    write_data(folder)
-    with Launcher(folder) as started:
-        yield started
-
-
-def write_data(folder):
+@pytest.fixture(scope="module", autouse=True)
+def data(launcher):
     """All that the runs of `KINDS` read."""
+    folder = launcher.folder
     pairs = [{"prompt": f"{n} plus {n} is", "chosen": f" {2 * n}." + " Good." * (n % 3), "rejected": f" {2 * n}? No."}
              for n in range(60)]  # fmt: skip
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
