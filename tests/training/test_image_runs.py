@@ -278,6 +278,16 @@ REFUSED = {
     "parts beside LoRA": ({"train_parts": ("text",), "lora_rank": 4}, "--train-parts is for training without LoRA"),
     "limits of pictures": ({"model": "gemma3", "image_tokens": "64"}, "--image-tokens 64: the images of this model"),
     "more than any": ({"image_tokens": "1:65537"}, "--image-tokens 1:65537: an image has at most 65,536 tokens; lower"),
+    "a part of images without images": (
+        {"data": ("stories",), "train_parts": ("projector",)}, "--data: has no images, which alone reach what is",
+    ),
+    "LoRA on the tower without images": (
+        {"data": ("stories",), "lora_rank": 4, "lora_targets": ("vision",)}, "--data: has no images, which alone",
+    ),
+    "a rate of a part without images": (
+        {"data": ("stories",), "vision_learning_rate": 1e-5},
+        "--vision-learning-rate: the data have no images, which alone train the vision; leave it out",
+    ),
     "no limits": ({"image_tokens": "9:4"}, "image_tokens is '9:4'; must be the most tokens of an image, or few"),
 }  # fmt: skip
 

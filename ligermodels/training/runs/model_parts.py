@@ -33,6 +33,20 @@ def train_parts(model: CausalLM, config: TrainConfig, frozen_dtype: torch.dtype)
             raise InputError(f"{flag_of(setting)}: the {part} is not trained; leave it out, or train that part")
 
 
+def refuse_parts_without_images(model: CausalLM, config: RunConfig, image_tokens: int) -> None:
+    """Raises InputError for rows without images where they alone would train what is trained, or has a rate of its own.
+
+    image_tokens: those of all rows.
+    """
+    if image_tokens or not isinstance(model, ImageParts):
+        return
+    if model.trains_images_alone:
+        raise InputError("--data: has no images, which alone reach what is trained; name data with images")
+    for part, setting in PART_RATES.items():
+        if getattr(config, setting) is not None:
+            raise InputError(f"{flag_of(setting)}: the data have no images, which alone train the {part}; leave it out")
+
+
 def part_scales(model: CausalLM, config: RunConfig) -> dict[str, float]:
     """Of each part with a learning rate of its own, that rate as a multiple of the run's."""
     rates = {part: getattr(config, setting) for part, setting in PART_RATES.items()}

@@ -35,7 +35,7 @@ from ligermodels.training.runs.contradictions import (
 )
 from ligermodels.training.runs.defaults import TORCH_DTYPES, completed, precision, with_choices
 from ligermodels.training.runs.image_load import image_load
-from ligermodels.training.runs.model_parts import part_scales, train_parts
+from ligermodels.training.runs.model_parts import part_scales, refuse_parts_without_images, train_parts
 from ligermodels.training.runs.plan import Plan, make_plan, memory_needs
 from ligermodels.training.runs.publishing import check_hub_access
 from ligermodels.training.runs.resuming import refuse_finished, refuse_other_settings
@@ -141,6 +141,7 @@ def prepare(config: TrainConfig, world: World) -> Run:
         seed=config.seed,
     )
     images = image_load(model, data)
+    refuse_parts_without_images(model, config, images.tokens)
     beside = objective.bytes_beside(model)
     estimate = memory_needs(
         model, build(model), config, world, compute_dtype, beside, images.most_patches, objective.reads_logprobs
