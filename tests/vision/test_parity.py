@@ -95,7 +95,6 @@ def test_fp32_results_with_images_equal_those_of_the_reference(name, patterns):
     check_image_parity(name, patterns)
 
 
-@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("name", ["qwen2_vl", "gemma3"])
 def test_tokens_of_images_without_images_are_refused_in_prompts_and_not_where_a_model_draws_them(name):
     model, token = ligermodels.create(CASES[name], seed=0).eval(), image_token(CASES[name])
