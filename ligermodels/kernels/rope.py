@@ -38,11 +38,12 @@ def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = Fa
     """x [B, T, H, D] with the first 2 cos.shape[1] dimensions of each head rotated."""
     c, s = (table.view(-1, x.shape[1], 1, table.shape[-1]) for table in (cos, sin))
     wide, half = widen(x), cos.shape[1]
+    unchanged = x.shape[-1] - 2 * half
     if interleaved:
-        rotated, rest = wide.tensor_split((2 * half,), -1)
+        rotated, rest = torch.split_with_sizes(wide, (2 * half, unchanged), -1)
         first, second = rotated[..., ::2], rotated[..., 1::2]
     else:
-        first, second, rest = wide.tensor_split((half, 2 * half), -1)
+        first, second, rest = torch.split_with_sizes(wide, (half, half, unchanged), -1)
     pair = first * c - second * s, second * c + first * s
     parts = [torch.stack(pair, -1).flatten(-2)] if interleaved else pair
     return torch.cat((*parts, rest), -1).to(x.dtype)
