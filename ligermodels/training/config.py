@@ -94,7 +94,7 @@ class TrainConfig:
     epochs: float | None = setting("training", None, "passes over the data", ABOVE_ZERO,
         shown="3 for chats and completions, 1 for text and preferences; tiny: by its steps")
     steps: int | None = setting("training", None, "optimizer steps, in place of --epochs", POSITIVE,
-        shown="by the epochs; tiny: 2200")
+        shown="by the epochs; tiny: 1600")
     batch_size: int | None = setting("training", None, "global batch: sequences per step, over all ranks and "
         "micro-batches", POSITIVE, shown="32,768 tokens, of text 131,072, at most 1/20 of the data; tiny: 4",
         objectives=SUPERVISED)
@@ -293,7 +293,7 @@ class TrainConfig:
     dp_replicate: int = setting("run", 1, "HSDP: model replicas, each sharded over ranks / replicas ranks", POSITIVE)
 
     eval_every: int | None = setting("monitoring", None, "steps between validations", POSITIVE,
-        shown="a tenth of the steps; tiny: 550")
+        shown="a tenth of the steps; tiny: 400")
     log_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = setting("monitoring", (), "loggers beside "
         "metrics.jsonl; without it nothing is sent anywhere")
     profile: int | None = setting("monitoring", None, "trace three steps from this one on", POSITIVE, metavar="STEP")

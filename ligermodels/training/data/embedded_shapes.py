@@ -49,7 +49,7 @@ def shape_texts() -> Iterator[str]:
 
 def draw(kind: str, colour: tuple[int, int, int], random: np.random.Generator) -> bytes:
     """A PNG file of SIDE x SIDE pixels with one shape, wholly within it."""
-    radius = random.integers(SIDE // 4, 2 * SIDE // 5)
+    radius = random.integers(3 * SIDE // 10, 9 * SIDE // 20)
     middle = random.integers(radius, SIDE - radius, size=2)
     down, right = np.indices((SIDE, SIDE)) - middle[:, None, None]  # [SIDE, SIDE] each
     inside = {

@@ -20,11 +20,11 @@ from ligermodels.training.optimizers.schedules import default_image_learning_rat
 
 TORCH_DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bfloat16": torch.bfloat16}
 TINY = {
-    "dtype": "float32", "sequence_length": 256, "batch_size": 4, "warmup": 30, "eval_every": 550,
+    "dtype": "float32", "sequence_length": 256, "batch_size": 4, "warmup": 30, "eval_every": 400,
     "activation_checkpointing": "none",
 }  # fmt: skip
 TINY_GROUPS = {"dtype": "float32", "activation_checkpointing": "none"}  # of a tiny model that is trained on groups
-TINY_STEPS = 2200
+TINY_STEPS = 1600
 SFT_EPOCHS, TEXT_EPOCHS = 3, 1
 SFT_TOKENS_PER_STEP, TEXT_TOKENS_PER_STEP = 2**15, 2**17
 MIN_STEPS_PER_EPOCH = 20  # small data has smaller batches: every epoch should have some updates

@@ -48,13 +48,13 @@ def test_the_first_line_summarises_the_run():
         "1,024 tokens a step = 1 batch of 4 x 256 on 1 x cpu"
     )
     flags = ("--batch-size", "24", "--micro-batch-size", "2")
-    _, shared = planned(*flags, rank=4, rows=4000, passes=[2640, 17600], world=World(CPU, 0, 4))
+    _, shared = planned(*flags, rank=4, rows=4000, passes=[1920, 12800], world=World(CPU, 0, 4))
     model = ligermodels.create("llama", size="tiny", device="meta")
     ligermodels.add_lora(model, rank=4)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert shared.line == (
         f"llama: {1_049_728 + trained:,} parameters, {trained:,} of them trained; my.jsonl: 4,000 rows; "
-        "2,200 steps = 20 + 3.0 epochs; "
+        "1,600 steps = 20 + 3.0 epochs; "
         "6,144 tokens a step = 3 batches of 2 x 256 on 4 x cpu"
     )
     assert shared.tokens_per_step == 24 * 256
@@ -79,7 +79,7 @@ def test_the_table_has_parameters_data_tokens_compute_and_every_part_of_the_memo
     assert first == "llama"
     assert table["parameters"] == "1,049,728, 131,072 of them embeddings"
     assert table["trained"] == "1,049,728, 100.00%"
-    assert (table["data"], table["validation"]) == ("my.jsonl: 1,000 rows", "11 rows, every 550 steps")
+    assert (table["data"], table["validation"]) == ("my.jsonl: 1,000 rows", "11 rows, every 400 steps")
     assert table["the run"] == "500 steps = 2.0 epochs, 512,000 tokens"
     assert table["attention"] == "SDPA, one document after the other"
     flops = flops_per_token(model, 256)
