@@ -25,7 +25,8 @@ from tests.cases import CASES
 from tests.reference_model import auto_class, reference_model, save_reference, tokens
 
 FAMILIES = {raw["model_type"]: name for name, raw in reversed(CASES.items())}  # the first case of each model_type
-MAY_BE_FILLED = ("dtype", "rope_theta", "rope_scaling", "rope_local_base_freq")  # an export fills these if they are null
+# An export fills these if they are null.
+MAY_BE_FILLED = ("dtype", "rope_theta", "rope_scaling", "rope_local_base_freq")
 # The file's rope_type, possibly with a former name; and what concerns images alone.
 NOT_IN_OLD_ROPES = ("type", "mrope_section", "mrope_interleaved")
 NEW_FIELDS = (
