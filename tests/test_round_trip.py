@@ -8,6 +8,7 @@ model.
 import itertools
 import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -24,7 +25,8 @@ from tests.cases import CASES
 from tests.reference_model import auto_class, reference_model, save_reference, tokens
 
 FAMILIES = {raw["model_type"]: name for name, raw in reversed(CASES.items())}  # the first case of each model_type
-MAY_BE_FILLED = ("rope_theta", "rope_scaling", "rope_local_base_freq")  # an export fills these if they are null
+# An export fills these if they are null.
+MAY_BE_FILLED = ("dtype", "rope_theta", "rope_scaling", "rope_local_base_freq")
 # The file's rope_type, possibly with a former name; and what concerns images alone.
 NOT_IN_OLD_ROPES = ("type", "mrope_section", "mrope_interleaved")
 NEW_FIELDS = (
@@ -81,16 +83,19 @@ def test_an_export_equals_the_loaded_checkpoint(saved, tmp_path):
     assert tensor_hashes(tmp_path / "out") == tensor_hashes(saved.folder)
     assert bits(tmp_path / "out") == bits(saved.folder)
     assert includes(config(tmp_path / "out"), config(saved.folder))
-    read, input_ids = reread(tmp_path / "out"), tokens(CASES[saved.name])
-    assert parameters_equal(read, saved.reference)
-    expected = saved.reference(input_ids).logits
-    torch.testing.assert_close(read(input_ids).logits, expected)  # their memory alignment differs
+    assert includes(*map(read_by_version_5, (tmp_path / "out", saved.folder)))
+    if saved.name in FAMILIES.values():  # in the other cases too, the same bytes and fields are the same model
+        read, input_ids = reread(tmp_path / "out"), tokens(CASES[saved.name])
+        assert parameters_equal(read, saved.reference)
+        expected = saved.reference(input_ids).logits
+        torch.testing.assert_close(read(input_ids).logits, expected)  # their memory alignment differs
 
 
 def test_a_config_of_transformers_5_gives_the_same_model(saved, tmp_path):
     """save_pretrained writes rope_parameters, layer_types and dtype. An export adds the old fields, which alone give
     the same configuration; none to families that only transformers 5 has."""
-    saved.reference.save_pretrained(tmp_path / "new")
+    shutil.copytree(saved.folder, tmp_path / "new")
+    saved.reference.config.save_pretrained(tmp_path / "new")
     new = config(tmp_path / "new")
     new_model, input_ids = ligermodels.load(tmp_path / "new"), tokens(CASES[saved.name])
     assert torch.equal(saved.model(input_ids).logits, new_model(input_ids).logits)

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from tests.stress.runs import stress
+from tests.training.launching import Launcher
 
 
 def main():
@@ -22,8 +23,11 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     memory, begun = Path("/dev/shm"), time.monotonic()
-    with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as folder:
-        outcome = stress(Path(folder), args.kills, args.seed, say=lambda outcome: print(outcome, file=sys.stderr))
+    with (
+        tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as folder,
+        Launcher(Path(folder)) as launcher,
+    ):
+        outcome = stress(launcher, args.kills, args.seed, say=lambda outcome: print(outcome, file=sys.stderr))
     print(json.dumps(outcome | {"seconds": round(time.monotonic() - begun)}))
 
 

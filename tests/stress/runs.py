@@ -19,7 +19,7 @@ from ligermodels.training.data.embedded_stories import stories, vocabulary_texts
 from ligermodels.training.data.new_tokenizer import save_tokenizer, train_tokenizer
 from ligermodels.training.reporting.metrics import METRICS_FILE
 from tests.cases import LLAMA
-from tests.training.launching import Launcher, records
+from tests.training.launching import records
 
 VOCABULARY = 300
 # LoRA with dropout over a pretrained model: frozen weights, random states and a validation before the first step.
@@ -151,23 +151,22 @@ def files_of(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def stress(folder, kills, seed, say=lambda outcome: None):
+def stress(launcher, kills, seed, say=lambda outcome: None):
     """Makes at least this many kills; returns the outcome. Raises AssertionError if anything was lost or differs.
 
-    say: gets the outcome so far after every run.
+    launcher: starts the runs, in its folder. say: gets the outcome so far after every run.
     """
     torch.manual_seed(0)  # the losses must be those for which LEARNING_RATES were chosen
     model = ligermodels.create(LLAMA | {"vocab_size": VOCABULARY})
-    ligermodels.export(model, folder / "base")
-    save_tokenizer(train_tokenizer(vocabulary_texts(), VOCABULARY), folder / "base")
-    (folder / "own.txt").write_text("\n".join(text for text, _ in stories(3, 40)))
-    with Launcher(folder) as launcher:
-        stressed = Stress(launcher, seed)
-        every = [(kind, n) for kind, total in stressed.operations.items() for n in range(1, total + 1)]
-        for kind, number in every if len(every) <= kills // 2 else stressed.chance.sample(every, kills // 2):
-            stressed.at_file_operation(kind, number)
-            say(stressed.outcome())
-        while (left := kills - sum(stressed.kills.values())) > 0:
-            stressed.at_random_moments(min(3, left))
-            say(stressed.outcome())
-        return stressed.outcome()
+    ligermodels.export(model, launcher.folder / "base")
+    save_tokenizer(train_tokenizer(vocabulary_texts(), VOCABULARY), launcher.folder / "base")
+    (launcher.folder / "own.txt").write_text("\n".join(text for text, _ in stories(3, 40)))
+    stressed = Stress(launcher, seed)
+    every = [(kind, n) for kind, total in stressed.operations.items() for n in range(1, total + 1)]
+    for kind, number in every if len(every) <= kills // 2 else stressed.chance.sample(every, kills // 2):
+        stressed.at_file_operation(kind, number)
+        say(stressed.outcome())
+    while (left := kills - sum(stressed.kills.values())) > 0:
+        stressed.at_random_moments(min(3, left))
+        say(stressed.outcome())
+    return stressed.outcome()

@@ -147,14 +147,16 @@ QUICK = {"data": ("shapes",), "steps": 2, "batch_size": 2, "sequence_length": 12
 
 
 @pytest.fixture
-def few_shapes(tmp_path, monkeypatch):
+def few_data(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(embedded, "TRAINING_SHAPES", 24)
     monkeypatch.setattr(embedded, "VALIDATION_SHAPES", 4)
     monkeypatch.setattr(embedded, "VALIDATION_QUESTIONS", 2)
+    monkeypatch.setattr(embedded, "TRAINING_STORIES", 200)
+    monkeypatch.setattr(embedded, "VALIDATION_STORIES", 8)
 
 
-@pytest.mark.usefixtures("few_shapes")
+@pytest.mark.usefixtures("few_data")
 def test_frozen_parts_stay_and_parts_have_their_own_learning_rates(tmp_path):
     """A projector with a thousandth of the rate of the text moves a thousandth as far in the first step."""
 
@@ -238,7 +240,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(family, tmp_
         assert torch.equal(one, other), name
 
 
-@pytest.mark.usefixtures("few_shapes")
+@pytest.mark.usefixtures("few_data")
 def test_a_plan_counts_patches_and_limits_images():
     """Pictures of 56 pixels are 2 x 2 features of 2 x 2 patches; one feature each with --image-tokens 1."""
     made = plan(TrainConfig(model="qwen2_vl", **QUICK))
@@ -259,7 +261,7 @@ def test_a_plan_counts_patches_and_limits_images():
     assert frozen.flops < made.flops and frozen.memory.activations < made.memory.activations
 
 
-@pytest.mark.usefixtures("few_shapes")
+@pytest.mark.usefixtures("few_data")
 def test_a_plan_counts_the_tiles_of_an_image():
     """Pictures of 56 pixels become 2 x 2 tiles and the whole, each 2 x 2 features of 2 x 2 patches."""
     made = plan(TrainConfig(model="smolvlm", **QUICK))
@@ -292,7 +294,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.usefixtures("few_shapes")
+@pytest.mark.usefixtures("few_data")
 @pytest.mark.parametrize("fault", REFUSED)
 def test_settings_of_images_that_do_not_fit_are_refused(fault):
     settings, message = REFUSED[fault]

@@ -109,6 +109,7 @@ def test_tokens_of_images_without_images_are_refused_in_prompts_and_not_where_a_
     assert any(token in row[:-1] for row in drawn)
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_fp32_results_of_the_kernels_with_images_equal_those_of_the_reference(name):
     check_image_parity(name, "short")

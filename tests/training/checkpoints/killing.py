@@ -2,8 +2,8 @@
 
 Half of the processes are killed from outside at a random time; half during a save, at a randomly chosen call of fsync.
 
-Usage: killing.py FOLDER KILLS SEED. Prints the outcome as JSON. This process has imported everything and has no other
-thread, so that it can fork a child in milliseconds.
+Usage: killing.py FOLDER KILLS SEED. Prints the outcome as JSON. This process is forked from one that has imported
+everything, and has no other thread, so that it can fork a child in milliseconds.
 """
 
 import gc

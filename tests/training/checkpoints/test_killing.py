@@ -2,14 +2,10 @@
 
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -20,16 +16,8 @@ def folder(tmp_path):
         yield folder
 
 
-def test_runs_that_are_killed_fifty_times_end_with_the_same_weights(folder):
-    command = [sys.executable, "-m", "tests.training.checkpoints.killing", folder, "50", "0"]
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "TRITON_INTERPRET": "0",
-    }
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+def test_runs_that_are_killed_fifty_times_end_with_the_same_weights(folder, launch_server, tmp_path):
+    done = launch_server.within(tmp_path).succeed(folder, 50, 0, module="tests.training.checkpoints.killing")
     outcome = json.loads(done.stdout)
     assert outcome["kills"] >= 50 and outcome["during a save"] >= 10
     assert outcome["same"]

@@ -118,7 +118,7 @@ def bytes_of_rank(model):
 
 
 def train(
-    model, accumulate=1, batch_size=4, steps=4, dtype="float32", param_dtype="float32",
+    model, accumulate=1, batch_size=4, steps=3, dtype="float32", param_dtype="float32",
     checkpointed_blocks=0, lora=None, targets=("all-linear",), saved=(), compiled=False, dp_replicate=1, name="adamw",
     reshard_after_forward=True, kept_tensors=0, offsets=None, context=1, experts=1, tile_tokens=token_tiles.TILE_TOKENS,
     quantised=None, replicate_quantised=False,
