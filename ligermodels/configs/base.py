@@ -9,12 +9,11 @@ own fields.
 import copy
 import dataclasses
 import json
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
-from ligermodels.configs.fields import check_choice, read_field
+from ligermodels.configs.fields import check_choice, read_field, type_hints
 from ligermodels.configs.quantisation import read_quantisation
 from ligermodels.configs.rope import FULL_ATTENTION, QueryScale, Rope, read_rope
 from ligermodels.errors import ConfigError
@@ -95,7 +94,7 @@ class Config:
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Self:
         """Reads and validates the content of a config.json. Raises ConfigError, which names the field."""
-        annotations = typing.get_type_hints(cls)
+        annotations = type_hints(cls)
         names = [f.name for f in dataclasses.fields(cls) if f.name not in ("ropes", "raw")]
         values = {f.name: f.default for f in dataclasses.fields(cls) if f.default is not dataclasses.MISSING}
         for name in names:

@@ -3,11 +3,14 @@
 import math
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 from ligermodels.errors import ConfigError
 
+# typing's own evaluates the annotations of a class, and of all its bases, again in every call.
+type_hints: Callable[[type], dict[str, Any]] = cache(typing.get_type_hints)
 MAY_BE_ZERO = (
     "pad_token_id", "attention_dropout", "dropout", "embd_pdrop", "resid_pdrop", "initializer_range",
     "max_window_layers",

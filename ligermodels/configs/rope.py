@@ -5,12 +5,11 @@ Version 4 has `rope_theta`, `rope_scaling` and `partial_rotary_factor` at the to
 maths, which is in layers/rope.py.
 """
 
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ligermodels.configs.fields import read_field
+from ligermodels.configs.fields import read_field, type_hints
 from ligermodels.errors import ConfigError, suggest
 
 FULL_ATTENTION, SLIDING_ATTENTION = "full_attention", "sliding_attention"  # layer types
@@ -139,7 +138,7 @@ def parse_rope(
     """One rotary embedding from its object; keys missing there are read from `raw`, the top level of the file."""
     scaling = object_or_empty("rope_scaling", scaling)
     values: dict[str, Any] = {"rope_theta": default_theta, "partial_rotary_factor": default_partial}
-    annotations = typing.get_type_hints(Rope)
+    annotations = type_hints(Rope)
     for source in (raw, scaling):
         values |= {k: read_field(k, source[k], annotations[k]) for k in annotations if source.get(k) is not None}
     trained = "original_max_position_embeddings"

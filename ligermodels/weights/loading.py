@@ -239,7 +239,7 @@ def plan_loading(model: HubModule, checkpoint: Checkpoint, *, allow_unexpected: 
     pieces = {piece.tensor: piece for piece in planned}
     copies = {copy: original for copy, original in tied_tensors(model, rules).items() if copy in checkpoint.tensors}
     known = pieces.keys() | copies.keys()
-    kept = tuple(name for name in checkpoint.tensors if name not in known and model.keeps(name))
+    kept = tuple(model.kept_of(name for name in checkpoint.tensors if name not in known))
     companions_of_quantised = (name for tensor in quantised(checkpoint.tensors) for name in companions(tensor))
     refuse_miscounted_layers(checkpoint.folder, kept, model.kept_layers())
     known |= {*kept, *model.left_out, *companions_of_quantised}

@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import accumulate
 from typing import Protocol
 
@@ -276,12 +277,17 @@ def name_translator(pattern: str, name: str) -> Callable[..., str] | None:
     The returned function takes the other pattern. If that has more `{}` than `pattern`, the additional numbers are
     passed as further arguments.
     """
-    numbered = re.escape(pattern).replace(re.escape("{}"), r"(\d+)")
-    found = re.fullmatch(rf"{numbered}(\..+)?", name)
+    found = compile_pattern(pattern).fullmatch(name)
     if not found:
         return None
     *numbers, rest = found.groups(default="")
     return lambda other, *more: other.format(*numbers, *more) + rest
+
+
+@cache
+def compile_pattern(pattern: str) -> re.Pattern[str]:
+    numbered = re.escape(pattern).replace(re.escape("{}"), r"(\d+)")
+    return re.compile(rf"{numbered}(\..+)?")
 
 
 def packed_projections(config: Config) -> tuple[Rule, ...]:

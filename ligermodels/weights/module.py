@@ -159,9 +159,10 @@ class HubModule(nn.Module):
         """Those of `kept_tensors` that are numbered layers."""
         return None
 
-    def keeps(self, tensor: str) -> bool:
-        """Whether a tensor of a checkpoint is one of `kept_tensors`."""
-        return any(name_translator(pattern, tensor) is not None for pattern in self.kept_tensors())
+    def kept_of(self, tensors: Iterable[str]) -> list[str]:
+        """Those of a checkpoint's tensors that are `kept_tensors`."""
+        patterns = self.kept_tensors()
+        return [name for name in tensors if any(name_translator(pattern, name) is not None for pattern in patterns)]
 
     def export_rules(self) -> tuple[Rule, ...]:
         """The layout that an export writes: that of the loaded checkpoint, of a new model that of `weight_rules`."""
@@ -287,8 +288,8 @@ def accept_hub_names(
         for rules in (model.weight_rules(), *model.other_weight_rules()):
             if pack_state_dict(state_dict, prefix, plan_pieces(shapes, rules)):
                 break
-    for key in [key for key in state_dict if key.startswith(prefix) and model.keeps(key.removeprefix(prefix))]:
-        del state_dict[key]
+    for name in model.kept_of(key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)):
+        del state_dict[prefix + name]
     for name, original in tied_names(model).items():
         tied = prefix + original, prefix + name
         value = next((state_dict[key] for key in tied if key in state_dict), None)

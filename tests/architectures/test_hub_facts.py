@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ligermodels.architectures import ARCHITECTURES
+from ligermodels.hub.models import build_on_meta
 from ligermodels.weights.loading import STALE_BUFFERS
 from ligermodels.weights.mapping import plan_pieces
 
@@ -27,8 +28,7 @@ def facts(folder: str) -> list:
 
 def build(name):
     architecture = ARCHITECTURES[CONFIGS[name]["model_type"]]
-    with torch.device("meta"):
-        return architecture(architecture.Config.from_dict(CONFIGS[name]))
+    return build_on_meta(architecture, architecture.Config.from_dict(CONFIGS[name]))
 
 
 def hub_tensors(name) -> dict[str, list[int]]:
