@@ -16,7 +16,7 @@ from ligermodels.training.data.embedded_stories import stories
 from ligermodels.weights.locking import lock_file
 from tests.board.serving import serving, write_run
 
-SETTINGS = {"model": "qwen2", "steps": "150", "batch_size": "1", "sequence_length": "32", "eval_every": "150"}
+SETTINGS = {"model": "qwen2", "steps": "400", "batch_size": "1", "sequence_length": "32", "eval_every": "400"}
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def stopped(board):
     status, answer = board.post("/api/start", {"name": "first", "settings": settings(board)})
     assert (status, answer) == (200, {"run": "0:first", "process": "first"})
     running = board.summary("0:first", lambda run: run["state"] == "running" and (run["step"] or 0) >= 3)
-    assert running["steps"] == 150
+    assert running["steps"] == 400
     assert "is running already" in board.refused("/api/start", {"name": "first", "settings": settings(board)})
     assert "is running" in board.refused("/api/resume", {"run": "0:first"})
     assert board.post("/api/stop", {"run": "0:first"}) == (200, {})
@@ -62,7 +62,7 @@ def stopped(board):
 
 def test_a_run_is_started_and_stopped_with_a_checkpoint(board, stopped):
     details = board.get("/api/run?run=0:first")
-    assert 3 <= stopped["step"] < 150 and details["checkpoints"] == [f"step-{stopped['step']:06d}"]
+    assert 3 <= stopped["step"] < 400 and details["checkpoints"] == [f"step-{stopped['step']:06d}"]
     assert details["resumable"] and details["resume"].startswith("ligermodels train --resume ")
     assert "no process of this machine trains it" in board.refused("/api/stop", {"run": "0:first"})
 
@@ -92,7 +92,7 @@ def test_a_stopped_run_is_resumed_to_its_end(board, stopped):
     assert status == 200 and answer == {"process": "first"}
     assert ended(board, "first")["status"] == 0
     done = board.summary("0:first", lambda run: run["state"] == "finished")
-    assert done["step"] == 150
+    assert done["step"] == 400
     assert board.get("/api/run?run=0:first")["exports"] == ["model"]
 
 
