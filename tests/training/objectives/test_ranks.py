@@ -34,8 +34,11 @@ CLOCKS = ("tokens_per_second", "step_time", "time/sample", "time/reward", "time/
 
 @pytest.fixture(scope="module", autouse=True)
 def data(launcher):
+    write_data(launcher.folder)
+
+
+def write_data(folder):
     """All that the runs of `KINDS` read."""
-    folder = launcher.folder
     pairs = [{"prompt": f"{n} plus {n} is", "chosen": f" {2 * n}." + " Good." * (n % 3), "rejected": f" {2 * n}? No."}
              for n in range(60)]  # fmt: skip
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
