@@ -122,7 +122,7 @@ class Reader:
 def reader(tmp_path, models, launch_server, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(loop, "draw_curves", lambda *_: None)
-    monkeypatch.setattr(evaluation, "SAMPLE_TOKENS", 4)
+    monkeypatch.setattr(evaluation, "SAMPLE_TOKENS", 10)
     sizes = ARCHITECTURES["llama"].SIZES
     monkeypatch.setitem(sizes, "8b", sizes["tiny"])
     (tmp_path / "work").mkdir()

@@ -36,7 +36,7 @@ def short_ends_of_runs():
     """As in runs of the launcher: curves.png and the sample of a validation take longer than a few small steps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "draw_curves", lambda *_: None)
-        patch.setattr(evaluation, "SAMPLE_TOKENS", 4)
+        patch.setattr(evaluation, "SAMPLE_TOKENS", 10)
         yield
 
 

@@ -207,5 +207,5 @@ def main():
 if __name__ == "__main__":
     embedded.TRAINING_STORIES, embedded.VALIDATION_STORIES = 200, 8
     embedded.TRAINING_CHATS, embedded.VALIDATION_CHATS = 200, 8
-    evaluation.SAMPLE_TOKENS = 4  # on several ranks each token takes as long as a step
+    evaluation.SAMPLE_TOKENS = 10  # on several ranks each token takes as long as a step
     main()
