@@ -1,12 +1,15 @@
-"""Scripts in processes of their own, forked from one that has imported the libraries, which saves seconds for each.
+"""Processes forked from ones that have imported the libraries, which saves seconds for each.
 
-The server is `python -m tests.forking`; it receives scripts as lines of JSON. It imports nothing of ligermodels, of
-which a script has what it imports itself.
+Functions of tests run in `start`'s. The tests' own process is not forked for them: it has threads of libraries, whose
+locks a child would find taken forever. Scripts run in those of a server, `python -m tests.forking`, which receives
+them as lines of JSON. It imports nothing of ligermodels, of which a script has what it imports itself.
 """
 
+import functools
 import gc
 import importlib
 import json
+import multiprocessing
 import os
 import runpy
 import subprocess
@@ -16,6 +19,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIBRARIES = ("torch._dynamo", "torch.distributed.tensor", "transformers.trainer", "peft", "matplotlib.pyplot")
+
+CLEAN = multiprocessing.get_context("forkserver")
+CLEAN.set_forkserver_preload(["ligermodels.training"])
+
+
+def start(function, *arguments):
+    """Starts a process that calls `function(ready, *arguments)`; returns it when it has called `ready()`."""
+    told, teller = CLEAN.Pipe(duplex=False)
+    process = CLEAN.Process(target=function, args=(functools.partial(teller.send, None), *arguments))
+    process.start()
+    teller.close()
+    with told:
+        told.recv()
+    return process
 
 
 class ScriptServer:

@@ -7,6 +7,7 @@ import pytest
 
 from ligermodels.weights import locking
 from ligermodels.weights.locking import lock_file
+from tests.forking import start
 
 
 def test_a_second_lock_is_refused_with_its_holder_until_the_first_is_closed(tmp_path):
@@ -17,19 +18,19 @@ def test_a_second_lock_is_refused_with_its_holder_until_the_first_is_closed(tmp_
     lock_file(file).close()
 
 
+def hold(ready, file):
+    with lock_file(file):
+        ready()
+        signal.pause()
+
+
 def test_the_lock_of_a_killed_process_is_free_and_its_text_is_replaced(tmp_path):
     file = tmp_path / "lock"
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        held = lock_file(file)  # noqa: F841
-        os.write(writing, b"held")
-        signal.pause()
-    os.read(reading, 4)
-    with pytest.raises(BlockingIOError, match=f"process {child} on "):
+    child = start(hold, file)
+    with pytest.raises(BlockingIOError, match=f"process {child.pid} on "):
         lock_file(file)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+    child.kill()
+    child.join()
     with lock_file(file):
         assert file.read_text() == f"process {os.getpid()} on {os.uname().nodename}\n"
 

@@ -12,16 +12,19 @@ from ligermodels.errors import CheckpointError
 from ligermodels.weights import writing
 from ligermodels.weights.writing import atomic_folder, exchange, remove_leftovers, replace_file
 from tests.cases.llama import LLAMA
+from tests.forking import start
+
+
+def write_half(ready, folder):
+    with atomic_folder(folder) as temporary:
+        (temporary / "half").write_bytes(bytes(1000))
+        ready()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def write_until_killed(folder):
     """Begins to write a folder in another process, which is killed."""
-    child = os.fork()
-    if child == 0:
-        with atomic_folder(folder) as temporary:
-            (temporary / "half").write_bytes(bytes(1000))
-            os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(child, 0)
+    start(write_half, folder).join()
 
 
 def names(folder):

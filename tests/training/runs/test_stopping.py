@@ -10,6 +10,7 @@ import pytest
 from ligermodels.errors import InputError
 from ligermodels.training.runs.folder import locked
 from ligermodels.training.runs.stopping import signals
+from tests.forking import start
 
 GIVE_UP = 600  # seconds
 NOTED = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
@@ -50,23 +51,24 @@ def test_under_nohup_a_closed_terminal_stops_nothing():
     assert not stop.requested
 
 
+def print_after_a_hangup(ready, terminal):
+    signal.alarm(GIVE_UP)  # otherwise a child that notes no signal would outlive the tests
+    os.login_tty(os.open(terminal, os.O_RDWR))
+    with signals() as stop:
+        ready()
+        while not stop.requested:
+            pass
+        os.write(1, b"Saved")
+        os.write(2, b"Saved")
+
+
 def test_a_run_whose_terminal_is_closed_can_still_print():
-    child, terminal = pty.fork()
-    if child == 0:
-        try:
-            signal.alarm(GIVE_UP)  # otherwise a child that notes no signal would outlive the tests
-            with signals() as stop:
-                os.write(1, b".")
-                while not stop.requested:
-                    pass
-                os.write(1, b"Saved")
-                os.write(2, b"Saved")
-                os._exit(0)
-        finally:
-            os._exit(1)
-    assert os.read(terminal, 1) == b"."
-    os.close(terminal)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    ours, its = pty.openpty()
+    child = start(print_after_a_hangup, os.ttyname(its))
+    os.close(its)
+    os.close(ours)
+    child.join()
+    assert child.exitcode == 0
 
 
 def test_only_rank_0_prints(monkeypatch, capfd):
@@ -76,49 +78,37 @@ def test_only_rank_0_prints(monkeypatch, capfd):
     assert stop.requested and capfd.readouterr().err == ""
 
 
-def forked(function):
-    """The id of a child that runs it, once it has said that it is ready by calling what it is given."""
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            function(lambda: os.write(write, b"."))
-        finally:
-            os._exit(1)
-    assert os.read(read, 1) == b"."
-    os.close(read)
-    os.close(write)
-    return child
+def be_interrupted(ready):
+    with signals() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        if stop.requested:
+            ready()
+        while True:
+            signal.pause()
 
 
 def test_a_second_interrupt_ends_the_process_at_once():
-    def run(ready):
-        with signals() as stop:
-            os.kill(os.getpid(), signal.SIGTERM)
-            os.kill(os.getpid(), signal.SIGINT)
-            if stop.requested:
-                ready()
-            while True:
-                signal.pause()
+    child = start(be_interrupted)
+    os.kill(child.pid, signal.SIGINT)
+    child.join()
+    assert child.exitcode == -signal.SIGINT
 
-    child = forked(run)
-    os.kill(child, signal.SIGINT)
-    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGINT
+
+def hold(ready, folder):
+    with locked(folder):
+        ready()
+        signal.pause()
 
 
 def test_two_runs_on_one_folder_are_refused_until_the_first_is_dead(tmp_path):
-    def run(ready):
-        with locked(tmp_path / "run"):
-            ready()
-            signal.pause()
-
-    child = forked(run)
-    message = rf"/run: in use by process {child} on {socket.gethostname()}; .*choose another --output"
+    child = start(hold, tmp_path / "run")
+    message = rf"/run: in use by process {child.pid} on {socket.gethostname()}; .*choose another --output"
     for _ in range(2):
         with pytest.raises(InputError, match=message), locked(tmp_path / "run"):
             pass
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+    child.kill()
+    child.join()
     for _ in range(2):
         with (
             locked(tmp_path / "run"),
