@@ -12,6 +12,7 @@ ligermodels, in the dtype that PEFT chooses for the others. Random weights and t
 
 import argparse
 import json
+import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -33,11 +34,12 @@ LORA_MODELS = MODELS | {
     "gpt-oss-20b": json.loads((CONFIGS / "openai--gpt-oss-20b.json").read_text()),
     "qwen3-30b-a3b": MODELS["qwen3-30b-a3b-8-layers"] | {"num_hidden_layers": 48},
 }  # fmt: skip
+OFFLOADED = "ligermodels, QLoRA, offloaded inputs"  # of checkpointed blocks, as --offload activations
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def ligermodels_lora(
-    raw: dict[str, Any], checkpointing: bool, targets: Sequence[str], base: str | None = None
+    raw: dict[str, Any], checkpointing: bool, targets: Sequence[str], base: str | None = None, offload: bool = False
 ) -> nn.Module:
     import ligermodels
     from ligermodels.kernels.mxfp4 import EXPONENT_BIAS, Mxfp4Layout
@@ -65,6 +67,8 @@ def ligermodels_lora(
     ligermodels.add_lora(model, rank=RANK, alpha=ALPHA, targets=targets, dtype=torch.float32)
     if checkpointing:
         model.checkpoint_activations()
+    if offload:
+        model.offload_inputs()
     return model.train()
 
 
@@ -107,17 +111,43 @@ def peft_qlora(raw: dict[str, Any], checkpointing: bool) -> nn.Module:
     return peft.get_peft_model(model, peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=LINEARS))
 
 
+def unsloth_qlora(raw: dict[str, Any], checkpointing: bool) -> nn.Module:
+    """As Unsloth loads a folder in 4 bits; its checkpointing keeps the inputs of blocks in host memory."""
+    from unsloth import FastLanguageModel  # first: it patches the others when they are imported
+    from tokenizers import Tokenizer, models  # isort: skip
+    from transformers import PreTrainedTokenizerFast  # isort: skip
+
+    with tempfile.TemporaryDirectory() as folder:
+        hugging_face(raw, checkpointing=False).save_pretrained(folder)
+        words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
+        PreTrainedTokenizerFast(
+            tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", bos_token="<eos>"
+        ).save_pretrained(folder)
+        torch.cuda.empty_cache()
+        model, _ = FastLanguageModel.from_pretrained(
+            folder, max_seq_length=raw["max_position_embeddings"], dtype=torch.bfloat16, load_in_4bit=True,
+            fix_tokenizer=False,
+        )  # fmt: skip
+    return FastLanguageModel.get_peft_model(
+        model, r=RANK, lora_alpha=ALPHA, target_modules=LINEARS, lora_dropout=0, bias="none",
+        use_gradient_checkpointing="unsloth" if checkpointing else False,
+    ).train()  # fmt: skip
+
+
 PROVIDERS: dict[str, Callable[..., nn.Module]] = {
     "ligermodels, LoRA": ligermodels_lora,
     "ligermodels, QLoRA": partial(ligermodels_lora, base="nf4"),
+    OFFLOADED: partial(ligermodels_lora, base="nf4", offload=True),
     "ligermodels, LoRA on FP8": partial(ligermodels_lora, base="fp8"),
     "ligermodels, LoRA on MXFP4": partial(ligermodels_lora, base="mxfp4"),
     "hugging face + peft, LoRA": peft_lora,
     "hugging face + peft + liger, LoRA": peft_lora_liger,
     "hugging face + peft + bitsandbytes, QLoRA": peft_qlora,
+    "unsloth, QLoRA": unsloth_qlora,
 }
 
-USUAL = [name for name in PROVIDERS if not name.endswith("MXFP4")]  # of models whose experts are not stored in MXFP4
+# Of models whose experts are not stored in MXFP4, and with and without activation checkpointing.
+USUAL = [name for name in PROVIDERS if not name.endswith("MXFP4") and name != OFFLOADED]
 
 
 def measure(
@@ -132,7 +162,7 @@ def measure(
     labels = ids.masked_fill(torch.arange(length, device="cuda") == 0, -100)
 
     def step():
-        with torch.autocast("cuda", torch.bfloat16, enabled="hugging" in provider):
+        with torch.autocast("cuda", torch.bfloat16, enabled="ligermodels" not in provider):
             loss = model(input_ids=ids, labels=labels).loss
         loss.backward()
         optimizer.step()

@@ -10,7 +10,10 @@ from pathlib import Path
 import torch
 
 FOLDER = Path(__file__).parent / "results"
-PACKAGES = ("torch", "triton", "transformers", "liger-kernel", "flash-attn-4", "quack-kernels", "cut-cross-entropy")
+PACKAGES = (
+    *("torch", "triton", "transformers", "liger-kernel", "flash-attn-4", "quack-kernels", "cut-cross-entropy"),
+    *("peft", "bitsandbytes", "unsloth"),
+)
 
 
 def environment() -> dict:
