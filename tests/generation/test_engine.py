@@ -87,6 +87,14 @@ def test_every_family_gives_the_tokens_of_its_full_forward(name, monkeypatch):
     assert all_free(engine)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_rows_that_write_to_their_last_pages_at_once_have_a_page_each(name):
+    """Without one they would write to the page that belongs to nobody, both at the same places."""
+    model = build(name)
+    for completion in run(Engine(model, max_tokens=512), prompts(name, (60, 124)), max_new_tokens=80):
+        check_logprobs(completion, full_forward(model, completion))
+
+
 @pytest.mark.parametrize("name", ["llama-rope-dynamic", "phi3-longrope-long"])
 def test_frequencies_that_depend_on_the_length_are_those_of_each_request(name, monkeypatch):
     model = build(name)
