@@ -208,7 +208,7 @@ IN_BACKWARD_LOW_MEMORY = f"{IN_BACKWARD}, low-memory loss"
 OFFLOADED_STATES = f"{IN_BACKWARD_LOW_MEMORY}, offloaded states"
 OFFLOADED_INPUTS = f"{IN_BACKWARD_LOW_MEMORY}, offloaded inputs"  # as --offload activations
 OFFLOADED_BOTH = f"{IN_BACKWARD_LOW_MEMORY}, offloaded states and inputs"
-PACKED = f"{OURS}, packed"  # every sequence is a document of one row, as `ligermodels train` gives them
+PACKED = f"{OURS}, packed"  # each sequence is a document of one row, as `ligermodels train` gives them
 PACKED_BEFORE = f"{PACKED}, without flash-attn-4"
 PACKED_ROWS = f"{PACKED}, supervised rows"  # they alone meet the head, as in `ligermodels train` on chats
 PROVIDERS = {
@@ -308,9 +308,8 @@ def measure(
     labels[:, 0] = -100  # the first token of a sequence is never a target
     inputs: dict[str, Any] = {"input_ids": ids, "labels": labels}
     if provider in (PACKED, PACKED_BEFORE, PACKED_ROWS):
-        offsets = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device="cuda")
         packed = {"input_ids": ids.view(1, -1), "labels": labels.view(1, -1)}
-        inputs = packed | {"cu_seqlens": offsets, "max_seqlen": length}
+        inputs = packed | documents(batch, length)
     if provider == PACKED_ROWS:
         from ligermodels.training.data.batches import supervised_rows
 
@@ -323,6 +322,15 @@ def measure(
         blocks = len(model.blocks) if checkpointing == "full" else 0
         row |= planned(provider, model, optimizer, batch, length, blocks, offload_every)
     return row | filled | ({"attention": attention} if attention else {})
+
+
+def documents(count: int, length: int) -> dict[str, Any]:
+    """The offsets of documents in one row: of `length` tokens, but for 16 more or fewer, since documents of equal
+    length are computed as rows."""
+    offsets = torch.arange(0, count * length + 1, length, dtype=torch.int32)
+    offsets[1:-1:2] += 16
+    longest = int(offsets.diff().max())
+    return {"cu_seqlens": offsets.cuda(), "max_seqlen": longest}
 
 
 def planned(provider: str, model, optimizer, batch: int, length: int, blocks: int, offload_every: int) -> dict:

@@ -1,12 +1,14 @@
 """FlashAttention 4, where it is installed: the numbers of attention over packed documents, windows, softcaps, sinks."""
 
+import itertools
+
 import pytest
 import torch
 
 from ligermodels.kernels import attention as door
 from ligermodels.kernels import flash_attention as module
 from ligermodels.kernels.attention import attention, attention_reference
-from tests.conftest import DEVICE
+from tests.conftest import DEVICE, TENS_OF_GIB
 from tests.kernels.error_budget import check
 
 pytestmark = pytest.mark.gpu
@@ -105,6 +107,41 @@ def test_shapes_of_models_are_within_the_error_budget(model, documents, calls):
         factor=3.0,
     )
     assert bool(calls) == by_flash_attention
+
+
+# (heads, key-value heads, head size, ends of documents, options): what docs/performance.md has whole steps of.
+STEPS = {
+    "Llama-3-8B, 8 x 2048": (32, 8, 128, (0, 1500, 4096, 6144, 8000, 10240, 12288, 14000, 16384), {}),
+    "Llama-3-8B, 1 x 32768": (32, 8, 128, (0, 20000, 32768), {}),
+    "Mistral-7B, 4 x 8192": (32, 8, 128, (0, 8192, 15000, 24576, 32768), {"window": 1024}),
+    "Gemma-2-2B, 4 x 2048": (8, 4, 256, (0, 2048, 3500, 6144, 8192), {"softcap": 50.0}),
+    "Gemma-2-2B, 1 x 32768": (8, 4, 256, (0, 20000, 32768), {"softcap": 50.0}),
+    "Gemma-2-2B, 1 x 32768, windowed layers": (8, 4, 256, (0, 20000, 32768), {"softcap": 50.0, "window": 4096}),
+}
+
+
+def one_head_after_the_other(q, k, v, ends, options):
+    """`attention_reference` of documents, one and one query head at a time: of 20,000 tokens in fp64 it takes 20 GB."""
+    attend = checkpointed(lambda *inputs: attention_reference(*inputs, **options))
+    parts = list(itertools.pairwise(ends))
+    heads = [torch.cat([attend(head[:, a:b], k[:, a:b], v[:, a:b]) for a, b in parts], 1) for head in q.split(1, dim=2)]
+    return torch.cat(heads, 2)
+
+
+@TENS_OF_GIB
+@pytest.mark.parametrize("step", STEPS)
+def test_steps_that_are_measured_are_within_the_error_budget(step, calls):
+    """The kernel computes all heads, in groups that are equal; the upstream gradient is that of the first group."""
+    heads, kv_heads, size, ends, options = STEPS[step]
+    group, longest = heads // kv_heads, max(b - a for a, b in itertools.pairwise(ends))
+
+    def ours(q, k, v):
+        wide = (x.repeat(1, 1, kv_heads, 1) for x in (q, k, v))
+        return attention(*wide, cu_seqlens=offsets(*ends), max_seqlen=longest, **options)[:, :, :group]
+
+    inputs = draw(1, ends[-1], size, group, 1)
+    check(ours, lambda *inputs: one_head_after_the_other(*inputs, ends, options), inputs, torch.bfloat16, factor=3.0)
+    assert calls
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 50}, {"causal": False, "softcap": 30.0}])
