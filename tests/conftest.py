@@ -15,6 +15,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 import pytest
+from xdist.plugin import pytest_xdist_auto_num_workers as usual_num_workers
 
 from ligermodels.kernels import grouped_gemm, launch, rescale
 from tests import interpreter
@@ -55,6 +56,11 @@ SLOW = (
     *("training/scaling/test_lost_ranks", "weights/test_fuzz", "weights/test_sharded_loading"),
 )
 ROOT = Path(__file__).parent
+
+
+def pytest_xdist_auto_num_workers(config):
+    """One more than the usual number: a test that waits for its processes leaves a core idle."""
+    return usual_num_workers(config) + 1
 
 
 def pytest_collection_modifyitems(items):
