@@ -23,20 +23,20 @@ def draw_weight(shape, dtype):
 
 
 def quantised_by_bitsandbytes(weight) -> tuple[Nf4Part, torch.Tensor]:
-    """The tensors of bitsandbytes in its own implementation of PyTorch, and what it dequantises from them.
+    """The tensors of bitsandbytes, and what it dequantises from them.
 
-    That implementation has the comparisons of its CUDA kernels. Its C++ for CPUs finds a neighbouring code for one in a
-    thousand of the nested scales.
+    On a CPU in its own implementation of PyTorch, which has the comparisons of its CUDA kernels: its C++ for CPUs finds
+    a neighbouring code for one in a thousand of the nested scales.
     """
-    weight = weight.cpu()
     codes, state = functional.quantize_4bit(weight, blocksize=64, compress_statistics=True, quant_type="nf4")
-    absmax = functional.quantize_4bit(weight, blocksize=64, quant_type="nf4")[1].absmax
-    portable = torch.ops.bitsandbytes.quantize_blockwise.default._op_dk
-    key = torch._C.DispatchKey.CompositeExplicitAutograd
-    state.absmax, nested = portable(key, absmax - state.offset, state.state2.code, 256)
-    assert torch.equal(nested, state.state2.absmax)
+    if weight.is_cpu:
+        absmax = functional.quantize_4bit(weight, blocksize=64, quant_type="nf4")[1].absmax
+        portable = torch.ops.bitsandbytes.quantize_blockwise.default._op_dk
+        key = torch._C.DispatchKey.CompositeExplicitAutograd
+        state.absmax, nested = portable(key, absmax - state.offset, state.state2.code, 256)
+        assert torch.equal(nested, state.state2.absmax)
     part = Nf4Part(
-        codes.view(len(weight), -1), state.absmax, nested, state.offset, state.code, state.state2.code
+        codes.view(len(weight), -1), state.absmax, state.state2.absmax, state.offset, state.code, state.state2.code
     )  # fmt: skip
     return part, functional.dequantize_4bit(codes, state)
 
@@ -53,8 +53,8 @@ def test_bits_are_those_of_bitsandbytes(path, dtype, request):
         expected, values = quantised_by_bitsandbytes(weight)
         got = nf4_quantize(weight)
         for name in Nf4Part._fields:
-            assert torch.equal(getattr(got, name).cpu(), getattr(expected, name)), f"{name} of {shape}"
-        assert torch.equal(nf4_weight(weight).dequantize().cpu(), values), f"values of {shape}"
+            assert torch.equal(getattr(got, name), getattr(expected, name)), f"{name} of {shape}"
+        assert torch.equal(nf4_weight(weight).dequantize(), values), f"values of {shape}"
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the interpreter computes bf16 wrongly, so the reference runs instead")
