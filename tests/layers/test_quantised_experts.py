@@ -18,6 +18,7 @@ from ligermodels.weights.files import tensor_hashes
 from ligermodels.weights.module import named_weights
 from tests.cases.moe import GPT_OSS, GRANITEMOE, QWEN3_MOE
 from tests.conftest import DEVICE
+from tests.kernels.test_nf4 import dequantised_by_bitsandbytes
 from tests.layers.adapters import adapt
 from tests.layers.quantised_models import PeakBytes, quantised_and_dense
 from tests.layers.saved_bytes import saved_by
@@ -126,7 +127,7 @@ def test_experts_that_files_stack_are_one_weight_of_bitsandbytes(tmp_path):
     name = "model.layers.0.block_sparse_moe.input_linear.weight"
     assert name + NF4_STATE in tensors
     fields = {key.removeprefix(f"{name}."): value for key, value in tensors.items() if key.startswith(f"{name}.")}
-    theirs = functional.dequantize_4bit(tensors[name], functional.QuantState.from_dict(fields, "cpu"))
+    theirs = dequantised_by_bitsandbytes(tensors[name], functional.QuantState.from_dict(fields, "cpu"))
     assert torch.equal(theirs, model.model.layers[0].mlp.experts.gate_up_proj.dequantize())
     again = named_weights(ligermodels.load(tmp_path / "nf4"))[f"{FIRST}.gate_up_proj"]
     assert torch.equal(again.data, model.model.layers[0].mlp.experts.gate_up_proj.data)
