@@ -2,7 +2,7 @@
 
 Functions of tests run in `start`'s. The tests' own process is not forked for them: it has threads of libraries, whose
 locks a child would find taken forever. Scripts run in those of a server, `python -m tests.forking`, which receives
-them as lines of JSON. It imports nothing of ligermodels, of which a script has what it imports itself.
+them as lines of JSON. That server imports the other libraries alone: a script imports ligermodels itself.
 """
 
 import functools

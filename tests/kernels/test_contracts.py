@@ -117,11 +117,12 @@ UNTRACED = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 @pytest.mark.parametrize("name", REGISTERED)
 def test_opcheck(name):
-    calls = list(calls_of_all_ops()[name].values())
-    assert calls, f"no entry of the table calls {name}"
-    torch.library.opcheck(*calls[0])
-    for call in calls[1:]:
-        torch.library.opcheck(*call, test_utils=UNTRACED)
+    recorded = list(calls_of_all_ops()[name].values())
+    assert recorded, f"no entry of the table calls {name}"
+    function, args = recorded[0]
+    torch.library.opcheck(function, args)
+    for function, args in recorded[1:]:
+        torch.library.opcheck(function, args, test_utils=UNTRACED)
 
 
 def mark_dynamic(case, sizes):

@@ -55,6 +55,7 @@ def print_after_a_hangup(ready, terminal):
     signal.alarm(GIVE_UP)  # otherwise a child that notes no signal would outlive the tests
     os.login_tty(os.open(terminal, os.O_RDWR))
     with signals() as stop:
+        os.write(1, b".")
         ready()
         while not stop.requested:
             pass
@@ -66,6 +67,7 @@ def test_a_run_whose_terminal_is_closed_can_still_print():
     ours, its = pty.openpty()
     child = start(print_after_a_hangup, os.ttyname(its))
     os.close(its)
+    assert os.read(ours, 1) == b"."
     os.close(ours)
     child.join()
     assert child.exitcode == 0
