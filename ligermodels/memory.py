@@ -19,8 +19,8 @@ from ligermodels.block_memory import beside_recomputed, saved_by_block, saved_by
 from ligermodels.generation.capacity import cache_bytes
 from ligermodels.generation.engine import PREFILL_TOKENS
 from ligermodels.generation.paged_cache import PAGE_SIZE, pages_for
+from ligermodels.head_memory import loss_bytes
 from ligermodels.image_memory import saved_beside_rows, saved_by_patch
-from ligermodels.kernels.logits_chunks import chunk_rows, keeps_logits, low_memory_buffer, round_up_to_tile
 from ligermodels.layers.block import Block
 from ligermodels.layers.cross_attention import CrossAttention
 from ligermodels.layers.decoder import CausalLM
@@ -164,7 +164,7 @@ def training_memory(
     patches: int = 0,
     context: int = 1,
     expert_ranks: int = 1,
-    fp32_logits: bool = False,
+    head_op: str = "linear_cross_entropy",
     low_memory_loss: bool = False,
     step_in_backward: bool = False,
 ) -> TrainingMemory:
@@ -184,7 +184,7 @@ def training_memory(
     patches: of the images of a micro-batch.
     context: number of ranks that share the tokens of a micro-batch (context parallelism).
     expert_ranks: number of ranks over which routed experts are distributed (expert parallelism).
-    fp32_logits: the loss reads log-probabilities, whose logits are in fp32, and no cross-entropy.
+    head_op: the op of the head and its loss, as for `head_memory.loss_bytes`.
     low_memory_loss: as that of `LMHead`.
     step_in_backward: parameters are updated, and their gradients freed, during backward.
     """
@@ -213,7 +213,8 @@ def training_memory(
     for index, kept in enumerate(choose_kept(checkpointed, kept_tensors, sequence_length)):
         on_device = 0 if every and index % every == 0 else inputs[index]
         saved[index] = on_device + rows[index] * sum(tensor.nbytes(size) for tensor in kept)
-    loss = loss_bytes(model, tokens, dtype, torch.float32 if fp32_logits else None, low_memory_loss)
+    vocab, columns = head.shape
+    loss = loss_bytes(head_op, tokens, columns, vocab, dtype, head.requires_grad, low_memory_loss)
     if checkpointed_blocks == len(saved):
         head_gradient = head.numel() * head.itemsize if head.requires_grad else 0
         if step_in_backward:  # the head's is freed by then, and so are those of the block that are complete
@@ -370,29 +371,6 @@ def decoder_blocks(model: CausalLM) -> list[Block]:
 def trained_parameters(module: nn.Module) -> list[Tensor]:
     """The parameters that get a gradient."""
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
-
-
-def loss_bytes(
-    model: CausalLM, tokens: int, dtype: torch.dtype, wider: torch.dtype | None = None, low_memory: bool = False
-) -> int:
-    """Bytes of the fused linear cross-entropy; of a loss of log-probabilities, whose logits are in a `wider` dtype.
-
-    Both gradients in fp32 and a chunk of logits or, later, the weight's gradient in `dtype`. For few tokens: all logits
-    and, later, that gradient. With low_memory both gradients in `dtype` and a buffer of logits.
-    """
-    logits = wider or dtype
-    (vocab, hidden), trained = model.head.weight.shape, model.head.weight.requires_grad
-    if low_memory:
-        inputs, weight = (torch.empty(size, hidden, dtype=dtype, device="meta") for size in (tokens, vocab))
-        return inputs.nbytes + weight.nbytes * trained + low_memory_buffer(inputs, weight)[0] * dtype.itemsize
-    gradient = vocab * hidden * dtype.itemsize if trained else 0
-    if keeps_logits(tokens, hidden, vocab, logits, True, trained):
-        return tokens * vocab * logits.itemsize + gradient
-    sums = (tokens + vocab * trained) * hidden
-    # Log-probabilities have equal chunks in all passes.
-    rows = chunk_rows(tokens, hidden, vocab, 0 if wider else sums, logits)
-    chunk = min(rows, tokens) * round_up_to_tile(vocab) * logits.itemsize
-    return sums * FP32_BYTES + max(chunk, gradient)
 
 
 def elements(parameters: Iterable[Tensor]) -> int:

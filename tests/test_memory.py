@@ -7,11 +7,13 @@ import pytest
 import torch
 
 import ligermodels
+from ligermodels import head_memory
 from ligermodels.architectures import ARCHITECTURES
 from ligermodels.block_memory import beside_recomputed, recomputed_by_mlp, saved_by_block
 from ligermodels.generation.engine import Engine
 from ligermodels.generation.paged_cache import PAGE_SIZE
-from ligermodels.kernels import linear_logprobs_loss
+from ligermodels.kernels import linear_logprobs_loss, logprob_chunks
+from ligermodels.kernels.linear_logprobs import linear_logprobs
 from ligermodels.kernels.logits_chunks import low_memory_buffer
 from ligermodels.layers.quantising import quantise
 from ligermodels.memory import count_parameters, inference_memory, largest_dequantised, state_bytes, training_memory
@@ -19,6 +21,7 @@ from ligermodels.training.optimizers import build_optimizer
 from ligermodels.training.optimizers.offloaded import bytes_where_offloaded
 from tests.cases import CASES, LLAMA
 from tests.conftest import DEVICE
+from tests.kernels.test_linear_logprobs import allocations
 from tests.layers.saved_bytes import saved_bytes
 
 GIB = 2**30
@@ -134,7 +137,7 @@ def test_a_loss_of_log_probabilities_takes_what_the_plan_says(monkeypatch, froze
     dtype, rows, taken = torch.bfloat16, 256, []
     model = ligermodels.create(BASE | {"hidden_size": 64, "vocab_size": 512}, dtype=dtype).to(DEVICE)
     weight = model.lm_head.weight.requires_grad_(not frozen)
-    gradients, chunks = linear_logprobs_loss.empty_gradients, linear_logprobs_loss.chunks_of_logits
+    gradients, chunks = linear_logprobs_loss.empty_gradients, linear_logprobs_loss.chunks_of_pieces
 
     def made(*shapes):
         taken.append(gradients(*shapes))
@@ -146,14 +149,35 @@ def test_a_loss_of_log_probabilities_takes_what_the_plan_says(monkeypatch, froze
             yield part, logits
 
     monkeypatch.setattr(linear_logprobs_loss, "empty_gradients", made)
-    monkeypatch.setattr(linear_logprobs_loss, "chunks_of_logits", watched)
+    monkeypatch.setattr(linear_logprobs_loss, "chunks_of_pieces", watched)
     hidden = torch.randn(rows, weight.shape[1], dtype=dtype, device=DEVICE, requires_grad=True)
     targets = torch.arange(rows, device=DEVICE) % weight.shape[0]
     linear_logprobs_loss.linear_logprobs_loss(hidden, weight, targets, lambda logprobs, entropy, rows: -logprobs.sum())
     measured = nbytes(taken[0][:2]) + taken[1].untyped_storage().nbytes()
-    needs = training_memory(model, 1, rows, dtype, fp32_logits=True).loss
+    needs = training_memory(model, 1, rows, dtype, head_op="linear_logprobs_loss").loss
     assert measured == needs
     assert needs != training_memory(model, 1, rows, dtype).loss  # the cross-entropy's chunks are half as large
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("kind", ["recomputed", "more rows than a part", "frozen", "kept"])
+def test_log_probabilities_take_what_the_plan_says(monkeypatch, kind):
+    """In backward both gradients, fp32 sums of the rows, or of the weight too, and a buffer; with a frozen head in the
+    forward one gradient and a buffer."""
+    rows = 32 if kind == "kept" else 256
+    monkeypatch.setattr(logprob_chunks, "MAX_BACKWARD_ROWS", 192 if kind == "more rows than a part" else 256)
+    monkeypatch.setattr(head_memory, "MAX_BACKWARD_ROWS", logprob_chunks.MAX_BACKWARD_ROWS)
+    dtype = torch.bfloat16
+    model = ligermodels.create(BASE | {"hidden_size": 64, "vocab_size": 512}, dtype=dtype).to(DEVICE)
+    weight = model.lm_head.weight.requires_grad_(kind != "frozen")
+    hidden = torch.randn(rows, weight.shape[1], dtype=dtype, device=DEVICE, requires_grad=True)
+    with allocations("empty", "empty_like") as forward:
+        logprobs = linear_logprobs(hidden, weight, torch.arange(rows, device=DEVICE)).logprobs.sum()
+    with allocations("empty", "empty_like") as backward:
+        logprobs.backward()
+    passes = ([x for x in made if x.numel() > rows] for made in (forward, backward))
+    measured = weight.nbytes + 4 * rows * 512 if kind == "kept" else max(map(nbytes, passes))
+    assert measured == training_memory(model, 1, rows, dtype, head_op="linear_logprobs").loss
 
 
 @pytest.mark.usefixtures("kernels")

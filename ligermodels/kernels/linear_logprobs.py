@@ -14,7 +14,9 @@ them exists at a time:
 | low memory | low_memory=True | 2 N H V, backward 8 | as recompute, and 64 MiB beyond the gradients |
 
 All routes compute the same log-probabilities to the bit, with and without gradients, but low memory, whose chunks
-are smaller: a ratio of two passes over the same rows and weights is exactly 1. The sums of dweight are fp32.
+are smaller: a ratio of two passes over the same rows and weights is exactly 1. Forward chunks are rows; those of
+recompute's backward are parts of the vocabulary, so that it sums dhidden in fp32 and not dweight: 4 N H bytes instead
+of 4 V H. All sums are fp32.
 """
 
 from collections.abc import Sequence
@@ -26,7 +28,7 @@ from torch import Tensor
 
 from ligermodels.kernels.dispatch import Node, autocast, is_last_use, is_traced, runs_kernels, widen
 from ligermodels.kernels.launch import as_matrix
-from ligermodels.kernels.logits_chunks import all_logits, keeps_logits, slice_rows
+from ligermodels.kernels.logits_chunks import all_logits, keeps_logits
 from ligermodels.kernels.logprob_chunks import (
     linear_logprobs_backward,
     linear_logprobs_forward,
@@ -92,10 +94,9 @@ class _KeptLogits(Node):
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, entropy, extras, _, *options):
-        logits, chunks = all_logits(hidden, weight, logits_dtype(hidden))
+        logits = all_logits(hidden, weight, logits_dtype(hidden))
         results = empty_logprobs(targets, entropy, extras)
-        for chunk in chunks:
-            launch_logprobs(slice_rows(logits, chunk), slice_rows(targets, chunk), results.slice(chunk), None, *options)
+        launch_logprobs(logits, targets, results, None, *options)
         ctx.save_for_backward(hidden, weight, targets, logits, *results[:3])
         ctx.options = options
         return _outputs(ctx, results.logprobs, results.entropy, results.extras)

@@ -17,7 +17,7 @@ from ligermodels.kernels.chunk_gradients import GRADIENT_SCALE, accumulate_gradi
 from ligermodels.kernels.dispatch import Node, autocast, is_traced, runs_kernels
 from ligermodels.kernels.launch import as_matrix
 from ligermodels.kernels.linear_logprobs import linear_logprobs
-from ligermodels.kernels.logits_chunks import chunks_of_logits, keeps_logits, slice_rows
+from ligermodels.kernels.logits_chunks import chunks_of_pieces, keeps_logits, slice_rows
 from ligermodels.kernels.logprob_chunks import logits_dtype, overwrite_with_gradient
 from ligermodels.kernels.logprob_rows import RowLogProbs, empty_logprobs, launch_logprobs
 from ligermodels.kernels.logprobs_of_logits import LogProbs
@@ -39,7 +39,7 @@ class _KnownCoefficients(Node):
         results, dtype = empty_logprobs(targets, entropy, False), logits_dtype(hidden)
         gradients = empty_gradients(hidden, weight, hidden_grad, weight_grad, False)
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        for chunk, logits in chunks_of_logits(hidden, weight, None, dtype=dtype):
+        for chunk, logits in chunks_of_pieces(hidden, weight, dtype, multiply=True):
             part = results.slice(chunk)
             launch_logprobs(logits, slice_rows(targets, chunk), part, None, *options)
             share, coefficients = _coefficients(row_loss, part, chunk)

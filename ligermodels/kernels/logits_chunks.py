@@ -12,29 +12,45 @@ from torch import Tensor
 from ligermodels.kernels.launch import cdiv
 
 MAX_LOGITS_BYTES = 2**30  # of one chunk
+MAX_PIECE_BYTES = 3 * 2**28  # of logits that are wider than their factors, projected at a time
 # Memory for logits and fp32 sums beyond the gradients, if chunks of PREFERRED_CHUNK_ROWS fit it.
 EXTRA_BYTES = 6 * 2**30 // 5
 LOW_MEMORY_BYTES = 2**26  # most logits at a time with low_memory; also at most an eighth of the weight
 # Below the minimum, adding to dweight in fp32 takes longer than the GEMMs.
 MIN_CHUNK_ROWS, MAX_CHUNK_ROWS = 1024, 8192
 PREFERRED_CHUNK_ROWS = 3072  # not reduced to save memory: chunks of 2048 rows take 4 % more time
+VOCABULARY_CHUNK_BYTES, MIN_CHUNK_CLASSES = 3 * 2**27, 4096  # of a part of the vocabulary
 LOGITS_ALIGNMENT = 128  # a GEMM tile: rows of a chunk and the stride between rows of logits are multiples of it
 TILE_COLUMNS, MULTIPROCESSORS = 256, 132  # of cuBLAS's largest tile, and of H100 and H200
 
 
-def chunk_rows(rows: int, columns: int, vocab: int, sums: int, dtype: torch.dtype) -> int:
+def chunk_rows(rows: int, vocab: int, sums: int, dtype: torch.dtype) -> int:
     """Rows of one chunk of logits in `dtype`: the fewest chunks that fit the memory, of equal size.
 
-    columns: of hidden. sums: elements of the fp32 gradients.
+    sums: elements of the fp32 gradients.
     """
     row_bytes = round_up_to_tile(vocab) * dtype.itemsize
     within_extra = (EXTRA_BYTES - sums * (torch.float32.itemsize - dtype.itemsize)) // row_bytes
     limit = min(MAX_LOGITS_BYTES // row_bytes, within_extra if within_extra >= PREFERRED_CHUNK_ROWS else MAX_CHUNK_ROWS)
     limit = min(max(limit, MIN_CHUNK_ROWS), MAX_CHUNK_ROWS) // LOGITS_ALIGNMENT * LOGITS_ALIGNMENT
-    if dtype.itemsize >= torch.float32.itemsize:  # chunks are small beside a GPU
-        limit = fill_waves(limit, columns)
-    chunks = max(1, cdiv(rows, limit))
-    return round_up_to_tile(cdiv(rows, chunks))
+    return equal_rows(rows, limit)
+
+
+def piece_rows(rows: int, columns: int, vocab: int, dtype: torch.dtype) -> int:
+    """Rows of logits in `dtype`, wider than their factors, that one product projects. They are the same in all passes
+    over these rows, because the bits of a logit may depend on them."""
+    limit = min(max(MAX_PIECE_BYTES // (round_up_to_tile(vocab) * dtype.itemsize), MIN_CHUNK_ROWS), MAX_CHUNK_ROWS)
+    return equal_rows(rows, fill_waves(limit // LOGITS_ALIGNMENT * LOGITS_ALIGNMENT, columns))
+
+
+def rows_of_pieces(piece: int, vocab: int, dtype: torch.dtype) -> int:
+    """Rows of as many pieces as there is memory for, of one at least."""
+    return max(1, MAX_LOGITS_BYTES // (piece * round_up_to_tile(vocab) * dtype.itemsize)) * piece
+
+
+def equal_rows(rows: int, limit: int) -> int:
+    """Rows of a chunk: the fewest chunks of at most `limit` rows, of equal size."""
+    return round_up_to_tile(cdiv(rows, max(1, cdiv(rows, limit))))
 
 
 def fill_waves(limit: int, columns: int) -> int:
@@ -79,26 +95,55 @@ def project(hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | N
 
 
 def chunks_of_logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, sums: int = 0, buffer: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> Iterator[tuple[slice, Tensor]]:  # fmt: skip
-    """(rows, their logits) chunk by chunk, all in the same memory: that of `buffer` if it is given (1-D, large enough).
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, sums: int = 0, buffer: Tensor | None = None
+) -> Iterator[tuple[slice, Tensor]]:
+    """(rows, their logits) chunk by chunk, all in the same memory: that of `buffer` if it is given (1-D, large enough),
+    in its dtype, otherwise in that of the factors.
 
-    sums: elements of the fp32 gradients, as in `chunk_rows`. dtype: of the logits without a buffer; None for the
-    factors' own.
+    sums: elements of the fp32 gradients, as in `chunk_rows`.
     """
-    rows, vocab, dtype = hidden.shape[0], weight.shape[0], dtype or hidden.dtype
-    width = round_up_to_tile(vocab)
+    rows, vocab = hidden.shape[0], weight.shape[0]
     if buffer is None:
-        size = min(chunk_rows(rows, hidden.shape[1], vocab, sums, dtype), rows)
-        buffer = torch.empty(size, width, dtype=dtype, device=hidden.device)
+        size = min(chunk_rows(rows, vocab, sums, hidden.dtype), rows)
+        buffer = empty_logits(size, weight, hidden.dtype)
     else:
+        width = round_up_to_tile(vocab)
         size = round_down_to_tile(buffer.numel() // width)
-        buffer = buffer[: size * width].view(size, width)
-    buffer = buffer if width == vocab else buffer[:, :vocab]
+        buffer = buffer[: size * width].view(size, width)[:, :vocab]
     for chunk in slices(rows, size):
         logits = slice_rows(buffer, slice(0, chunk.stop - chunk.start))
         yield chunk, project(slice_rows(hidden, chunk), weight, bias, logits)
+
+
+def chunks_of_pieces(
+    hidden: Tensor, weight: Tensor, dtype: torch.dtype, multiply: bool = False
+) -> Iterator[tuple[slice, Tensor]]:
+    """(rows, their logits in `dtype`) chunk by chunk, all in the same memory. Logits have the same bits in every chunk.
+
+    multiply: whether their gradient is multiplied with the weight; chunks have several pieces then, where they fit.
+    """
+    (rows, columns), vocab = hidden.shape, weight.shape[0]
+    piece = piece_rows(rows, columns, vocab, dtype)
+    size = min(rows_of_pieces(piece, vocab, dtype) if multiply else piece, rows)
+    buffer = empty_logits(size, weight, dtype)
+    for chunk in slices(rows, size):
+        logits = slice_rows(buffer, slice(0, chunk.stop - chunk.start))
+        project_pieces(slice_rows(hidden, chunk), weight, logits, piece)
+        yield chunk, logits
+
+
+def project_pieces(hidden: Tensor, weight: Tensor, logits: Tensor, piece: int) -> None:
+    """Fills logits [T, V], `piece` rows at a time."""
+    for rows in slices(hidden.shape[0], piece):
+        project(slice_rows(hidden, rows), weight, None, slice_rows(logits, rows))
+
+
+def empty_logits(rows: int, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """[rows, V], uninitialised, each row on a boundary of a GEMM tile."""
+    vocab = weight.shape[0]
+    width = round_up_to_tile(vocab)
+    logits = torch.empty(rows, width, dtype=dtype, device=weight.device)
+    return logits if width == vocab else logits[:, :vocab]
 
 
 def slices(rows: int, size: int) -> Iterator[slice]:
@@ -107,15 +152,12 @@ def slices(rows: int, size: int) -> Iterator[slice]:
         yield slice(start, min(start + size, rows))
 
 
-def all_logits(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, list[slice]]:
-    """The logits of all rows [T, V], and the chunks in which they were projected: those of `chunks_of_logits`, so that
-    they have the same bits."""
-    rows, vocab = hidden.shape[0], weight.shape[0]
-    logits = torch.empty(rows, round_up_to_tile(vocab), dtype=dtype, device=hidden.device)[:, :vocab]
-    chunks = list(slices(rows, chunk_rows(rows, hidden.shape[1], vocab, 0, dtype)))
-    for chunk in chunks:
-        project(slice_rows(hidden, chunk), weight, None, slice_rows(logits, chunk))
-    return logits, chunks
+def all_logits(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The logits of all rows [T, V], with the bits of `chunks_of_pieces`."""
+    rows, columns = hidden.shape
+    logits = empty_logits(rows, weight, dtype)
+    project_pieces(hidden, weight, logits, piece_rows(rows, columns, weight.shape[0], dtype))
+    return logits
 
 
 def low_memory_buffer(hidden: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> tuple[int, bool]:
@@ -128,13 +170,21 @@ def low_memory_buffer(hidden: Tensor, weight: Tensor, dtype: torch.dtype | None 
     return elements, rows <= round_down_to_tile(elements // row)
 
 
+def vocabulary_buffer(rows: int, vocab: int, dtype: torch.dtype) -> int:
+    """Elements of a buffer for `chunks_of_vocabulary`: chunks of equal size, of MIN_CHUNK_CLASSES or more."""
+    limit = max(VOCABULARY_CHUNK_BYTES // (max(rows, 1) * dtype.itemsize), MIN_CHUNK_CLASSES)
+    return rows * round_up_to_tile(cdiv(vocab, cdiv(vocab, limit)))
+
+
 def chunks_of_vocabulary(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, buffer: Tensor
 ) -> Iterator[tuple[slice, Tensor]]:
     """(classes, their logits of all rows) chunk by chunk, all in the memory of `buffer`."""
     rows, vocab = hidden.shape[0], weight.shape[0]
     size = round_down_to_tile(buffer.numel() // rows)
-    for start in range(0, vocab, size):
-        classes = slice(start, min(start + size, vocab))
-        logits = buffer[: rows * (classes.stop - start)].view(rows, -1)
+    for classes in slices(vocab, size):
+        columns = classes.stop - classes.start
+        width = min(round_up_to_tile(columns), size)  # rows of logits that are not aligned make GEMMs slow
+        logits = buffer[: rows * width].view(rows, width)
+        logits = logits if width == columns else logits[:, :columns]
         yield classes, project(hidden, weight[classes], None if bias is None else bias[classes], logits)

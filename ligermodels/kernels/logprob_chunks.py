@@ -12,11 +12,16 @@ from ligermodels.kernels.chunk_gradients import accumulate_
 from ligermodels.kernels.dispatch import register_op
 from ligermodels.kernels.logits_chunks import (
     chunks_of_logits,
+    chunks_of_pieces,
     chunks_of_vocabulary,
     low_memory_buffer,
     slice_rows,
+    slices,
+    vocabulary_buffer,
 )
 from ligermodels.kernels.logprob_rows import RowLogProbs, empty_logprobs, gradient_memory, launch_logprobs
+
+MAX_BACKWARD_ROWS = 32768  # whose gradients are summed in fp32 at a time
 
 
 def logits_dtype(hidden: Tensor) -> torch.dtype:
@@ -30,10 +35,12 @@ def _launch_forward(
     """Results of the rows; with row_gradients also the gradient of each row's log-probability [N, H]."""
     results, dtype = empty_logprobs(targets, entropy, extras), logits_dtype(hidden)
     dhidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if row_gradients else None
-    buffer = None
     if low_memory:
         buffer = torch.empty(low_memory_buffer(hidden, weight, dtype)[0], dtype=dtype, device=hidden.device)
-    for chunk, logits in chunks_of_logits(hidden, weight, None, buffer=buffer, dtype=dtype):
+        chunks = chunks_of_logits(hidden, weight, None, buffer=buffer)
+    else:
+        chunks = chunks_of_pieces(hidden, weight, dtype, multiply=row_gradients)
+    for chunk, logits in chunks:
         part = slice_rows(targets, chunk), results.slice(chunk)
         if dhidden is None:
             launch_logprobs(logits, *part, None, *options)
@@ -48,20 +55,39 @@ def _launch_backward(
     hidden: Tensor, weight: Tensor, targets: Tensor, logprobs: Tensor, lse: Tensor, entropy: Tensor | None,
     dlogprobs: Tensor, dentropy: Tensor | None, hidden_grad: bool, weight_grad: bool, *options,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Gradients in the inputs' dtype, from logits that are computed once more."""
-    results, dtype, rows = RowLogProbs(logprobs, lse, entropy), logits_dtype(hidden), hidden.shape[0]
+    """Gradients in the inputs' dtype, from logits that are computed once more.
+
+    A chunk has a part of the vocabulary and all rows, or MAX_BACKWARD_ROWS of them: the fp32 sums over chunks are then
+    those of dhidden, which are small beside the head's.
+    """
+    (rows, columns), vocab, dtype = hidden.shape, weight.shape[0], logits_dtype(hidden)
+    results, size = RowLogProbs(logprobs, lse, entropy), min(rows, MAX_BACKWARD_ROWS)
+    buffer = torch.empty(vocabulary_buffer(size, vocab, dtype), dtype=dtype, device=hidden.device)
+    sums = torch.empty(size if hidden_grad else 0, columns, dtype=dtype, device=hidden.device)
     dhidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if hidden_grad else None
-    dweight = torch.zeros_like(weight) if weight_grad and not rows else None
-    for chunk, logits in chunks_of_logits(hidden, weight, None, dtype=dtype):
-        dlogits = overwrite_with_gradient(logits, targets, results, dlogprobs, dentropy, hidden.dtype, chunk, *options)
+    dweight = _empty_dweight(weight, rows, dtype) if weight_grad else None
+    for part in slices(rows, size):
+        inputs, of_part = slice_rows(hidden, part), slice(0, part.stop - part.start)
+        for classes, logits in chunks_of_vocabulary(inputs, weight, None, buffer):
+            dlogits = overwrite_with_gradient(
+                logits, targets, results, dlogprobs, dentropy, hidden.dtype, part, *options,
+                first_class=classes.start, vocab=vocab,
+            )  # fmt: skip
+            if hidden_grad:
+                accumulate_(slice_rows(sums, of_part), dlogits, weight[classes], beta=int(classes.start > 0))
+            if dweight is not None:
+                accumulate_(dweight[classes], dlogits.T, inputs, beta=int(part.start > 0))
         if dhidden is not None:
-            torch.mm(dlogits, weight, out=slice_rows(dhidden, chunk))
-        if weight_grad:
-            if dweight is None:  # a single chunk needs no fp32 sums
-                dweight = torch.empty_like(weight, dtype=weight.dtype if chunk.stop == rows else dtype)
-            accumulate_(dweight, dlogits.T, slice_rows(hidden, chunk), beta=int(chunk.start > 0))
-        del logits, dlogits  # frees the chunks behind the last one, before dweight is rounded
+            slice_rows(dhidden, part).copy_(slice_rows(sums, of_part))
+    del buffer, sums  # before dweight is rounded
     return dhidden, None if dweight is None else dweight.to(weight.dtype)
+
+
+def _empty_dweight(weight: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+    """In `dtype` if it is a sum over several parts of the rows. Zeros without rows."""
+    make = torch.empty_like if rows else torch.zeros_like
+    summed = dtype if rows > MAX_BACKWARD_ROWS else weight.dtype
+    return make(weight, dtype=summed, memory_format=torch.contiguous_format)
 
 
 def _launch_low_memory(
@@ -87,9 +113,8 @@ def _launch_low_memory(
                 torch.mm(dlogits.T, hidden, out=dweight)
     if dweight is not None and rows and not (holds_all and hidden_grad):
         for classes, logits in chunks_of_vocabulary(hidden, weight, None, buffer):
-            dlogits = gradient_memory(logits, hidden.dtype)
-            launch_logprobs(
-                logits, targets, results, dlogits, *options, computed=True, dlogprobs=dlogprobs, dentropy=dentropy,
+            dlogits = overwrite_with_gradient(
+                logits, targets, results, dlogprobs, dentropy, hidden.dtype, slice(0, rows), *options,
                 first_class=classes.start, vocab=weight.shape[0],
             )  # fmt: skip
             torch.mm(dlogits.T, hidden, out=dweight[classes])
@@ -104,13 +129,15 @@ def _as_dtype(memory: Tensor, dtype: torch.dtype) -> Tensor:
 
 def overwrite_with_gradient(
     logits: Tensor, targets: Tensor, results: RowLogProbs, dlogprobs: Tensor, dentropy: Tensor | None,
-    dtype: torch.dtype, rows: slice, *options,
+    dtype: torch.dtype, rows: slice, *options, first_class: int = 0, vocab: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """The gradient of a chunk of logits, in `dtype`, in their memory."""
+    """The gradient of a chunk of logits, in `dtype`, in their memory. The chunk: some rows, all classes or, of `vocab`,
+    those from `first_class` on."""
     dlogits = gradient_memory(logits, dtype)
     launch_logprobs(
         logits, slice_rows(targets, rows), results.slice(rows), dlogits, *options, computed=True,
         dlogprobs=slice_rows(dlogprobs, rows), dentropy=None if dentropy is None else slice_rows(dentropy, rows),
+        first_class=first_class, vocab=vocab,
     )  # fmt: skip
     return dlogits
 

@@ -26,8 +26,8 @@ from ligermodels.kernels.launch import Launcher, kernel
 from ligermodels.kernels.pdl import pdl_constants, wait_for_previous_kernel
 from ligermodels.kernels.softmax_sweep import LOG2_E, load_logits, online_softmax
 
-# One tile for every launch: the order of the sums decides about the last bits of a log-probability, which must be the
-# same with and without a gradient.
+# One tile for every launch that computes results: the order of the sums decides about the last bits of a
+# log-probability, which must be the same with and without a gradient.
 MAX_BLOCK, ELEMENTS_PER_THREAD, VECTOR = 8192, 16, 4
 SERIES_BELOW = tl.constexpr(0.015625)  # series of four terms are exact to 1e-8 there
 
@@ -166,8 +166,8 @@ def _kernel(
 
 
 @functools.cache
-def _launcher(vocab: int, device: torch.device, **constants: bool) -> Launcher:
-    block = min(triton.next_power_of_2(max(vocab, 16)), MAX_BLOCK)
+def _launcher(columns: int, device: torch.device, **constants: bool) -> Launcher:
+    block = min(triton.next_power_of_2(max(columns, 16)), MAX_BLOCK)
     warps = max(1, block // (32 * ELEMENTS_PER_THREAD))
     return _kernel.bind(BLOCK=block, VECTOR=VECTOR, num_warps=warps, **constants, **pdl_constants(device))
 
@@ -198,7 +198,7 @@ def launch_logprobs(
     logprobs, lse, entropy, extras = results
     vocab = vocab or columns
     launch = _launcher(
-        vocab,  # the same for every chunk of a vocabulary
+        columns if computed else vocab,
         logits.device, SOFTCAP=softcap is not None, RESULTS=not computed, ENTROPY=entropy is not None,
         EXTRAS=extras is not None, GRADIENT=dlogits is not None, UPSTREAM=dlogprobs is not None,
         ENTROPY_GRADIENT=dentropy is not None,

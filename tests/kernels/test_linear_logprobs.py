@@ -1,11 +1,12 @@
 import math
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from ligermodels import losses
-from ligermodels.kernels import launch, logits_chunks
+from ligermodels.kernels import launch, logits_chunks, logprob_chunks
 from ligermodels.kernels import linear_logprobs as module
 from ligermodels.kernels import logprob_rows as rows_module
 from ligermodels.kernels.linear_logprobs import linear_logprobs, linear_logprobs_reference
@@ -40,8 +41,14 @@ def leaves(*shape, dtype=torch.float32):
 
 
 @pytest.fixture
-def chunks_of_16(monkeypatch):
-    monkeypatch.setattr(logits_chunks, "chunk_rows", lambda *a: 16)
+def small_chunks(monkeypatch):
+    """Pieces of 16 rows, two in a chunk that is multiplied; in backward 16 classes of 32 rows at a time."""
+    monkeypatch.setattr(logits_chunks, "piece_rows", lambda *a: 16)
+    monkeypatch.setattr(logits_chunks, "rows_of_pieces", lambda *a: 32)
+    monkeypatch.setattr(logits_chunks, "VOCABULARY_CHUNK_BYTES", 1)
+    monkeypatch.setattr(logits_chunks, "MIN_CHUNK_CLASSES", 16)
+    monkeypatch.setattr(logits_chunks, "LOGITS_ALIGNMENT", 16)
+    monkeypatch.setattr(logprob_chunks, "MAX_BACKWARD_ROWS", 32)
 
 
 @pytest.fixture
@@ -49,6 +56,17 @@ def short_blocks(monkeypatch):
     """Rows of several steps of a program, so that a gradient overwrites logits of later steps."""
     monkeypatch.setattr(rows_module, "MAX_BLOCK", 16)
     monkeypatch.setattr(rows_module, "_launcher", rows_module._launcher.__wrapped__)  # without its cache
+
+
+@contextmanager
+def allocations(*names):
+    """The tensors that torch's functions of these names make meanwhile."""
+    made = []
+    with pytest.MonkeyPatch.context() as patched:
+        for name in names:
+            make = getattr(torch, name)
+            patched.setattr(torch, name, lambda *a, f=make, **k: made.append(f(*a, **k)) or made[-1])
+        yield made
 
 
 def results(function, **options):
@@ -59,16 +77,15 @@ def results(function, **options):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("shape", "low_memory"), [(RECOMPUTED, False), (RECOMPUTED, True), (FEW_ROWS, False)])
 @pytest.mark.parametrize("options", [{}, {"entropy": True, "extras": EXTRAS, **OPTIONS}])
-def test_within_the_error_budget(monkeypatch, chunks_of_16, short_blocks, options, shape, low_memory, dtype):
+def test_within_the_error_budget(monkeypatch, small_chunks, short_blocks, options, shape, low_memory, dtype):
     monkeypatch.setattr(logits_chunks, "LOW_MEMORY_BYTES", 1)
-    monkeypatch.setattr(logits_chunks, "LOGITS_ALIGNMENT", 8)
     ours = results(linear_logprobs, low_memory=low_memory, **options)
     check(ours, results(linear_logprobs_reference, **options), draw(*shape), dtype, FACTOR)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("low_memory", [False, True])
-def test_a_frozen_head_is_within_the_error_budget(chunks_of_16, short_blocks, low_memory, dtype):
+def test_a_frozen_head_is_within_the_error_budget(small_chunks, short_blocks, low_memory, dtype):
     hidden, weight, targets = draw(*RECOMPUTED)
 
     def frozen(function, **options):
@@ -88,7 +105,7 @@ def test_half_precision_inputs_have_fp32_logits():
 
 
 @pytest.mark.parametrize("shape", [RECOMPUTED, FEW_ROWS])
-def test_all_routes_compute_the_same_bits_with_and_without_gradients(chunks_of_16, shape):
+def test_all_routes_compute_the_same_bits_with_and_without_gradients(small_chunks, shape):
     hidden, weight, targets = leaves(*shape, dtype=DTYPES[-1])
     with torch.no_grad():
         expected = linear_logprobs(hidden, weight, targets).logprobs
@@ -103,7 +120,7 @@ def test_all_routes_compute_the_same_bits_with_and_without_gradients(chunks_of_1
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_the_first_step_of_dpo_has_a_loss_of_exactly_log_2(chunks_of_16, frozen):
+def test_the_first_step_of_dpo_has_a_loss_of_exactly_log_2(small_chunks, frozen):
     hidden, weight, targets = leaves(40, 17, 33)
     offsets = torch.tensor([0, 11, 20, 33, 40], dtype=torch.int32, device=DEVICE)
     with torch.no_grad():
@@ -125,7 +142,7 @@ def test_a_sure_token_keeps_its_log_probability_and_its_gradient(frozen):
     torch.testing.assert_close(gradient[:, 0], others, rtol=1e-5, atol=0)
 
 
-def test_extras_are_those_of_the_distribution_and_have_no_gradient(chunks_of_16, short_blocks):
+def test_extras_are_those_of_the_distribution_and_have_no_gradient(small_chunks, short_blocks):
     hidden, weight, targets = leaves(*RECOMPUTED)
     logits = 5 * torch.tanh(1.5 * hidden.double() @ weight.double().T / 5) / 0.7
     p, supervised = logits.softmax(-1).detach(), targets != -100
@@ -159,17 +176,15 @@ def flops(function):
     return counter.get_total_flops() / (2 * math.prod(RECOMPUTED))
 
 
-def test_a_frozen_head_costs_two_products_and_allocates_no_gradient_of_it(monkeypatch):
+def test_a_frozen_head_costs_two_products_and_allocates_no_gradient_of_it():
     hidden, weight, targets = leaves(*RECOMPUTED)
     weight.requires_grad_(False)
     assert flops(lambda: linear_logprobs(hidden, weight, targets).logprobs.sum().backward()) == 2
     assert flops(lambda: linear_logprobs(hidden, weight, targets, extras=EXTRAS).entropy) == 2
     assert flops(lambda: linear_logprobs(hidden, weight, targets, entropy=True).entropy.sum().backward()) == 3
-    shapes = []
-    for name in ("empty", "empty_like", "zeros_like"):
-        make = getattr(torch, name)
-        monkeypatch.setattr(torch, name, lambda *a, f=make, **k: shapes.append((x := f(*a, **k)).shape) or x)
-    linear_logprobs(hidden, weight, targets).logprobs.sum().backward()
+    with allocations("empty", "empty_like", "zeros_like") as made:
+        linear_logprobs(hidden, weight, targets).logprobs.sum().backward()
+    shapes = {x.shape for x in made}
     assert (45, 17) in shapes and (33, 17) not in shapes
 
 
@@ -189,7 +204,7 @@ def test_kept_logits_are_overwritten_with_their_gradient_unless_the_graph_is_ret
 
 @pytest.mark.parametrize("low_memory", [False, True])
 @pytest.mark.parametrize("frozen", [False, True])
-def test_targets_that_are_ignored_or_outside_the_vocabulary_have_no_gradient(chunks_of_16, frozen, low_memory):
+def test_targets_that_are_ignored_or_outside_the_vocabulary_have_no_gradient(small_chunks, frozen, low_memory):
     hidden, weight, targets = leaves(*RECOMPUTED)
     weight.requires_grad_(not frozen)
     outside, ignored = targets.clone(), targets.clone()
@@ -213,25 +228,58 @@ def test_without_supervised_targets_results_and_gradients_are_zero(rows, low_mem
     assert not any(x.any() for x in (*out, hidden.grad, weight.grad))
 
 
-def test_chunk_size_changes_only_the_order_of_fp32_sums(monkeypatch):
-    *inputs, targets = leaves(50, 17, 33)
+@pytest.mark.parametrize("head", ["trained", "frozen"])
+def test_chunk_size_changes_only_the_order_of_fp32_sums(request, head):
+    hidden, weight, targets = leaves(50, 17, 33)
+    inputs = [hidden, weight] if head == "trained" else [hidden]
     found = []
-    for rows in (16, 64):
-        monkeypatch.setattr(logits_chunks, "chunk_rows", lambda *a, rows=rows: rows)
-        out = linear_logprobs(*inputs, targets, entropy=True)
-        loss = (out.logprobs * out.entropy).sum()
+    for _ in range(2):  # whole, then in chunks
+        out = linear_logprobs(hidden, weight.requires_grad_(head == "trained"), targets, entropy=head == "trained")
+        loss = (out.logprobs * (out.logprobs.detach().cos() if out.entropy is None else out.entropy)).sum()
         found.append([out.logprobs.detach(), *torch.autograd.grad(loss, inputs)])
+        request.getfixturevalue("small_chunks")
     assert all(relative_error(few, whole.double()) <= 1e-6 for few, whole in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("rows", "hidden", "vocab", "expected"),
+    [
+        (16384, 4096, 128256, (1024, 2048, 6144)),  # 128 tiles for 132 multiprocessors
+        (16384, 3584, 152064, (1152, 1152, 6144)),  # 126 tiles; 1280 rows fit
+        (16384, 896, 151936, (1280, 1280, 6144)),  # 40 tiles
+        (16384, 2304, 256000, (1024, 1024, 6144)),
+        (16384, 4096, 32000, (4096, 8192, 5376)),  # six equal parts of at most 6,144 classes
+        (2048, 3584, 152064, (1024, 1024, 38016)),
+        (65536, 4096, 128256, (1024, 2048, 4096)),
+        (5, 4096, 128256, (128, 2048, 128256)),
+    ],
+)
+def test_sizes_of_chunks(rows, hidden, vocab, expected):
+    """Of a piece, of a chunk that is multiplied, and the classes of a chunk in backward."""
+    piece = logits_chunks.piece_rows(rows, hidden, vocab, torch.float32)
+    kept = min(rows, logprob_chunks.MAX_BACKWARD_ROWS)
+    classes = logits_chunks.vocabulary_buffer(kept, vocab, torch.float32) / kept
+    assert (piece, logits_chunks.rows_of_pieces(piece, vocab, torch.float32), classes) == expected
+
+
+def test_backward_allocates_the_gradients_one_buffer_and_fp32_sums_of_the_rows(small_chunks):
+    """And fp32 sums of the weight's gradient only where the rows are more than MAX_BACKWARD_ROWS."""
+    for rows, summed in ((32, DTYPES[-1]), (33, torch.float32)):
+        *inputs, targets = leaves(rows, 17, 50, dtype=DTYPES[-1])
+        logprobs = linear_logprobs(*inputs, targets).logprobs.sum()
+        with allocations("empty", "empty_like") as made:
+            torch.autograd.grad(logprobs, inputs)
+        sizes = {(x.numel(), x.dtype) for x in made if x.numel() > rows}
+        fp32 = torch.float32
+        assert sizes == {(32 * 16, fp32), (32 * 17, fp32), (rows * 17, DTYPES[-1]), (50 * 17, summed)}
 
 
 def test_low_memory_allocates_the_gradients_and_one_buffer(monkeypatch):
     monkeypatch.setattr(logits_chunks, "LOW_MEMORY_BYTES", 1)
     *inputs, targets = leaves(5, 17, 129)
-    sizes = []
-    for name in ("empty", "empty_like"):
-        make = getattr(torch, name)
-        monkeypatch.setattr(torch, name, lambda *a, f=make, **k: sizes.append((x := f(*a, **k)).numel()) or x)
-    linear_logprobs(*inputs, targets, low_memory=True).logprobs.sum().backward()
+    with allocations("empty", "empty_like") as made:
+        linear_logprobs(*inputs, targets, low_memory=True).logprobs.sum().backward()
+    sizes = [x.numel() for x in made]
     assert sorted(x for x in sizes if x > 5) == [5 * 17, 256, 256, 129 * 17]  # the buffer in forward and in backward
 
 

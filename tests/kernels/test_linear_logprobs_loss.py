@@ -5,12 +5,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from ligermodels.kernels import linear_logprobs_loss as module
-from ligermodels.kernels import logits_chunks
 from ligermodels.kernels.linear_logprobs import linear_logprobs
 from ligermodels.kernels.linear_logprobs_loss import linear_logprobs_loss
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import DTYPES, relative_error
-from tests.kernels.test_linear_logprobs import FEW_ROWS, OPTIONS, RECOMPUTED, leaves
+from tests.kernels.test_linear_logprobs import FEW_ROWS, OPTIONS, RECOMPUTED, leaves, small_chunks  # noqa: F401
 
 pytestmark = [
     pytest.mark.usefixtures("kernels", "poisoned"),
@@ -19,9 +18,7 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def chunks_of_16(monkeypatch):
-    monkeypatch.setattr(logits_chunks, "chunk_rows", lambda *a: 16)
+pytestmark.append(pytest.mark.usefixtures("small_chunks"))
 
 
 def clipped(old, advantages):
@@ -79,7 +76,7 @@ def test_the_first_ratio_is_exactly_one():
         return ratios[-1].sum()
 
     linear_logprobs_loss(hidden, weight, targets, sum_of_ratios)
-    assert torch.equal(torch.cat(ratios), torch.ones(45, device=DEVICE)) and len(ratios) == 3
+    assert torch.equal(torch.cat(ratios), torch.ones(45, device=DEVICE)) and len(ratios) == 2
 
 
 def test_while_tracing_the_loss_is_that_of_all_rows_at_once():

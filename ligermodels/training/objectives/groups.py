@@ -44,7 +44,7 @@ class GroupObjective(Objective):
     kind: of the groups. learning_rate: for pretrained weights, all of them trained; ten times that for LoRA.
     """
 
-    reads_logprobs = True
+    head_op = "linear_logprobs"
     kind: GroupKind
     learning_rate: ClassVar[float]
     data: PreferenceData

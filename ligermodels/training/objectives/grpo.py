@@ -77,7 +77,7 @@ MOST_VALIDATION_PROMPTS = 512
 class GRPO(Objective):
     """The loss is that of `--loss` over the completions of the step, on all ranks, divided by their number."""
 
-    reads_logprobs = True
+    head_op = "linear_logprobs_loss"
     data: PreferenceData
     config: RunConfig
     sampler: Sampler | VLLMSampler

@@ -88,14 +88,14 @@ class Objective(ABC):
 
     data: what `open` opened. folder: of the run, known from `prepare` on. micro_batch_size: rows of a micro-batch,
     where rows are all of one length. context: the ranks that share this rank's rows, where there are others.
-    reads_logprobs: whether the loss reads log-probabilities, not the cross-entropy.
+    head_op: the op of the head and its loss, for the plan (`head_memory.loss_bytes`).
     """
 
     data: Data | PreferenceData
     folder: Path
     micro_batch_size = 1
     context: ContextGroup | None = None
-    reads_logprobs = False
+    head_op = "linear_cross_entropy"
 
     def __init__(self, config: TrainConfig, world: World) -> None:
         """Raises InputError for options that contradict each other. Reads no file."""

@@ -355,12 +355,12 @@ def device_name(device: torch.device) -> str:
 
 def memory_needs(
     model: CausalLM, optimizer: AdamW, config: RunConfig, world: World, dtype: torch.dtype, beside: int,
-    row_patches: int = 0, fp32_logits: bool = False,
+    row_patches: int = 0, head_op: str = "linear_cross_entropy",
 ) -> MemoryEstimator:  # fmt: skip
     """The memory of a step of this run as a function of the settings that may still change.
 
     model: on the meta device, unsharded. optimizer: an optimizer of it, whose states are created on the meta device.
-    beside: bytes of a rank that stay beside the model. row_patches: the most of the images of a row. fp32_logits: as
+    beside: bytes of a rank that stay beside the model. row_patches: the most of the images of a row. head_op: as
     that of `training_memory`. The result takes the micro-batch size as `batch_size`.
     """
     optimizer.create_states()
@@ -376,6 +376,6 @@ def memory_needs(
         training_memory, model, sequence_length=config.sequence_length, dtype=dtype,
         shards=dp_shard_size(world, config.dp_replicate), optimizer_states=on_device, offloaded_states=on_host,
         room_for_inputs=room, beside=beside, context=world.context, expert_ranks=config.expert_parallel,
-        fp32_logits=fp32_logits, low_memory_loss=config.low_memory_loss, step_in_backward=config.optimizer_in_backward,
+        head_op=head_op, low_memory_loss=config.low_memory_loss, step_in_backward=config.optimizer_in_backward,
     )  # fmt: skip
     return lambda *, batch_size, **options: estimate(batch_size, patches=batch_size * row_patches, **options)
