@@ -12,7 +12,7 @@ import torch
 FOLDER = Path(__file__).parent / "results"
 PACKAGES = (
     *("torch", "triton", "transformers", "liger-kernel", "flash-attn-4", "quack-kernels", "cut-cross-entropy"),
-    *("peft", "bitsandbytes", "unsloth"),
+    *("peft", "bitsandbytes", "unsloth", "flash-linear-attention", "causal-conv1d"),
 )
 
 

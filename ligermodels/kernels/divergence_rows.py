@@ -26,7 +26,9 @@ from ligermodels.kernels.pdl import pdl_constants, wait_for_previous_kernel
 from ligermodels.kernels.softmax_sweep import LOG2_E, LOWEST, load_logits
 from ligermodels.losses.divergences import LEAST_NORM
 
-MAX_BLOCK = 2048  # logits of each model in one step
+# Logits of each model in one step: the more, the fewer rows are in flight, and the more of a row is still in the L2
+# cache when it is read again.
+MAX_BLOCK = 8192
 MIN_NORM_PRODUCT = tl.constexpr(LEAST_NORM)
 
 

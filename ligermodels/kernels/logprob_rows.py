@@ -28,7 +28,10 @@ from ligermodels.kernels.softmax_sweep import LOG2_E, load_logits, online_softma
 
 # One tile for every launch that computes results: the order of the sums decides about the last bits of a
 # log-probability, which must be the same with and without a gradient.
-MAX_BLOCK, ELEMENTS_PER_THREAD, VECTOR = 8192, 16, 4
+MAX_BLOCK, ELEMENTS_PER_THREAD, VECTOR = 16384, 16, 4
+# Shorter rows take half of MAX_BLOCK. Of longer ones fewer are in flight with it, so that more of a row is still in the
+# L2 cache when it is read again for its gradient.
+LONG_ROW = 65536
 SERIES_BELOW = tl.constexpr(0.015625)  # series of four terms are exact to 1e-8 there
 
 
@@ -167,7 +170,8 @@ def _kernel(
 
 @functools.cache
 def _launcher(columns: int, device: torch.device, **constants: bool) -> Launcher:
-    block = min(triton.next_power_of_2(max(columns, 16)), MAX_BLOCK)
+    most = MAX_BLOCK if columns >= LONG_ROW else MAX_BLOCK // 2
+    block = min(triton.next_power_of_2(max(columns, 16)), most)
     warps = max(1, block // (32 * ELEMENTS_PER_THREAD))
     return _kernel.bind(BLOCK=block, VECTOR=VECTOR, num_warps=warps, **constants, **pdl_constants(device))
 

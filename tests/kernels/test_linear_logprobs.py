@@ -54,7 +54,7 @@ def small_chunks(monkeypatch):
 @pytest.fixture
 def short_blocks(monkeypatch):
     """Rows of several steps of a program, so that a gradient overwrites logits of later steps."""
-    monkeypatch.setattr(rows_module, "MAX_BLOCK", 16)
+    monkeypatch.setattr(rows_module, "MAX_BLOCK", 32)
     monkeypatch.setattr(rows_module, "_launcher", rows_module._launcher.__wrapped__)  # without its cache
 
 
