@@ -15,6 +15,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 import pytest
+from torch._dynamo import config as dynamo_config
+from torch._dynamo import guards
 from xdist.plugin import pytest_xdist_auto_num_workers as usual_num_workers
 
 from ligermodels.kernels import grouped_gemm, launch, rescale
@@ -27,12 +29,20 @@ TENS_OF_GIB = pytest.mark.usefixtures("turn")
 
 def pytest_configure():
     if DEVICE == "cpu":
+        gc.set_threshold(10_000, 10, 20)  # on a GPU what waits in cycles of references could be GiB
+        shorten_compilation()
         interpreter.speed_up_interpreter()
         # The GPU's span would take 32 steps for every row, however short.
         rescale.IN_PLACE_TILE = rescale.SpanTile(block=512, span=2048, warps=8)
         # A step takes the interpreter as long however large its blocks are.
         tiles = grouped_gemm.GEMM_TILES
         tiles[4] = tiles[4]._replace(block_n=128, block_k=64)
+
+
+def shorten_compilation():
+    """Without what takes torch 60 ms a graph, to no effect here: it collects garbage, and measures its guards."""
+    dynamo_config.run_gc_after_compile = False
+    guards.profile_guard_manager = lambda *_: 0.0  # microseconds, which it logs
 
 
 # Files whose tests start processes, compile, or train. `-m "not slow"` leaves them out: two thirds of the time.

@@ -17,6 +17,8 @@ import sys
 import traceback
 from pathlib import Path
 
+import torch.distributed as dist
+
 ROOT = Path(__file__).parents[1]
 LIBRARIES = ("torch._dynamo", "torch.distributed.tensor", "transformers.trainer", "peft", "matplotlib.pyplot")
 
@@ -50,22 +52,39 @@ class ScriptServer:
     def __exit__(self, *_):
         self.process.communicate()
 
-    def run(self, script, folder, **environment):
-        """Runs a script in `folder`, waits, and returns (exit status, what it wrote to stdout and stderr)."""
+    def run(self, script, folder, *arguments, ranks=1, **environment):
+        """Runs a script in `folder`, waits, and returns (exit status, what it wrote to stdout and stderr).
+
+        Of several ranks, which are told what torchrun would tell them, the first status that is not 0.
+        """
         output = Path(folder) / "output.txt"
-        question = {"script": str(script), "folder": str(folder), "output": str(output), "environment": environment}
+        store, environments = (None, [{}]) if ranks == 1 else rank_environments(ranks)
+        question = {"script": str(script), "arguments": arguments, "folder": str(folder), "output": str(output)}
+        question["environments"] = [environment | of_rank for of_rank in environments]
         print(json.dumps(question), file=self.process.stdin, flush=True)
-        return int(self.process.stdout.readline()), output.read_text()
+        status = int(self.process.stdout.readline())
+        del store  # until here it serves the ranks
+        return status, output.read_text()
 
 
-def run_script(script, folder, output, environment):
+def rank_environments(ranks):
+    """The rendezvous store, which is in this process, and the variables that torchrun would set for each rank."""
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    common = {
+        "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo",
+    }  # fmt: skip
+    return store, [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+
+
+def run_script(script, arguments, folder, output, environment):
     """Never returns. Nothing is taken down: that would take longer than most scripts."""
     os.environ.update(environment)
     os.chdir(folder)
-    written = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    written = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for number, descriptor in enumerate([os.open(os.devnull, os.O_RDONLY), written, written]):
         os.dup2(descriptor, number)
-    sys.argv, sys.path[0] = [script], str(Path(script).parent)
+    sys.argv, sys.path[0] = [script, *arguments], str(Path(script).parent)
     status = 1
     try:
         runpy.run_path(script, run_name="__main__")
@@ -80,10 +99,14 @@ def run_script(script, folder, output, environment):
 def main():
     gc.freeze()  # a garbage collection in a child would copy all that the server has imported
     for line in sys.stdin:
-        child = os.fork()
-        if child == 0:
-            run_script(**json.loads(line))
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        question = json.loads(line)
+        children = []
+        for environment in question.pop("environments"):
+            children.append(os.fork())
+            if children[-1] == 0:
+                run_script(**question, environment=environment)
+        statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        print(next(filter(None, statuses), 0), flush=True)
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ def load_folder(
     architecture, config = select_architecture(raw, folder / CONFIG_FILE, reward_model=reward_model)
     checkpoint = open_checkpoint(folder)
     refuse_layers_without_tensors(config, checkpoint)
-    model = build_on_meta(architecture, config).to(dtype or checkpoint_dtype(raw, checkpoint))
+    model = build_on_meta(architecture, config, dtype or checkpoint_dtype(raw, checkpoint))
     plan = plan_loading(model, checkpoint, allow_unexpected=allow_unexpected)
     quantise_as_stored(model, plan, quantize)
     fill_weights(model.to_empty(device=device), plan)
@@ -188,7 +188,7 @@ def create(
     """
     raw, origin = read_preset_or_config(architecture_or_config, size)
     selected = select_architecture(raw, origin, reward_model=reward_model)
-    model = build_on_meta(*selected).to(float_dtype(dtype))
+    model = build_on_meta(*selected, float_dtype(dtype))
     if torch.device(device).type == "meta":
         return model
     model.to_empty(device=device)
@@ -223,13 +223,13 @@ def export(
     )
 
 
-def build_on_meta(architecture: type[CausalLM], config: Config) -> CausalLM:
-    """Builds the model on the meta device, in fp32."""
+def build_on_meta(architecture: type[CausalLM], config: Config, dtype: torch.dtype = torch.float32) -> CausalLM:
+    """Builds the model on the meta device."""
     with torch.device("meta"), NoInitialization():
         model = architecture(config)
     if isinstance(model, RewardModel) and not is_classifier(config.raw):
         model.with_new_head()
-    return model
+    return model if dtype == torch.float32 else model.to(dtype)
 
 
 def select_architecture(

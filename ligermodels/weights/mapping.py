@@ -216,7 +216,7 @@ def plan_pieces(
             if piece.tensor in owner:
                 raise ValueError(f"both {owner[piece.tensor]} and {name} map to the checkpoint's {piece.tensor}")
             owner[piece.tensor] = name
-            pieces.append(replace(piece, parameter=name))
+            pieces.append(piece if piece.parameter == name else replace(piece, parameter=name))
             if len(pieces) == at_most:
                 return pieces
     return pieces

@@ -258,8 +258,9 @@ def named_weights(module: nn.Module) -> dict[str, Any]:
 
 def tied_names(model: nn.Module) -> dict[str, str]:
     """Further names of tied parameters -> their first name."""
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    names = ((name, first[id(parameter)]) for name, parameter in model.named_parameters(remove_duplicate=False))
+    first: dict[int, str] = {}
+    every = model.named_parameters(remove_duplicate=False)
+    names = ((name, first.setdefault(id(parameter), name)) for name, parameter in every)
     return {name: original for name, original in names if name != original}
 
 

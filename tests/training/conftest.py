@@ -31,6 +31,13 @@ def rank_of_four():
     torch.distributed.destroy_process_group()
 
 
+@pytest.fixture(autouse=True)
+def no_group_is_left():
+    """A run in this process may make a process group of its own, which a later test would find."""
+    yield
+    distributed.stop()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def short_ends_of_runs():
     """As in runs of the launcher: curves.png and the sample of a validation take longer than a few small steps."""

@@ -20,12 +20,12 @@ from pathlib import Path
 
 import torch
 import torch._dynamo  # imported by every optimizer
-import torch.distributed as dist
 
 import ligermodels.cli  # noqa: F401  all that a run imports, once for all runs
 from ligermodels.training.data import embedded
 from ligermodels.training.reporting import evaluation
 from ligermodels.training.reporting.metrics import read_metrics
+from tests.forking import rank_environments
 from tests.training.file_operations import FileOperations
 
 loop = importlib.import_module("ligermodels.training.loop")
@@ -119,18 +119,9 @@ class Launcher:
             "errors": str(errors), "module": module, "file_size": file_size, "picture": picture,
             "watched": watched, "fatal": fatal,
         }  # fmt: skip
-        environments = [{}] if ranks == 1 else self.rank_environments(ranks)
+        self.store, environments = (None, [{}]) if ranks == 1 else rank_environments(ranks)
         processes = [self.ask(**command, environment=environment) for environment in environments]
         return Run(self, processes, output.open(), errors)
-
-    def rank_environments(self, ranks):
-        """Returns the variables that torchrun would set for each rank. The rendezvous store is in this process."""
-        self.store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        common = {
-            "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost",
-            "MASTER_PORT": str(self.store.port), "TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo",
-        }  # fmt: skip
-        return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
     def run(self, *arguments, **options):
         return self.start(*arguments, **options).wait()
