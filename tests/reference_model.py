@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.initialization import no_init_weights
 
 
 def reference_model(raw: dict[str, Any], dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -19,9 +18,7 @@ def reference_model(raw: dict[str, Any], dtype: torch.dtype = torch.float32) -> 
         (Path(folder) / "config.json").write_text(json.dumps(raw))
         config = AutoConfig.from_pretrained(folder)
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    with no_init_weights():  # which would take half of the time
-        model = auto_class(config).from_config(config, dtype=torch.float32, **eager)
-    model.tie_weights()
+    model = auto_class(config).from_config(config, dtype=torch.float32, **eager)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for parameter in model.parameters():
