@@ -77,6 +77,7 @@ def _launch_backward(
                 accumulate_(slice_rows(sums, of_part), dlogits, weight[classes], beta=int(classes.start > 0))
             if dweight is not None:
                 accumulate_(dweight[classes], dlogits.T, inputs, beta=int(part.start > 0))
+            del logits, dlogits  # behind the last chunk they would hold the buffer
         if dhidden is not None:
             slice_rows(dhidden, part).copy_(slice_rows(sums, of_part))
     del buffer, sums  # before dweight is rounded

@@ -1,4 +1,5 @@
 import math
+import weakref
 from contextlib import contextmanager
 
 import pytest
@@ -272,6 +273,28 @@ def test_backward_allocates_the_gradients_one_buffer_and_fp32_sums_of_the_rows(s
         sizes = {(x.numel(), x.dtype) for x in made if x.numel() > rows}
         fp32 = torch.float32
         assert sizes == {(32 * 16, fp32), (32 * 17, fp32), (rows * 17, DTYPES[-1]), (50 * 17, summed)}
+
+
+def test_backward_holds_no_logits_while_the_gradient_of_the_weight_is_rounded(monkeypatch, small_chunks):
+    """That is where it needs most: there are the weight's gradient and its fp32 sums."""
+    *inputs, targets = leaves(33, 17, 50, dtype=DTYPES[-1])
+    logprobs, views, held = linear_logprobs(*inputs, targets).logprobs.sum(), [], []
+    memory, to = logprob_chunks.gradient_memory, torch.Tensor.to
+
+    def watched(logits, dtype):
+        dlogits = memory(logits, dtype)
+        views.extend(map(weakref.ref, (logits, dlogits)))
+        return dlogits
+
+    def rounded(x, dtype):
+        if x.shape == (50, 17) and dtype == DTYPES[-1]:
+            held.append([view() is not None for view in views])
+        return to(x, dtype)
+
+    monkeypatch.setattr(logprob_chunks, "gradient_memory", watched)
+    monkeypatch.setattr(torch.Tensor, "to", rounded)
+    torch.autograd.grad(logprobs, inputs)
+    assert held == [[False] * 2 * (4 + 1)]  # four parts of the vocabulary for 32 rows, one for the last row
 
 
 def test_low_memory_allocates_the_gradients_and_one_buffer(monkeypatch):
