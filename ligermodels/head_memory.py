@@ -27,15 +27,27 @@ def loss_bytes(
     "linear_logprobs_loss".
 
     tokens: N, those that have a target. trained: whether the weight has a gradient. Raises ValueError for another op.
+    For few tokens, all logits and, later, the weight's gradient. Otherwise, where the forward computes the gradients,
+    both in fp32 and a chunk of logits or, later, the weight's gradient in `dtype`.
     """
-    size = tokens, hidden, vocab
-    if op == "linear_cross_entropy":
-        return low_memory_bytes(*size, dtype, trained) if low_memory else cross_entropy_bytes(*size, dtype, trained)
+    if op not in ("linear_cross_entropy", "linear_logprobs", "linear_logprobs_loss"):
+        raise ValueError(f"loss_bytes: unknown op {op!r}")
+    cross_entropy, gradient = op == "linear_cross_entropy", vocab * hidden * dtype.itemsize * trained
+    logits = dtype if cross_entropy else FP32
+    if cross_entropy and low_memory:
+        return low_memory_bytes(tokens, hidden, vocab, dtype, trained)
+    if op == "linear_logprobs" and not trained:  # the rows' gradient, which the forward computes in `dtype`
+        return tokens * hidden * dtype.itemsize + multiplied_bytes(tokens, hidden, vocab)
+    if keeps_logits(tokens, hidden, vocab, logits, True, trained):
+        return tokens * vocab * logits.itemsize + gradient
     if op == "linear_logprobs":
-        return logprobs_bytes(*size, dtype, trained)
-    if op == "linear_logprobs_loss":
-        return logprobs_loss_bytes(*size, dtype, trained)
-    raise ValueError(f"loss_bytes: unknown op {op!r}")
+        return recomputed_bytes(tokens, hidden, vocab, dtype)
+    sums = (tokens + vocab * trained) * hidden
+    if cross_entropy:
+        chunk = logits_bytes(min(chunk_rows(tokens, vocab, sums, dtype), tokens), vocab, dtype)
+    else:
+        chunk = multiplied_bytes(tokens, hidden, vocab)
+    return sums * FP32.itemsize + max(chunk, gradient)
 
 
 def low_memory_bytes(tokens: int, hidden: int, vocab: int, dtype: torch.dtype, trained: bool) -> int:
@@ -44,39 +56,14 @@ def low_memory_bytes(tokens: int, hidden: int, vocab: int, dtype: torch.dtype, t
     return inputs.nbytes + weight.nbytes * trained + low_memory_buffer(inputs, weight)[0] * dtype.itemsize
 
 
-def cross_entropy_bytes(tokens: int, hidden: int, vocab: int, dtype: torch.dtype, trained: bool) -> int:
-    """Both gradients in fp32 and a chunk of logits or, later, the weight's gradient in `dtype`. For few tokens all
-    logits and, later, that gradient."""
-    gradient = vocab * hidden * dtype.itemsize * trained
-    if keeps_logits(tokens, hidden, vocab, dtype, True, trained):
-        return tokens * vocab * dtype.itemsize + gradient
-    sums = (tokens + vocab * trained) * hidden
-    chunk = logits_bytes(min(chunk_rows(tokens, vocab, sums, dtype), tokens), vocab, dtype)
-    return sums * FP32.itemsize + max(chunk, gradient)
-
-
-def logprobs_loss_bytes(tokens: int, hidden: int, vocab: int, dtype: torch.dtype, trained: bool) -> int:
-    """The same with fp32 logits."""
-    gradient = vocab * hidden * dtype.itemsize * trained
-    if keeps_logits(tokens, hidden, vocab, FP32, True, trained):
-        return tokens * vocab * FP32.itemsize + gradient
-    sums = (tokens + vocab * trained) * hidden
-    return sums * FP32.itemsize + max(multiplied_bytes(tokens, hidden, vocab), gradient)
-
-
-def logprobs_bytes(tokens: int, hidden: int, vocab: int, dtype: torch.dtype, trained: bool) -> int:
-    """Both gradients in `dtype`, fp32 sums of the smaller one and a part of the fp32 logits, or those of the forward.
-    For few tokens all logits; with a frozen head the gradient of the rows, which the forward computes."""
-    rows_gradient, gradient = tokens * hidden * dtype.itemsize, vocab * hidden * dtype.itemsize
-    if not trained:
-        return rows_gradient + multiplied_bytes(tokens, hidden, vocab)
-    if keeps_logits(tokens, hidden, vocab, FP32, True, trained):
-        return tokens * vocab * FP32.itemsize + gradient
-    rows = min(tokens, MAX_BACKWARD_ROWS)
+def recomputed_bytes(tokens: int, hidden: int, vocab: int, dtype: torch.dtype) -> int:
+    """Of log-probabilities whose backward computes the logits again: both gradients in `dtype`, fp32 sums of the rows'
+    and a part of the fp32 logits, or those of the forward."""
+    rows, gradient = min(tokens, MAX_BACKWARD_ROWS), vocab * hidden * dtype.itemsize
     summed = vocab * hidden * FP32.itemsize if tokens > rows else gradient
     beside = (rows * hidden + vocabulary_buffer(rows, vocab, FP32)) * FP32.itemsize
     forward = logits_bytes(min(piece_rows(tokens, hidden, vocab, FP32), tokens), vocab, FP32)
-    return max(forward, rows_gradient + summed + max(beside, gradient * (tokens > rows)))
+    return max(forward, tokens * hidden * dtype.itemsize + summed + max(beside, gradient * (tokens > rows)))
 
 
 def multiplied_bytes(tokens: int, hidden: int, vocab: int) -> int:

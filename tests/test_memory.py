@@ -21,7 +21,7 @@ from ligermodels.training.optimizers import build_optimizer
 from ligermodels.training.optimizers.offloaded import bytes_where_offloaded
 from tests.cases import CASES, LLAMA
 from tests.conftest import DEVICE
-from tests.kernels.test_linear_logprobs import allocations
+from tests.kernels.allocations import allocations
 from tests.layers.saved_bytes import saved_bytes
 
 GIB = 2**30

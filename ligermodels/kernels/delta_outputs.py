@@ -35,7 +35,8 @@ from ligermodels.kernels.document_chunks import (
 )
 from ligermodels.kernels.launch import Launcher, cdiv, kernel
 
-# By `has_wide_units` and element size in bytes: columns of values at a time, and warps. To be measured.
+# By `has_wide_units` and element size in bytes: columns of values at a time, and warps. Those of gradients with wide
+# units in half precision are measured; the others are to be.
 OUTPUT_TILES = {True: {2: (64, 4), 4: (32, 4)}, False: {2: (64, 4), 4: (32, 4)}}
 GATE_GRADIENT_TILES = {True: {2: (64, 4), 4: (16, 4)}, False: {2: (16, 8), 4: (16, 4)}}
 QKV_GRADIENT_TILES = {True: {2: (64, 4), 4: (16, 8)}, False: {2: (16, 8), 4: (16, 8)}}

@@ -100,8 +100,7 @@ def _launch_low_memory(
     elements, holds_all = low_memory_buffer(hidden, weight, dtype)
     buffer = torch.empty(elements, dtype=dtype, device=hidden.device)
     dhidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if hidden_grad else None
-    make = torch.empty_like if rows else torch.zeros_like
-    dweight = make(weight, memory_format=torch.contiguous_format) if weight_grad else None
+    dweight = _empty_dweight(weight, rows, weight.dtype) if weight_grad else None
     if dhidden is not None:
         own = buffer if dweight is None else _as_dtype(dweight.view(-1), dtype)
         memory = buffer if holds_all or own.numel() < elements else own

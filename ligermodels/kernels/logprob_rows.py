@@ -202,8 +202,7 @@ def launch_logprobs(
     logprobs, lse, entropy, extras = results
     vocab = vocab or columns
     launch = _launcher(
-        columns if computed else vocab,
-        logits.device, SOFTCAP=softcap is not None, RESULTS=not computed, ENTROPY=entropy is not None,
+        columns, logits.device, SOFTCAP=softcap is not None, RESULTS=not computed, ENTROPY=entropy is not None,
         EXTRAS=extras is not None, GRADIENT=dlogits is not None, UPSTREAM=dlogprobs is not None,
         ENTROPY_GRADIENT=dentropy is not None,
     )  # fmt: skip

@@ -19,6 +19,7 @@ from ligermodels.kernels.linear_cross_entropy import (
 from ligermodels.kernels.logits_chunks import chunk_rows, keeps_logits
 from ligermodels.kernels.rescale import rescale, rescale_pair, scale_gradient_
 from tests.conftest import DEVICE, TENS_OF_GIB
+from tests.kernels.allocations import allocations
 from tests.kernels.error_budget import DTYPES, relative_error
 from tests.kernels.test_cross_entropy import NEW_OPTIONS, OPTIONS, TOGETHER, check_loss, path, weights_of  # noqa: F401
 
@@ -265,17 +266,11 @@ def test_low_memory_gives_a_frozen_input_no_gradient_and_does_not_change_the_oth
     torch.testing.assert_close(inputs[1 - frozen].grad, expected[1 - frozen])
 
 
-def test_low_memory_allocates_both_gradients_and_one_buffer(short_of_memory, monkeypatch):
+def test_low_memory_allocates_both_gradients_and_one_buffer(short_of_memory):
     """Beyond the loss and the gradients there is only one row of logits, rounded up to whole tiles."""
-    allocated, empty = [], torch.empty
-
-    def record(*size, **kwargs):
-        allocated.append(empty(*size, **kwargs))
-        return allocated[-1]
-
-    monkeypatch.setattr(torch, "empty", record)
     *inputs, targets = leaves(5, 17, 129)
-    linear_cross_entropy(*inputs, targets, low_memory=True).backward()
+    with allocations("empty") as allocated:
+        linear_cross_entropy(*inputs, targets, low_memory=True).backward()
     assert [tuple(x.shape) for x in allocated] == [(5, 17), (129, 17), (136,)]
 
 
@@ -386,11 +381,11 @@ def test_scaling_beyond_two_to_the_31_elements(columns):
         assert torch.equal(result[-1], 2 * x[-1]) and not result[:-1].any()
 
 
-def test_only_one_chunk_of_logits_is_allocated(chunks_of_16, monkeypatch):
-    sizes, empty = [], torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *size, **k: sizes.append(size) or empty(*size, **k))
+def test_only_one_chunk_of_logits_is_allocated(chunks_of_16):
     *inputs, targets = leaves(40, 17, 200)
-    linear_cross_entropy(*inputs, targets).backward()
+    with allocations("empty") as allocated:
+        linear_cross_entropy(*inputs, targets).backward()
+    sizes = [tuple(x.shape) for x in allocated]
     assert (16, 256) in sizes  # the vocabulary rounded up to a multiple of 128
     assert not [s for s in sizes if s[0] == 40 and len(s) > 1 and s[1] >= 200]
 
@@ -414,6 +409,7 @@ def test_cpu_tensors_run_the_reference(monkeypatch, reduction):
         (16384, 0, 151936, torch.bfloat16, 3328),  # five equal chunks of at most 3456 rows
         (16384, 896, 151936, torch.bfloat16, 2816),  # six: with the fp32 sums 1.2 GiB beyond both gradients
         (16384, 2048, 262144, torch.float32, 1024),
+        (16384, 3584, 152064, torch.float32, 1664),
         (16384, 4096, 128256, torch.float32, 2048),
         (5, 4096, 128256, torch.bfloat16, 128),
     ],

@@ -1,6 +1,5 @@
 import math
 import weakref
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from ligermodels.kernels import logprob_rows as rows_module
 from ligermodels.kernels.linear_logprobs import linear_logprobs, linear_logprobs_reference
 from ligermodels.kernels.logprobs_of_logits import EXTRAS
 from tests.conftest import DEVICE
+from tests.kernels.allocations import allocations
 from tests.kernels.error_budget import DTYPES, check, relative_error
 
 OPTIONS = {"softcap": 5.0, "logit_scale": 1.5, "temperature": 0.7}
@@ -57,17 +57,6 @@ def short_blocks(monkeypatch):
     """Rows of several steps of a program, so that a gradient overwrites logits of later steps."""
     monkeypatch.setattr(rows_module, "MAX_BLOCK", 32)
     monkeypatch.setattr(rows_module, "_launcher", rows_module._launcher.__wrapped__)  # without its cache
-
-
-@contextmanager
-def allocations(*names):
-    """The tensors that torch's functions of these names make meanwhile."""
-    made = []
-    with pytest.MonkeyPatch.context() as patched:
-        for name in names:
-            make = getattr(torch, name)
-            patched.setattr(torch, name, lambda *a, f=make, **k: made.append(f(*a, **k)) or made[-1])
-        yield made
 
 
 def results(function, **options):

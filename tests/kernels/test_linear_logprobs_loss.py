@@ -12,13 +12,10 @@ from tests.kernels.error_budget import DTYPES, relative_error
 from tests.kernels.test_linear_logprobs import FEW_ROWS, OPTIONS, RECOMPUTED, leaves, small_chunks  # noqa: F401
 
 pytestmark = [
-    pytest.mark.usefixtures("kernels", "poisoned"),
+    pytest.mark.usefixtures("kernels", "poisoned", "small_chunks"),
     # The interpreter computes masked lanes with NumPy, which warns about their values.
     pytest.mark.filterwarnings("ignore:invalid value encountered in multiply:RuntimeWarning"),
 ]
-
-
-pytestmark.append(pytest.mark.usefixtures("small_chunks"))
 
 
 def clipped(old, advantages):

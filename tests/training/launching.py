@@ -119,7 +119,9 @@ class Launcher:
             "errors": str(errors), "module": module, "file_size": file_size, "picture": picture,
             "watched": watched, "fatal": fatal,
         }  # fmt: skip
-        self.store, environments = (None, [{}]) if ranks == 1 else rank_environments(ranks)
+        environments = [{}]
+        if ranks > 1:
+            self.store, environments = rank_environments(ranks)  # it serves them until other ranks start
         processes = [self.ask(**command, environment=environment) for environment in environments]
         return Run(self, processes, output.open(), errors)
 
