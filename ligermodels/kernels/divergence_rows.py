@@ -15,13 +15,15 @@ Must not know hidden states or how rows are summed.
 """
 
 import functools
+import math
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import libdevice
 
-from ligermodels.kernels.launch import Launcher, kernel
+from ligermodels.kernels.launch import PTX, Launcher, kernel
 from ligermodels.kernels.pdl import pdl_constants, wait_for_previous_kernel
 from ligermodels.kernels.softmax_sweep import LOG2_E, LOWEST, load_logits
 from ligermodels.losses.divergences import LEAST_NORM
@@ -30,6 +32,8 @@ from ligermodels.losses.divergences import LEAST_NORM
 # cache when it is read again.
 MAX_BLOCK = 8192
 MIN_NORM_PRODUCT = tl.constexpr(LEAST_NORM)
+LEAST_NORMAL = tl.constexpr(torch.finfo(torch.float32).tiny)
+LN_2 = tl.constexpr(math.log(2))
 
 
 @triton.jit
@@ -58,11 +62,14 @@ def merge_softmax(maxima, totals, moments):
 
 
 @triton.jit
-def _log_mixture(log_p, log_q, b):
-    """log((1 - b) p + b q)."""
-    low, high = log_p + tl.log(1 - b), log_q + tl.log(b)
-    top = tl.maximum(low, high)
-    return top + tl.log(tl.exp(low - top) + tl.exp(high - top))
+def _log2_mixture(p, q, b):
+    """log2((1 - b) p + b q), finite also where both are 0. In base 2, because that is one instruction: those of tl.log
+    and tl.log2 are some twenty. Its error is 2^-22, that of a probability."""
+    mixture = tl.maximum((1 - b) * p + b * q, LEAST_NORMAL)
+    if PTX:
+        return libdevice.fast_log2f(mixture)
+    else:
+        return tl.log2(mixture)
 
 
 @triton.jit
@@ -79,11 +86,8 @@ def _kernel(
     KIND: tl.constexpr, SOFTCAP: tl.constexpr, TEACHER_SOFTCAP: tl.constexpr, CROSS_ENTROPY: tl.constexpr,
     GRADIENT: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program a row. A row of weight 0 is not read: its results and its gradient are 0.
-
-    GRADIENT writes dlogits, which may lie in the last bytes of the student's row: the sweep goes backwards, and no
-    element is written before all elements of its block are read.
-    """
+    """One program a row. A row of weight 0 is not read: its results and its gradient are 0. Each sweep begins where the
+    one before ended: those logits may still be in the cache."""
     wait_for_previous_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, BLOCK)
@@ -110,7 +114,6 @@ def _kernel(
     raw_maxima, raw_totals = maxima, zeros  # of the student at temperature 1, for the cross-entropy
     squares, teacher_squares = zeros, zeros
     if CROSS_ENTROPY:
-        # Read before the reductions: their barriers guarantee that no thread has overwritten it with dlogits yet.
         target = tl.load(targets_ptr + row)
         target_logit = load_logits(student_ptr, target, target < columns, logit_scale, softcap, SOFTCAP, "")
     for step in range(steps):
@@ -169,13 +172,13 @@ def _kernel(
             inside = column < columns
             raw = load_logits(student_ptr, column, inside, logit_scale, softcap, SOFTCAP, "")
             t = load_logits(teacher_ptr, column, inside, teacher_logit_scale, teacher_softcap, TEACHER_SOFTCAP, "")
-            log_p = (raw * inverse_temperature - maximum) - log_total
-            log_q = (t * inverse_temperature - teacher_maximum) - teacher_log_total
-            p, q = tl.where(inside, tl.exp(log_p), 0.0), tl.where(inside, tl.exp(log_q), 0.0)
+            log2_p = ((raw * inverse_temperature - maximum) - log_total) * LOG2_E
+            log2_q = ((t * inverse_temperature - teacher_maximum) - teacher_log_total) * LOG2_E
+            p, q = tl.where(inside, tl.exp2(log2_p), 0.0), tl.where(inside, tl.exp2(log2_q), 0.0)
             if KIND == "jsd":
-                log_m = _log_mixture(log_p, log_q, b)
-                mean = _weighted(p, log_p - log_m)
-                values += b * _weighted(q, log_q - log_m) + (1 - b) * mean
+                log2_m = _log2_mixture(p, q, b)
+                mean = LN_2 * _weighted(p, log2_p - log2_m)
+                values += (b * LN_2) * _weighted(q, log2_q - log2_m) + (1 - b) * mean
             else:
                 mean = tl.where(p > q, p, tl.where(p < q, -p, 0.0))
                 values += 0.5 * tl.abs(p - q)
@@ -193,7 +196,6 @@ def _kernel(
             t = load_logits(
                 teacher_ptr, column, inside, teacher_logit_scale, teacher_softcap, TEACHER_SOFTCAP, "evict_first"
             )
-            tl.debug_barrier()  # dlogits of this block may overlap its logits
             z, t = raw * inverse_temperature, t * inverse_temperature
             log_p, log_q = (z - maximum) - log_total, (t - teacher_maximum) - teacher_log_total
             p, q = tl.exp2(log_p * LOG2_E), tl.exp2(log_q * LOG2_E)
@@ -202,7 +204,7 @@ def _kernel(
             if KIND == "reverse_kl":
                 gradient = _weighted(p, log_p - log_q - pivot)
             if KIND == "jsd":
-                gradient = (1 - b) * _weighted(p, log_p - _log_mixture(log_p, log_q, b) - pivot)
+                gradient = (1 - b) * _weighted(p, log_p - LN_2 * _log2_mixture(p, q, b) - pivot)
             if KIND == "tvd":
                 gradient = 0.5 * p * (tl.where(p > q, 1.0, tl.where(p < q, -1.0, 0.0)) - pivot)
             if KIND == "cosine":
@@ -237,8 +239,7 @@ def launch_divergence(
     """One launch that fills results (divergence, cross-entropy, entropy; fp32 [rows]) and dlogits.
 
     student fp32 and teacher float [rows, V] with unit stride along V; weights fp32 [rows], of the gradient; targets
-    int64 [rows] in [0, V), with results[1]; dlogits [rows, V], times `upstream`: other memory than the logits, the
-    student's own, or in half precision the last bytes of the student's rows.
+    int64 [rows] in [0, V), with results[1]; dlogits [rows, V], times `upstream`, in memory of its own.
     """
     rows, columns = student.shape
     if not rows:

@@ -7,9 +7,9 @@ The student has hidden [N, H] and weight [V, H] of one float dtype. The teacher 
     (ids [N, k] int64, logprobs [N, k])       the k most probable classes; 12 k bytes a token
 
 Rows are separable and their weights w known, so that forward computes both gradients, in fp32, and backward only
-multiplies them by the upstream gradient and rounds. For each chunk it computes the logits of both models in fp32; by
-one kernel (`divergence_rows.py`, `top_k_divergence_rows.py`) the values and dlogits, rounded once, in the memory of the
-student's logits; and
+multiplies them by the upstream gradient and rounds. For each piece of a chunk it computes the logits of both models in
+fp32, and by one kernel (`divergence_rows.py`, `top_k_divergence_rows.py`) the values and dlogits, rounded once; for the
+chunk
 
     dhidden = dlogits @ weight        dweight = Σ_chunks dlogitsᵀ @ hidden, summed in fp32
 

@@ -1,4 +1,7 @@
-"""The chunks of `linear_divergence`: logits of both models in fp32, values of rows, and both gradients in one pass.
+"""The chunks of `linear_divergence`: values of rows, and both gradients in one pass.
+
+A chunk is projected in pieces, logits of both models in fp32. dlogits of its pieces, in the dtype of the hidden states,
+are multiplied at once.
 
 hidden [N, H] and weight [V, H] of one dtype; `linear_divergence.py` has the teachers, FLOP and bytes. weights fp32 [N]
 multiply the gradients alone. Must not know how rows are summed.
@@ -12,32 +15,39 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ligermodels.kernels.chunk_gradients import (
     GRADIENT_SCALE,
-    accumulate_,
     accumulate_gradients_,
     empty_gradients,
 )
 from ligermodels.kernels.dispatch import register_op
 from ligermodels.kernels.divergence_rows import launch_divergence
-from ligermodels.kernels.launch import cdiv
 from ligermodels.kernels.logits_chunks import (
     LOGITS_ALIGNMENT,
     MAX_CHUNK_ROWS,
-    MIN_CHUNK_ROWS,
+    empty_logits,
+    equal_rows,
+    project,
     round_up_to_tile,
     slice_rows,
+    slices,
 )
-from ligermodels.kernels.logprob_rows import gradient_memory
 from ligermodels.kernels.top_k_divergence_rows import launch_top_k_divergence
 
-# Of one chunk, both models' together. Smaller chunks take longer: each adds to the fp32 sums of dweight once.
+# Half of it for the fp32 logits of a piece, both models' together, half for the gradients of a chunk. Smaller chunks
+# take longer: each adds to the fp32 sums of dweight once.
 MAX_CHUNK_BYTES = 2**31
+MIN_PIECE_ROWS = 512
 
 
-def rows_of_chunk(rows: int, row_bytes: int) -> int:
-    """Rows of one chunk: the fewest chunks that fit the memory, of equal size. row_bytes: of a row's logits."""
-    limit = min(max(MAX_CHUNK_BYTES // row_bytes, MIN_CHUNK_ROWS), MAX_CHUNK_ROWS)
-    limit = limit // LOGITS_ALIGNMENT * LOGITS_ALIGNMENT
-    return round_up_to_tile(cdiv(rows, max(1, cdiv(rows, limit))))
+def rows_of_chunk(rows: int, vocab: int, models: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Rows of a piece and of a chunk: the fewest chunks that fit the memory, of equal size, and so their pieces.
+
+    models: whose logits a piece has, 1 or 2. dtype: of dlogits.
+    """
+    width, half = round_up_to_tile(vocab), MAX_CHUNK_BYTES // 2
+    piece = max(half // (4 * width * models) // LOGITS_ALIGNMENT * LOGITS_ALIGNMENT, MIN_PIECE_ROWS)
+    pieces = max(1, half // (piece * width * dtype.itemsize))
+    chunk = equal_rows(rows, min(piece * pieces, MAX_CHUNK_ROWS))
+    return equal_rows(chunk, piece), chunk
 
 
 def _empty_results(hidden: Tensor, cross_entropy: bool) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -52,27 +62,28 @@ def _launch_chunks(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """(divergence, cross-entropy, entropy, dhidden, dweight).
 
-    launch_rows(chunk, student's logits, teacher's logits if `teacher` is given, results, dlogits) is called a chunk.
+    launch_rows(rows, student's logits, teacher's logits if `teacher` is given, results, dlogits) is called a piece.
     """
-    rows, vocab, width = hidden.shape[0], weight.shape[0], round_up_to_tile(weight.shape[0])
+    rows, vocab = hidden.shape[0], weight.shape[0]
+    models = [(hidden, weight)] if teacher is None else [(hidden, weight), teacher]
     results = _empty_results(hidden, cross_entropy)
     gradients = empty_gradients(hidden, weight, hidden_grad, weight_grad, False)
-    size = min(rows_of_chunk(rows, 4 * width * (1 if teacher is None else 2)), rows)
-    buffer, other = (
-        hidden.new_empty(size if needed else 0, width, dtype=torch.float32) for needed in (True, teacher is not None)
-    )
-    for start in range(0, rows, max(size, 1)):
-        chunk = slice(start, min(start + size, rows))
-        memory = slice_rows(buffer, slice(0, chunk.stop - start))
-        logits, teacher_logits = memory[:, :vocab], None
-        accumulate_(logits, slice_rows(hidden, chunk), weight.T, beta=0)
-        if teacher is not None:
-            teacher_logits = other[: chunk.stop - start, :vocab]
-            accumulate_(teacher_logits, slice_rows(teacher[0], chunk), teacher[1].T, beta=0)
-        dlogits = gradient_memory(logits, hidden.dtype) if hidden_grad or weight_grad else None
-        of_chunk = tuple(None if x is None else slice_rows(x, chunk) for x in results)
-        launch_rows(chunk, logits, teacher_logits, of_chunk, dlogits)
-        if dlogits is not None:
+    piece, size = (min(x, rows) for x in rows_of_chunk(rows, vocab, len(models), hidden.dtype))
+    logits = [empty_logits(piece, weight, torch.float32) for _ in models]
+    buffer = empty_logits(size, weight, hidden.dtype) if hidden_grad or weight_grad else None
+    for chunk in slices(rows, size):
+        for first in range(chunk.start, chunk.stop, piece):
+            part = slice(first, min(first + piece, chunk.stop))
+            inside = slice(part.start - chunk.start, part.stop - chunk.start)
+            found = [
+                project(slice_rows(x, part), head, None, slice_rows(memory, slice(0, part.stop - part.start)))
+                for (x, head), memory in zip(models, logits, strict=True)
+            ]
+            of_part = tuple(None if x is None else slice_rows(x, part) for x in results)
+            dlogits = None if buffer is None else slice_rows(buffer, inside)
+            launch_rows(part, found[0], found[1] if len(found) > 1 else None, of_part, dlogits)
+        if buffer is not None:
+            dlogits = slice_rows(buffer, slice(0, chunk.stop - chunk.start))
             accumulate_gradients_(gradients, dlogits, hidden, weight, chunk)
     return *results, *gradients[:2]
 

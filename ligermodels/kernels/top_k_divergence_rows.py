@@ -140,7 +140,6 @@ def _kernel(
             column = (steps - 1 - step) * BLOCK + block
             inside = column < columns
             raw = _load_unless_removed(student_ptr, column, inside, logit_scale, softcap, SOFTCAP)
-            tl.debug_barrier()  # dlogits of this block may overlap its logits
             gradient = tl.exp2((raw * inverse_temperature - others) * LOG2_E) * gradient_tail
             gradient *= scale * inverse_temperature
             if CROSS_ENTROPY:

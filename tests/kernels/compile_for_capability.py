@@ -20,7 +20,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from ligermodels.kernels import chunk_gradients, launch, linear_divergence_chunks, logprob_chunks
+from ligermodels.kernels import chunk_gradients, launch, logprob_chunks
 from ligermodels.kernels.norm_tiles import SMALL_M_ROWS
 from tests.kernels.compiled_kernels import assert_all_compiled, compiled_kernels, kernels
 
@@ -50,7 +50,7 @@ def pretend_device(capability: int, limit: int) -> None:
     # The tensors are uninitialized, so products need not be computed: in half precision they would take seconds.
     torch.mm = lambda a, b, out=None: a.new_empty(a.shape[0], b.shape[1]) if out is None else out
     torch.Tensor.addmm_ = lambda total, a, b, **factors: total
-    for module in (chunk_gradients, linear_divergence_chunks, logprob_chunks):
+    for module in (chunk_gradients, logprob_chunks):
         module.accumulate_ = lambda total, a, b, beta: None  # without a GPU it widens a and b first
     torch.normal, torch.randn_like = zeros, torch.empty_like
 

@@ -45,12 +45,13 @@ def top_k_of(hidden, weight, k):
 
 @pytest.fixture
 def chunks_of_16(monkeypatch):
-    monkeypatch.setattr(chunks, "rows_of_chunk", lambda *sizes: 16)
+    """In two pieces."""
+    monkeypatch.setattr(chunks, "rows_of_chunk", lambda *sizes: (9, 16))
 
 
 @pytest.fixture
 def blocks_of_32(monkeypatch):
-    """Rows are swept in five steps, of which each writes dlogits into memory of the row."""
+    """Rows are swept in five steps."""
     monkeypatch.setattr(divergence_rows, "MAX_BLOCK", 32)
     caches = divergence_rows._row_launcher, top_k_divergence_rows._row_launcher
     for cache in caches:
@@ -106,7 +107,7 @@ def outputs_and_gradients(function, inputs, teacher, **options):
 
 
 @pytest.mark.parametrize("kind", ["reverse_kl", "jsd", "top-k"])
-def test_gradients_in_half_precision_overwrite_no_logits_that_are_still_to_be_read(blocks_of_32, kind):
+def test_rows_may_be_swept_in_several_steps(blocks_of_32, kind):
     test_values_of_half_precision_are_those_of_fp32_logits(kind)
 
 
@@ -244,13 +245,14 @@ def test_teachers_that_are_refused():
         linear_divergence(*student, top_k_of(*teacher, 7), teacher_softcap=3.0)
 
 
-def test_chunks_are_of_equal_size_and_fit_the_memory():
-    """2 GiB of both models' fp32 logits; at least 1024 rows, so that adding to dweight does not dominate."""
-    assert chunks.rows_of_chunk(16384, 8 * 128256) == 2048
-    assert chunks.rows_of_chunk(16384, 4 * 128256) == 4096
-    assert chunks.rows_of_chunk(5000, 8 * 262144) == 1024
-    assert chunks.rows_of_chunk(2100, 8 * 128256) == 1152
-    assert chunks.rows_of_chunk(5, 8 * 128256) == 128
+def test_chunks_and_their_pieces_are_of_equal_size_and_fit_the_memory():
+    """1 GiB of both models' fp32 logits, and 1 GiB of dlogits; pieces of 512 rows at least."""
+    assert chunks.rows_of_chunk(16384, 128256, 2, torch.bfloat16) == (1024, 4096)
+    assert chunks.rows_of_chunk(16384, 128256, 1, torch.bfloat16) == (2048, 4096)
+    assert chunks.rows_of_chunk(16384, 128256, 2, torch.float32) == (1024, 2048)
+    assert chunks.rows_of_chunk(5000, 262144, 2, torch.bfloat16) == (512, 1792)
+    assert chunks.rows_of_chunk(100_000, 1024, 2, torch.bfloat16) == (7808, 7808)
+    assert chunks.rows_of_chunk(5, 128256, 2, torch.bfloat16) == (128, 128)
 
 
 def test_backward_twice_and_without_a_graph():
