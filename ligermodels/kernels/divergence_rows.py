@@ -15,15 +15,13 @@ Must not know hidden states or how rows are summed.
 """
 
 import functools
-import math
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import libdevice
 
-from ligermodels.kernels.launch import PTX, Launcher, kernel
+from ligermodels.kernels.launch import Launcher, kernel
 from ligermodels.kernels.pdl import pdl_constants, wait_for_previous_kernel
 from ligermodels.kernels.softmax_sweep import LOG2_E, LOWEST, load_logits
 from ligermodels.losses.divergences import LEAST_NORM
@@ -33,7 +31,6 @@ from ligermodels.losses.divergences import LEAST_NORM
 MAX_BLOCK = 8192
 MIN_NORM_PRODUCT = tl.constexpr(LEAST_NORM)
 LEAST_NORMAL = tl.constexpr(torch.finfo(torch.float32).tiny)
-LN_2 = tl.constexpr(math.log(2))
 
 
 @triton.jit
@@ -62,14 +59,9 @@ def merge_softmax(maxima, totals, moments):
 
 
 @triton.jit
-def _log2_mixture(p, q, b):
-    """log2((1 - b) p + b q), finite also where both are 0. In base 2, because that is one instruction: those of tl.log
-    and tl.log2 are some twenty. Its error is 2^-22, that of a probability."""
-    mixture = tl.maximum((1 - b) * p + b * q, LEAST_NORMAL)
-    if PTX:
-        return libdevice.fast_log2f(mixture)
-    else:
-        return tl.log2(mixture)
+def _log_mixture(p, q, b):
+    """log((1 - b) p + b q), finite also where both are 0."""
+    return tl.log(tl.maximum((1 - b) * p + b * q, LEAST_NORMAL))
 
 
 @triton.jit
@@ -172,13 +164,13 @@ def _kernel(
             inside = column < columns
             raw = load_logits(student_ptr, column, inside, logit_scale, softcap, SOFTCAP, "")
             t = load_logits(teacher_ptr, column, inside, teacher_logit_scale, teacher_softcap, TEACHER_SOFTCAP, "")
-            log2_p = ((raw * inverse_temperature - maximum) - log_total) * LOG2_E
-            log2_q = ((t * inverse_temperature - teacher_maximum) - teacher_log_total) * LOG2_E
-            p, q = tl.where(inside, tl.exp2(log2_p), 0.0), tl.where(inside, tl.exp2(log2_q), 0.0)
+            log_p = (raw * inverse_temperature - maximum) - log_total
+            log_q = (t * inverse_temperature - teacher_maximum) - teacher_log_total
+            p, q = tl.where(inside, tl.exp(log_p), 0.0), tl.where(inside, tl.exp(log_q), 0.0)
             if KIND == "jsd":
-                log2_m = _log2_mixture(p, q, b)
-                mean = LN_2 * _weighted(p, log2_p - log2_m)
-                values += (b * LN_2) * _weighted(q, log2_q - log2_m) + (1 - b) * mean
+                log_m = _log_mixture(p, q, b)
+                mean = _weighted(p, log_p - log_m)
+                values += b * _weighted(q, log_q - log_m) + (1 - b) * mean
             else:
                 mean = tl.where(p > q, p, tl.where(p < q, -p, 0.0))
                 values += 0.5 * tl.abs(p - q)
@@ -190,7 +182,7 @@ def _kernel(
     if GRADIENT:
         scale = weight * upstream * logit_scale
         for step in range(steps):
-            column = (steps - 1 - step) * BLOCK + block
+            column = (step if KIND == "jsd" or KIND == "tvd" else steps - 1 - step) * BLOCK + block
             inside = column < columns
             raw = load_logits(student_ptr, column, inside, logit_scale, softcap, SOFTCAP, "evict_first")
             t = load_logits(
@@ -204,7 +196,7 @@ def _kernel(
             if KIND == "reverse_kl":
                 gradient = _weighted(p, log_p - log_q - pivot)
             if KIND == "jsd":
-                gradient = (1 - b) * _weighted(p, log_p - LN_2 * _log2_mixture(p, q, b) - pivot)
+                gradient = (1 - b) * _weighted(p, log_p - _log_mixture(p, q, b) - pivot)
             if KIND == "tvd":
                 gradient = 0.5 * p * (tl.where(p > q, 1.0, tl.where(p < q, -1.0, 0.0)) - pivot)
             if KIND == "cosine":
