@@ -3,9 +3,9 @@
 Before a document's first token x is its initial state, or zero. Backward, with dp = dy act'(p):
     dx_t = Σ_j w[c, j] dp_{t+n-1-j} inside the document;  dw[c, j] = Σ_t dp_t x_{t-n+1+j};  db[c] = Σ_t dp_t
 x, y [B, T, C], as a projection leaves them, without a transpose; w [C, n], b [C]; sums in fp32, rounded once.
-Backward computes p again. A program walks along SPAN tokens of a document and keeps the last inputs in registers, so
-each is read once. Partial weight gradients, one row a chunk, are summed in a fixed order. Moves 2 T C elements forward,
-3 T C backward: bound by memory bandwidth.
+Backward computes p again. A program walks along SPAN tokens of a document, four at a time, and keeps the last inputs in
+registers, so each is read once. Partial weight gradients, one row a chunk, are summed in a fixed order. Moves 2 T C
+elements forward, 3 T C backward: bound by memory bandwidth.
 """
 
 import functools
@@ -14,16 +14,15 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import libdevice
 
 from ligermodels.kernels.dispatch import Node, register_op, runs_kernels, widen
 from ligermodels.kernels.document_chunks import SPAN, locate_in_document, number_of_slots, row_offsets
-from ligermodels.kernels.gated_activation import activate
-from ligermodels.kernels.launch import Launcher, as_rows_with_stride, cdiv, kernel
+from ligermodels.kernels.launch import PTX, Launcher, as_rows_with_stride, cdiv, kernel
 from ligermodels.kernels.partial_sums import sum_partials
 
 MAX_TAPS = 4
-CHANNELS, WARPS = 512, 4  # of a program. To be measured
-STAGES = 4  # rows in flight
+FORWARD_CHANNELS, BACKWARD_CHANNELS, WARPS = 512, 256, 4  # of a program
 
 
 def causal_conv_reference(
@@ -70,11 +69,66 @@ def _load_before(
     return x
 
 
+@triton.jit
+def silu_and_slope(p):
+    """SiLU and its derivative, by the GPU's own exponential and reciprocal: those of the compiler take twice as many
+    instructions, for subnormal numbers, and these kernels compute as long as they read."""
+    if PTX:
+        decay = libdevice.fast_expf(-tl.abs(p))
+        head = libdevice.fast_dividef(1.0, 1.0 + decay)
+    else:
+        decay = tl.exp(-tl.abs(p))
+        head = 1.0 / (1.0 + decay)
+    tail = decay * head  # σ(-|p|), as in gated_activation.py
+    sigmoid = tl.where(p >= 0.0, head, tail)
+    return p * sigmoid, sigmoid + p * (head * tail)
+
+
+@triton.jit
+def _load_row(x_ptr, row, rows, stride, channel, mask):
+    return tl.load(x_ptr + row * stride + channel, mask & (row < rows), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_output(
+    y_ptr, row, rows, channels, channel, mask, x0, x1, x2, x3, w0, w1, w2, w3, bias, SILU: tl.constexpr
+):  # fmt: skip
+    p = bias + w0 * x0 + w1 * x1 + w2 * x2 + w3 * x3
+    if SILU:
+        p, _ = silu_and_slope(p)
+    tl.store(y_ptr + row * channels + channel, p.to(y_ptr.dtype.element_ty), mask & (row < rows))
+
+
+@triton.jit
+def _gradient_before_activation(dy, x0, x1, x2, x3, w0, w1, w2, w3, bias, SILU: tl.constexpr):
+    if SILU:
+        _, slope = silu_and_slope(bias + w0 * x0 + w1 * x1 + w2 * x2 + w3 * x3)
+        dy *= slope
+    return dy
+
+
+@triton.jit
+def _store_input_gradient(
+    dx_ptr, dinitial_ptr, row, steps, at_start, document, channels, channel, mask, d0, d1, d2, d3, w0, w1, w2, w3,
+    TAPS: tl.constexpr, INPUT_GRAD: tl.constexpr, INITIAL_GRAD: tl.constexpr,
+):  # fmt: skip
+    """dx of the token three before `row`: of the chunk, of the one before it, or of the initial state."""
+    dx = w0 * d3 + w1 * d2 + w2 * d1 + w3 * d0
+    if INPUT_GRAD:
+        inside = mask & (row >= 3) & (row < steps)
+        tl.store(dx_ptr + (row - 3) * channels + channel, dx.to(dx_ptr.dtype.element_ty), inside)
+    if INITIAL_GRAD:
+        state_row = row - 3 + TAPS - 1
+        in_state = mask & at_start & (row < 3) & (state_row >= 0)
+        at = (document * (TAPS - 1) + state_row) * channels + channel
+        tl.store(dinitial_ptr + at, dx.to(dinitial_ptr.dtype.element_ty), in_state)
+
+
 @kernel(do_not_specialize=["documents"])
 def _forward_kernel(
     x_ptr, weight_ptr, bias_ptr, initial_ptr, cu_seqlens_ptr, y_ptr, stride, channels, documents,
     TAPS: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, INITIAL: tl.constexpr, CHANNELS: tl.constexpr,
-    SPAN: tl.constexpr, STAGES: tl.constexpr,
+    SPAN: tl.constexpr,
 ):  # fmt: skip
     """One program: one chunk of a document, CHANNELS channels."""
     tiles = tl.cdiv(channels, CHANNELS)
@@ -88,13 +142,17 @@ def _forward_kernel(
     x2 = _load_before(x_ptr, initial_ptr, first - 1, start, document, stride, channels, channel, mask, TAPS, INITIAL)
     x_ptr += first * stride
     y_ptr += first * channels
-    for row in tl.range(0, tl.minimum(rows, SPAN), num_stages=STAGES):
-        x3 = tl.load(x_ptr + row * stride + channel, mask, other=0.0).to(tl.float32)
-        p = bias + w0 * x0 + w1 * x1 + w2 * x2 + w3 * x3
-        if SILU:
-            p, _ = activate(p, "silu")
-        tl.store(y_ptr + row * channels + channel, p.to(y_ptr.dtype.element_ty), mask)
-        x0, x1, x2 = x1, x2, x3
+    rows = tl.minimum(rows, SPAN)
+    for row in range(0, rows, 4):
+        x3 = _load_row(x_ptr, row, rows, stride, channel, mask)
+        x4 = _load_row(x_ptr, row + 1, rows, stride, channel, mask)
+        x5 = _load_row(x_ptr, row + 2, rows, stride, channel, mask)
+        x6 = _load_row(x_ptr, row + 3, rows, stride, channel, mask)
+        _store_output(y_ptr, row, rows, channels, channel, mask, x0, x1, x2, x3, w0, w1, w2, w3, bias, SILU)
+        _store_output(y_ptr, row + 1, rows, channels, channel, mask, x1, x2, x3, x4, w0, w1, w2, w3, bias, SILU)
+        _store_output(y_ptr, row + 2, rows, channels, channel, mask, x2, x3, x4, x5, w0, w1, w2, w3, bias, SILU)
+        _store_output(y_ptr, row + 3, rows, channels, channel, mask, x3, x4, x5, x6, w0, w1, w2, w3, bias, SILU)
+        x0, x1, x2 = x4, x5, x6
 
 
 @kernel(do_not_specialize=["documents"])
@@ -103,7 +161,6 @@ def _backward_kernel(
     dy_stride, stride, channels, documents,
     TAPS: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, INITIAL: tl.constexpr, INPUT_GRAD: tl.constexpr,
     INITIAL_GRAD: tl.constexpr, WEIGHT_GRAD: tl.constexpr, CHANNELS: tl.constexpr, SPAN: tl.constexpr,
-    STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program: dx of one chunk of a document, CHANNELS channels, and its share of dw and db.
 
@@ -127,31 +184,43 @@ def _backward_kernel(
     dw0, dw1, dw2 = tl.zeros([CHANNELS], tl.float32), tl.zeros([CHANNELS], tl.float32), tl.zeros([CHANNELS], tl.float32)
     dw3, dbias = tl.zeros([CHANNELS], tl.float32), tl.zeros([CHANNELS], tl.float32)
     steps = tl.where(rows > 0, tl.minimum(rows, SPAN) + 3, 0)
-    for row in tl.range(0, steps, num_stages=STAGES):
-        inside = mask & (row < rows)
-        x3 = tl.load(x_ptr + row * stride + channel, inside, other=0.0).to(tl.float32)
-        d3 = tl.load(dy_ptr + row * dy_stride + channel, inside, other=0.0).to(tl.float32)
-        if SILU:
-            p = bias + w0 * x0 + w1 * x1 + w2 * x2 + w3 * x3
-            _, slope = activate(p, "silu")
-            d3 *= slope
-        dx = w0 * d3 + w1 * d2 + w2 * d1 + w3 * d0  # of the token three before
-        if INPUT_GRAD:
-            tl.store(dx_ptr + (row - 3) * channels + channel, dx.to(dx_ptr.dtype.element_ty), mask & (row >= 3))
-        if INITIAL_GRAD:
-            state_row = row - 3 + TAPS - 1
-            in_state = mask & (first == start) & (row < 3) & (state_row >= 0)
-            at = (document * (TAPS - 1) + state_row) * channels + channel
-            tl.store(dinitial_ptr + at, dx.to(dinitial_ptr.dtype.element_ty), in_state)
-        if WEIGHT_GRAD:
-            own = tl.where(row < SPAN, d3, 0.0)
-            dw0 += own * x0
-            dw1 += own * x1
-            dw2 += own * x2
-            dw3 += own * x3
-            dbias += own
-        x0, x1, x2 = x1, x2, x3
-        d0, d1, d2 = d1, d2, d3
+    for row in range(0, steps, 4):
+        x3 = _load_row(x_ptr, row, rows, stride, channel, mask)
+        x4 = _load_row(x_ptr, row + 1, rows, stride, channel, mask)
+        x5 = _load_row(x_ptr, row + 2, rows, stride, channel, mask)
+        x6 = _load_row(x_ptr, row + 3, rows, stride, channel, mask)
+        d3 = _load_row(dy_ptr, row, rows, dy_stride, channel, mask)
+        d4 = _load_row(dy_ptr, row + 1, rows, dy_stride, channel, mask)
+        d5 = _load_row(dy_ptr, row + 2, rows, dy_stride, channel, mask)
+        d6 = _load_row(dy_ptr, row + 3, rows, dy_stride, channel, mask)
+        d3 = _gradient_before_activation(d3, x0, x1, x2, x3, w0, w1, w2, w3, bias, SILU)
+        d4 = _gradient_before_activation(d4, x1, x2, x3, x4, w0, w1, w2, w3, bias, SILU)
+        d5 = _gradient_before_activation(d5, x2, x3, x4, x5, w0, w1, w2, w3, bias, SILU)
+        d6 = _gradient_before_activation(d6, x3, x4, x5, x6, w0, w1, w2, w3, bias, SILU)
+        _store_input_gradient(
+            dx_ptr, dinitial_ptr, row, steps, first == start, document, channels, channel, mask, d0, d1, d2, d3,
+            w0, w1, w2, w3, TAPS, INPUT_GRAD, INITIAL_GRAD,
+        )  # fmt: skip
+        _store_input_gradient(
+            dx_ptr, dinitial_ptr, row + 1, steps, first == start, document, channels, channel, mask, d1, d2, d3, d4,
+            w0, w1, w2, w3, TAPS, INPUT_GRAD, INITIAL_GRAD,
+        )  # fmt: skip
+        _store_input_gradient(
+            dx_ptr, dinitial_ptr, row + 2, steps, first == start, document, channels, channel, mask, d2, d3, d4, d5,
+            w0, w1, w2, w3, TAPS, INPUT_GRAD, INITIAL_GRAD,
+        )  # fmt: skip
+        _store_input_gradient(
+            dx_ptr, dinitial_ptr, row + 3, steps, first == start, document, channels, channel, mask, d3, d4, d5, d6,
+            w0, w1, w2, w3, TAPS, INPUT_GRAD, INITIAL_GRAD,
+        )  # fmt: skip
+        if WEIGHT_GRAD and row < SPAN:
+            dw0 = dw0 + d3 * x0 + d4 * x1 + d5 * x2 + d6 * x3
+            dw1 = dw1 + d3 * x1 + d4 * x2 + d5 * x3 + d6 * x4
+            dw2 = dw2 + d3 * x2 + d4 * x3 + d5 * x4 + d6 * x5
+            dw3 = dw3 + d3 * x3 + d4 * x4 + d5 * x5 + d6 * x6
+            dbias += (d3 + d4) + (d5 + d6)
+        x0, x1, x2 = x4, x5, x6
+        d0, d1, d2 = d4, d5, d6
     if WEIGHT_GRAD:
         partials_ptr += slot * (TAPS + BIAS) * channels
         at = channel * TAPS + TAPS - 1
@@ -172,7 +241,7 @@ def _launch_forward(
     rows, stride = as_rows_with_stride(x, channels)
     launch = _forward(taps, bias is not None, silu, initial_state is not None)
     launch(
-        number_of_slots(rows.numel() // channels, offsets) * cdiv(channels, CHANNELS),
+        number_of_slots(rows.numel() // channels, offsets) * cdiv(channels, FORWARD_CHANNELS),
         rows, weight.contiguous(), weight if bias is None else bias.contiguous(),
         rows if initial_state is None else initial_state.contiguous(), offsets, y,
         stride, channels, offsets.shape[0] - 1,
@@ -205,7 +274,7 @@ def _launch_backward(
     )
     launch = _backward(taps, bias is not None, silu, initial_state is not None, input_grad, initial_grad, weights)
     launch(
-        slots * cdiv(channels, CHANNELS),
+        slots * cdiv(channels, BACKWARD_CHANNELS),
         dy, rows, weight.contiguous(), weight if bias is None else bias.contiguous(),
         rows if initial_state is None else initial_state.contiguous(), offsets, rows if dx is None else dx,
         rows if dinitial is None else dinitial, partials,
@@ -221,8 +290,7 @@ def _launch_backward(
 @functools.cache
 def _forward(taps: int, bias: bool, silu: bool, initial: bool) -> Launcher:
     return _forward_kernel.bind(
-        TAPS=taps, BIAS=bias, SILU=silu, INITIAL=initial, CHANNELS=CHANNELS, SPAN=SPAN.value, STAGES=STAGES,
-        num_warps=WARPS,
+        TAPS=taps, BIAS=bias, SILU=silu, INITIAL=initial, CHANNELS=FORWARD_CHANNELS, SPAN=SPAN.value, num_warps=WARPS,
     )  # fmt: skip
 
 
@@ -232,7 +300,7 @@ def _backward(
 ) -> Launcher:
     return _backward_kernel.bind(
         TAPS=taps, BIAS=bias, SILU=silu, INITIAL=initial, INPUT_GRAD=input_grad, INITIAL_GRAD=initial_grad,
-        WEIGHT_GRAD=weight_grad, CHANNELS=CHANNELS, SPAN=SPAN.value, STAGES=STAGES, num_warps=WARPS,
+        WEIGHT_GRAD=weight_grad, CHANNELS=BACKWARD_CHANNELS, SPAN=SPAN.value, num_warps=WARPS,
     )  # fmt: skip
 
 

@@ -7,9 +7,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.causal_conv import CHANNELS, WARPS, causal_conv_reference, check_weight
+from ligermodels.kernels.causal_conv import FORWARD_CHANNELS, WARPS, causal_conv_reference, check_weight, silu_and_slope
 from ligermodels.kernels.dispatch import register_op, runs_kernels
-from ligermodels.kernels.gated_activation import activate
 from ligermodels.kernels.launch import as_rows_with_stride, cdiv, kernel
 
 
@@ -35,7 +34,7 @@ def _step_kernel(
     if TAPS > 1:
         tl.store(pool_ptr + (TAPS - 2) * channels, x.to(pool_ptr.dtype.element_ty), mask)
     if SILU:
-        p, _ = activate(p, "silu")
+        p, _ = silu_and_slope(p)
     tl.store(y_ptr + index * channels + channel, p.to(y_ptr.dtype.element_ty), mask)
 
 
@@ -43,9 +42,11 @@ def _launch_step(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, poo
     y, (channels, taps) = x.new_empty(x.shape), weight.shape
     if y.numel():
         x, stride = as_rows_with_stride(x, channels)
-        launch = _step_kernel.bind(TAPS=taps, BIAS=bias is not None, SILU=silu, CHANNELS=CHANNELS, num_warps=WARPS)
+        launch = _step_kernel.bind(
+            TAPS=taps, BIAS=bias is not None, SILU=silu, CHANNELS=FORWARD_CHANNELS, num_warps=WARPS
+        )
         launch(
-            x.shape[0] * cdiv(channels, CHANNELS),
+            x.shape[0] * cdiv(channels, FORWARD_CHANNELS),
             x, weight.contiguous(), weight if bias is None else bias.contiguous(),
             row.contiguous(), pool, y, stride, channels,
         )  # fmt: skip

@@ -12,10 +12,13 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 # Tests clear this, so that CPU tensors take the reference although the kernels were built for the interpreter.
 interpreting = os.environ.get("TRITON_INTERPRET") == "1"
+# Whether kernels may use NVIDIA's own instructions.
+PTX = tl.constexpr(not triton.knobs.runtime.interpret and torch.version.hip is None)
 
 Launcher = Callable[..., None]  # (programs, *args): launches on the first tensor's device, in its current stream
 

@@ -15,11 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.launch import cdiv, multiprocessors, shared_memory
+from ligermodels.kernels.launch import PTX, cdiv, multiprocessors, shared_memory
 from ligermodels.kernels.pdl import pdl_constants
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-PTX = tl.constexpr(not triton.knobs.runtime.interpret and torch.version.hip is None)
 MAX_COLUMNS = 65536
 FORWARD_TILE_ELEMENTS, BACKWARD_TILE_ELEMENTS = 2048, 4096  # at least: short rows share a tile
 MIN_WARPS, MAX_WARPS = 4, 16  # of a program, except for narrow tiles
