@@ -3,8 +3,8 @@
 Symbols as in gated_delta_rule.py. A program of the forward scan holds columns of S in registers and computes of each
 chunk, from the state S at its start,
     V' = M (β∘(V - e^G∘(K S)))        O = e^G∘(Q S) + P V'        S <- e^{G_C} S + Kᵀ(r∘V')
-so that the products M (β∘V) and M (β e^G∘K) of the usual form never exist. It stores O, or S and V', from which
-`delta_outputs.py` computes O for all chunks in parallel. The backward scan goes from the last chunk to the first:
+so that the products M (β∘V) and M (β e^G∘K) of the usual form never exist. It stores O, or, for the backward pass, S
+and V'. The backward scan goes from the last chunk to the first:
     dV' = PᵀdO + r∘(K dS)        X = MᵀdV'        dS <- e^{G_C} dS + Qᵀ(e^G∘dO) - Kᵀ(β e^G∘X)
 and stores X and each dS that reaches a chunk's end.
 S is kept in fp32; operands of products are rounded to the dtype of qkv.
@@ -13,6 +13,7 @@ S is kept in fp32; operands of products are rounded to the dtype of qkv.
 import functools
 from dataclasses import dataclass
 
+import torch
 import triton.language as tl
 from torch import Tensor
 
@@ -38,25 +39,45 @@ class ScanTile:
     warps: int
     stages: int
 
+    def constants(self, shape: DeltaShape) -> dict[str, int]:
+        """Larger keys leave shared memory for one stage less."""
+        stages = max(1, self.stages - (shape.key_size > 128))
+        return {"COLUMNS": tile_columns(self.columns, shape.value_size), "STAGES": stages, "num_warps": self.warps}
 
-# By `has_wide_units` and element size in bytes. To be measured: narrower tiles make more programs, wider ones read keys
-# less often.
-FP32_TILE = ScanTile(16, 4, 1)
-FORWARD_TILES = {True: {2: ScanTile(64, 4, 2), 4: FP32_TILE}, False: {2: ScanTile(32, 4, 1), 4: FP32_TILE}}
-BACKWARD_TILES = {True: {2: ScanTile(32, 4, 2), 4: FP32_TILE}, False: {2: ScanTile(32, 4, 1), 4: FP32_TILE}}
+    def programs(self, shape: DeltaShape) -> int:
+        """Of one document."""
+        return shape.value_heads * cdiv(shape.value_size, tile_columns(self.columns, shape.value_size))
+
+
+@dataclass(frozen=True)
+class ScanTiles:
+    """Narrower tiles make more programs, wider ones read keys less often: they are used where there are enough
+    programs of the others to fill the device."""
+
+    narrow: ScanTile
+    wide: ScanTile
+
+    def of(self, documents: int, shape: DeltaShape, device: torch.device) -> ScanTile:
+        return self.wide if fills_device(documents * self.narrow.programs(shape), device) else self.narrow
+
+
+# By `has_wide_units` and element size in bytes. Measured with wide units in half precision; the others are to be.
+HALF_TILES = ScanTiles(ScanTile(32, 4, 3), ScanTile(64, 4, 3))
+NARROW_TILES, FP32_TILES = (ScanTiles(tile, tile) for tile in (ScanTile(32, 4, 1), ScanTile(16, 4, 1)))
+TILES = {True: {2: HALF_TILES, 4: FP32_TILES}, False: {2: NARROW_TILES, 4: FP32_TILES}}
 
 
 @kernel()
 def _forward_scan_kernel(
     qkv_ptr, norms_ptr, decay_ptr, beta_ptr, inverse_ptr, pairs_ptr, cu_seqlens_ptr, initial_ptr, o_ptr, states_ptr,
     values_ptr, final_ptr, stride, scale,
-    INITIAL: tl.constexpr, OUTPUT: tl.constexpr, STORE: tl.constexpr, FINAL: tl.constexpr, KEY_HEADS: tl.constexpr,
-    VALUE_HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, KEY_TILE: tl.constexpr,
-    COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    INITIAL: tl.constexpr, OUTPUT: tl.constexpr, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr,
+    KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, KEY_TILE: tl.constexpr, COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """One program: COLUMNS columns of one value head's state in one document.
 
-    OUTPUT: stores o. STORE: stores the state at the start of each chunk, and V'. FINAL: stores the state at the end.
+    Stores o and the state at the end if OUTPUT, otherwise the state at the start of each chunk, and V'.
     """
     TILES: tl.constexpr = (VALUE_SIZE + COLUMNS - 1) // COLUMNS
     tile, head = tl.program_id(0) % TILES, tl.program_id(0) // TILES % VALUE_HEADS
@@ -92,19 +113,19 @@ def _forward_scan_kernel(
         value = tl.dot(inverse, residual.to(k.dtype), input_precision="ieee")
         in_values = tile_mask(rows, index, column, VALUE_SIZE, EXACT)
         at = index[:, None] * (VALUE_HEADS * VALUE_SIZE) + column[None, :]
-        if STORE:
-            at_chunk = ((slot + chunk) * VALUE_HEADS + head) * (KEY_SIZE * VALUE_SIZE)
-            tl.store(states_ptr + at_chunk + cell, rounded, in_state)
-            tl.store(values_ptr + here * VALUE_SIZE + at, value.to(k.dtype), in_values)
         if OUTPUT:
             q = load_rows(q_ptr + first * stride, rows, index, stride, row, KEY_SIZE, KEY_SIZE == KEY_TILE)
             pairs = load_rows(pairs_ptr + here * SPAN, rows, index, VALUE_HEADS * SPAN, index, SPAN, True)
             o = (tl.exp(decay) * q_norm * scale)[:, None] * tl.dot(q, rounded, input_precision="ieee")
             o = tl.dot(pairs, value.to(k.dtype), o, input_precision="ieee")
             tl.store(o_ptr + here * VALUE_SIZE + at, o.to(o_ptr.dtype.element_ty), in_values)
+        else:
+            at_chunk = ((slot + chunk) * VALUE_HEADS + head) * (KEY_SIZE * VALUE_SIZE)
+            tl.store(states_ptr + at_chunk + cell, rounded, in_state)
+            tl.store(values_ptr + here * VALUE_SIZE + at, value.to(k.dtype), in_values)
         left = ((tl.exp(tl.where(inside, last - decay, 0.0)) * k_norm)[:, None] * value).to(k.dtype)
         state = tl.dot(tl.trans(k), left, tl.exp(last) * state, input_precision="ieee")
-    if FINAL:
+    if OUTPUT:
         tl.store(final_ptr + whole + cell, state, in_state)
 
 
@@ -167,45 +188,47 @@ def _backward_scan_kernel(
         tl.store(dinitial_ptr + whole + cell, dstate, in_state)
 
 
-def fuses_output(documents: int, shape: DeltaShape, qkv: Tensor) -> bool:
-    """Whether the forward scan has enough programs to compute the outputs as well."""
-    columns = tile_columns(FORWARD_TILES[has_wide_units(qkv.device)][qkv.itemsize].columns, shape.value_size)
-    return fills_device(documents * shape.value_heads * cdiv(shape.value_size, columns), qkv.device)
-
-
 def forward_scan(
-    qkv: Tensor, stride: int, chunks: tuple[Tensor, Tensor, Tensor], beta: Tensor, pairs: Tensor | None,
-    cu_seqlens: Tensor, initial_state: Tensor | None, scale: float, shape: DeltaShape,
-    o: Tensor | None, final: Tensor | None, store: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Writes o and final where given. With `store` returns (states [slots, Hv, hk, hv], V' [T, Hv, hv]).
+    qkv: Tensor, stride: int, chunks: tuple[Tensor, Tensor, Tensor], beta: Tensor, pairs: Tensor, cu_seqlens: Tensor,
+    initial_state: Tensor | None, scale: float, shape: DeltaShape, o: Tensor, final: Tensor,
+) -> None:  # fmt: skip
+    """Writes o and final. chunks: norms, G and M of `prepare_chunks`. pairs: of `compute_pairs`."""
+    _scan_forward(
+        qkv, stride, chunks, beta, pairs, cu_seqlens, initial_state, scale, shape, (o, qkv, qkv, final), True
+    )  # fmt: skip
 
-    chunks: norms, G and M of `prepare_chunks`. pairs: of `compute_pairs`; o needs them.
-    """
-    norms, decay, inverse = chunks
-    documents, tokens = cu_seqlens.shape[0] - 1, decay.numel() // shape.value_heads
-    states = values = qkv
-    if store:
-        slots = number_of_slots(tokens, cu_seqlens)
-        states = qkv.new_empty(slots, shape.value_heads, shape.key_size, shape.value_size)
-        values = qkv.new_empty(tokens, shape.value_heads, shape.value_size)
-    launch, tiles = _forward_scan(
-        shape,
-        qkv.itemsize,
-        has_wide_units(qkv.device),
-        initial_state is not None,
-        o is not None,
-        store,
-        final is not None,
-    )
-    launch(
-        documents * shape.value_heads * tiles,
-        qkv, norms, decay, beta, inverse, inverse if pairs is None else pairs,
-        cu_seqlens,
-        decay if initial_state is None else initial_state, qkv if o is None else o, states, values,
-        decay if final is None else final, stride, scale,
+
+def scan_states(
+    qkv: Tensor, stride: int, chunks: tuple[Tensor, Tensor, Tensor], beta: Tensor, cu_seqlens: Tensor,
+    initial_state: Tensor | None, scale: float, shape: DeltaShape,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(the state at each chunk's start [slots, Hv, hk, hv], V' [T, Hv, hv]), by the same scan."""
+    _, decay, inverse = chunks
+    tokens = decay.numel() // shape.value_heads
+    slots = number_of_slots(tokens, cu_seqlens)
+    states = qkv.new_empty(slots, shape.value_heads, shape.key_size, shape.value_size)
+    values = qkv.new_empty(tokens, shape.value_heads, shape.value_size)
+    _scan_forward(
+        qkv, stride, chunks, beta, inverse, cu_seqlens, initial_state, scale, shape, (qkv, states, values, decay), False
     )  # fmt: skip
     return states, values
+
+
+def _scan_forward(
+    qkv: Tensor, stride: int, chunks: tuple[Tensor, Tensor, Tensor], beta: Tensor, pairs: Tensor, cu_seqlens: Tensor,
+    initial_state: Tensor | None, scale: float, shape: DeltaShape,
+    results: tuple[Tensor, Tensor, Tensor, Tensor], output: bool,
+) -> None:  # fmt: skip
+    """results: o, states, V' and the final state, of which those that are not computed may be any tensor."""
+    documents = cu_seqlens.shape[0] - 1
+    tile = TILES[has_wide_units(qkv.device)][qkv.itemsize].of(documents, shape, qkv.device)
+    launch = _forward_scan(shape, tile, initial_state is not None, output)
+    norms, decay, inverse = chunks
+    launch(
+        documents * tile.programs(shape),
+        qkv, norms, decay, beta, inverse, pairs, cu_seqlens, decay if initial_state is None else initial_state,
+        *results, stride, scale,
+    )  # fmt: skip
 
 
 def backward_scan(
@@ -218,11 +241,10 @@ def backward_scan(
     slots = number_of_slots(tokens, cu_seqlens)
     dstates = qkv.new_empty(slots, shape.value_heads, shape.key_size, shape.value_size)
     x = qkv.new_empty(tokens, shape.value_heads, shape.value_size)
-    launch, tiles = _backward_scan(
-        shape, qkv.itemsize, has_wide_units(qkv.device), dfinal is not None, dinitial is not None
-    )
+    tile = TILES[has_wide_units(qkv.device)][qkv.itemsize].of(documents, shape, qkv.device)
+    launch = _backward_scan(shape, tile, dfinal is not None, dinitial is not None)
     launch(
-        documents * shape.value_heads * tiles,
+        documents * tile.programs(shape),
         do, decay if dfinal is None else dfinal, qkv, norms, decay, beta, inverse, pairs, cu_seqlens, dstates, x,
         decay if dinitial is None else dinitial, stride, scale,
     )  # fmt: skip
@@ -230,28 +252,12 @@ def backward_scan(
 
 
 @functools.cache
-def _forward_scan(
-    shape: DeltaShape, itemsize: int, wide: bool, initial: bool, output: bool, store: bool, final: bool
-) -> tuple[Launcher, int]:
-    """The launcher, and how many programs share a state."""
-    tile = FORWARD_TILES[wide][itemsize]
-    columns = tile_columns(tile.columns, shape.value_size)
-    launch = _forward_scan_kernel.bind(
-        INITIAL=initial, OUTPUT=output, STORE=store, FINAL=final, **shape.constants(), COLUMNS=columns,
-        STAGES=tile.stages, num_warps=tile.warps,
-    )  # fmt: skip
-    return launch, cdiv(shape.value_size, columns)
+def _forward_scan(shape: DeltaShape, tile: ScanTile, initial: bool, output: bool) -> Launcher:
+    return _forward_scan_kernel.bind(INITIAL=initial, OUTPUT=output, **shape.constants(), **tile.constants(shape))
 
 
 @functools.cache
-def _backward_scan(
-    shape: DeltaShape, itemsize: int, wide: bool, final: bool, initial_grad: bool
-) -> tuple[Launcher, int]:
-    """The launcher, and how many programs share a state."""
-    tile = BACKWARD_TILES[wide][itemsize]
-    columns = tile_columns(tile.columns, shape.value_size)
-    launch = _backward_scan_kernel.bind(
-        FINAL=final, INITIAL_GRAD=initial_grad, **shape.constants(), COLUMNS=columns, STAGES=tile.stages,
-        num_warps=tile.warps,
-    )  # fmt: skip
-    return launch, cdiv(shape.value_size, columns)
+def _backward_scan(shape: DeltaShape, tile: ScanTile, final: bool, initial_grad: bool) -> Launcher:
+    return _backward_scan_kernel.bind(
+        FINAL=final, INITIAL_GRAD=initial_grad, **shape.constants(), **tile.constants(shape)
+    )

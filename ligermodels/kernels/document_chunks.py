@@ -21,8 +21,7 @@ MIN_DOT = 16  # rows and columns of a matrix product in Triton, at least
 # With 16, products in half precision by Triton 3.6 on Hopper read beyond their shared memory (compute-sanitizer).
 MIN_COLUMNS_OF_TILES = 32
 MAX_HEAD_SIZE = 256  # rows of a state
-# With at most so many programs of a scan for each multiprocessor, outputs are left to a kernel of their own.
-FUSED_OUTPUT_PROGRAMS = 1.0
+FULL_DEVICE_PROGRAMS = 1.0  # of a scan, for each multiprocessor: with more it fills the device
 
 
 @triton.jit
@@ -121,8 +120,8 @@ def has_wide_units(device: torch.device) -> bool:
 
 
 def fills_device(programs: int, device: torch.device) -> bool:
-    """Whether so many programs of a scan, which is serial, are enough to compute the outputs as well."""
-    return programs > FUSED_OUTPUT_PROGRAMS * multiprocessors(device)
+    """Whether so many programs of a scan, which is serial, leave no multiprocessor idle."""
+    return programs > FULL_DEVICE_PROGRAMS * multiprocessors(device)
 
 
 def number_of_slots(tokens: int, cu_seqlens: Tensor) -> int:

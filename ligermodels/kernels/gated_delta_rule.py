@@ -10,12 +10,11 @@ The kernels compute chunks of 64 tokens. In a chunk, with G = cumsum(g), Γ_ij =
 at its start and Q, K, V its rows:
     M = (1 + strict_lower(β∘(K Kᵀ)∘Γ))^-1        V' = M (β∘(V - e^G∘(K S)))        P = (Q Kᵀ)∘Γ
     O = e^G∘(Q S) + P V'        S <- e^{G_C} S + Kᵀ(r∘V'), r = exp(G_C - G)
-delta_chunks.py computes M, delta_states.py passes states forward and gradients back, delta_outputs.py has the rest of
+delta_chunks.py computes M, delta_states.py passes states forward and gradients back, delta_gradients.py has the rest of
 the gradients; each has its formulas. g, G, S, M's inversion and all sums are in fp32; operands of products are in the
 dtype of qkv.
-Moves, forward, qkv and o once for each tile of a head's columns, and 64 elements of M a token and value head. Where
-documents and heads are too few to fill the device, states and V' are stored as well and outputs follow in a kernel of
-their own. Kept for backward: qkv, beta, G, M and the reciprocal norms; states are computed again.
+Moves, forward, qkv and o once for each tile of a head's columns, and 64 elements of M a token and value head. Kept for
+backward: qkv, beta, G, M and the reciprocal norms; states are computed again.
 Yang, Kautz & Hatamizadeh 2024, https://arxiv.org/abs/2412.06464.
 """
 
@@ -31,8 +30,8 @@ from ligermodels.kernels.delta_chunks import (
     delta_shape,
     prepare_chunks,
 )
-from ligermodels.kernels.delta_outputs import compute_gradients, compute_outputs
-from ligermodels.kernels.delta_states import backward_scan, forward_scan, fuses_output
+from ligermodels.kernels.delta_gradients import compute_gradients
+from ligermodels.kernels.delta_states import backward_scan, forward_scan, scan_states
 from ligermodels.kernels.dispatch import Node, as_factor, autocast, register_op, runs_kernels, widen
 from ligermodels.kernels.document_chunks import SPAN, each_document, row_offsets
 from ligermodels.kernels.launch import as_rows_with_stride
@@ -95,12 +94,7 @@ def _launch_forward(
     chunks = norms, decay, inverse
     prepare_chunks(qkv, stride, g.contiguous(), beta, offsets, shape, eps, chunks)
     pairs = compute_pairs(qkv, stride, norms, decay, offsets, scale, shape)
-    fused = fuses_output(offsets.shape[0] - 1, shape, qkv)
-    states, values = forward_scan(
-        qkv, stride, chunks, beta, pairs, offsets, initial_state, scale, shape, o if fused else None, final, not fused
-    )
-    if not fused:
-        compute_outputs(qkv, stride, norms, decay, pairs, offsets, states, values, scale, shape, o)
+    forward_scan(qkv, stride, chunks, beta, pairs, offsets, initial_state, scale, shape, o, final)
     return o, final, norms, decay, inverse
 
 
@@ -130,7 +124,7 @@ def _launch_backward(
     pairs = compute_pairs(qkv, stride, norms, decay, offsets, scale, shape)
     passed = backward_scan(do, dfinal, qkv, stride, chunks, beta, pairs, offsets, scale, shape, dinitial)
     if qkv_grad or g_grad or beta_grad:
-        states = forward_scan(qkv, stride, chunks, beta, None, offsets, initial_state, scale, shape, None, None, True)
+        states = scan_states(qkv, stride, chunks, beta, offsets, initial_state, scale, shape)
         compute_gradients(
             do, qkv, stride, norms, decay, beta, pairs, offsets, (*states, *passed), scale, shape, *of_tokens
         )  # fmt: skip

@@ -40,9 +40,9 @@ def offsets(*lengths):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("fused", [True, False])
-def test_chunks_are_within_the_error_budget_of_the_recurrence(dtype, fused, monkeypatch):
-    monkeypatch.setattr(document_chunks, "FUSED_OUTPUT_PROGRAMS", 0.0 if fused else float("inf"))
+@pytest.mark.parametrize("wide", [True, False])
+def test_chunks_are_within_the_error_budget_of_the_recurrence(dtype, wide, monkeypatch):
+    monkeypatch.setattr(document_chunks, "FULL_DEVICE_PROGRAMS", 0.0 if wide else float("inf"))
     check_rule(draw(2, 70, 2), dtype)
 
 

@@ -45,7 +45,7 @@ def offsets(*lengths):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("fused", [True, False])
 def test_chunks_are_within_the_error_budget_of_the_recurrence(dtype, fused, monkeypatch):
-    monkeypatch.setattr(document_chunks, "FUSED_OUTPUT_PROGRAMS", 0.0 if fused else float("inf"))
+    monkeypatch.setattr(document_chunks, "FULL_DEVICE_PROGRAMS", 0.0 if fused else float("inf"))
     check_scan(draw(2, 70, 2), dtype)
 
 

@@ -1,8 +1,7 @@
-"""Outputs and gradients of the gated delta rule that depend on one chunk alone: all chunks in parallel.
+"""Gradients of the gated delta rule that depend on one chunk alone: all chunks in parallel.
 
 Symbols as in gated_delta_rule.py. With S the state at a chunk's start, V' its corrected values, dS the gradient of the
 state at its end and X = MᵀdV', all from delta_states.py:
-    O = e^G∘(Q S) + P V'
     dP = dO V'ᵀ        dA = -strict_lower(X V'ᵀ)        N = β∘dA∘Γ
     dQ = (e^G∘dO) Sᵀ + (dP∘Γ) K
     dK = (dP∘Γ)ᵀQ + (r∘V') dSᵀ - (β e^G∘X) Sᵀ + (N + Nᵀ) K
@@ -33,45 +32,12 @@ from ligermodels.kernels.document_chunks import (
     tile_columns,
     tile_mask,
 )
-from ligermodels.kernels.launch import Launcher, cdiv, kernel
+from ligermodels.kernels.launch import Launcher, kernel
 
 # By `has_wide_units` and element size in bytes: columns of values at a time, and warps. Those of gradients with wide
 # units in half precision are measured; the others are to be.
-OUTPUT_TILES = {True: {2: (64, 4), 4: (32, 4)}, False: {2: (64, 4), 4: (32, 4)}}
 GATE_GRADIENT_TILES = {True: {2: (64, 4), 4: (16, 4)}, False: {2: (16, 8), 4: (16, 4)}}
 QKV_GRADIENT_TILES = {True: {2: (64, 4), 4: (16, 8)}, False: {2: (16, 8), 4: (16, 8)}}
-
-
-@kernel(do_not_specialize=["documents"])
-def _output_kernel(
-    qkv_ptr, norms_ptr, decay_ptr, pairs_ptr, cu_seqlens_ptr, states_ptr, values_ptr, o_ptr, stride, documents, scale,
-    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
-    KEY_TILE: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """One program: COLUMNS columns of the output of one chunk and value head."""
-    TILES: tl.constexpr = (VALUE_SIZE + COLUMNS - 1) // COLUMNS
-    tile, head = tl.program_id(0) % TILES, tl.program_id(0) // TILES % VALUE_HEADS
-    slot = (tl.program_id(0) // (TILES * VALUE_HEADS)).to(tl.int64)
-    first, rows = locate_slot(cu_seqlens_ptr, slot, documents, SPAN)
-    if rows <= 0:
-        return
-    EXACT: tl.constexpr = VALUE_SIZE % COLUMNS == 0
-    index, row, column = tl.arange(0, SPAN), tl.arange(0, KEY_TILE), tile * COLUMNS + tl.arange(0, COLUMNS)
-    key_head, here = head // (VALUE_HEADS // KEY_HEADS), first * VALUE_HEADS + head
-    q_ptr, norms_ptr = qkv_ptr + first * stride + key_head * KEY_SIZE, norms_ptr + first * (2 * KEY_HEADS) + key_head
-    q = load_rows(q_ptr, rows, index, stride, row, KEY_SIZE, KEY_SIZE == KEY_TILE)
-    q_norm, _ = load_norms(norms_ptr, rows, KEY_HEADS)
-    decay = tl.load(decay_ptr + here + index * VALUE_HEADS, index < rows, other=0.0)
-    states_ptr += (slot * VALUE_HEADS + head) * (KEY_SIZE * VALUE_SIZE)
-    state = load_rows(states_ptr, KEY_SIZE, row, VALUE_SIZE, column, VALUE_SIZE, EXACT)
-    value = load_rows(
-        values_ptr + here * VALUE_SIZE, rows, index, VALUE_HEADS * VALUE_SIZE, column, VALUE_SIZE, EXACT
-    )  # fmt: skip
-    pairs = load_rows(pairs_ptr + here * SPAN, rows, index, VALUE_HEADS * SPAN, index, SPAN, True)
-    o = (tl.exp(decay) * q_norm * scale)[:, None] * tl.dot(q, state, input_precision="ieee")
-    o = tl.dot(pairs, value, o, input_precision="ieee").to(o_ptr.dtype.element_ty)
-    at = index[:, None] * (VALUE_HEADS * VALUE_SIZE) + column[None, :]
-    tl.store(o_ptr + here * VALUE_SIZE + at, o, tile_mask(rows, index, column, VALUE_SIZE, EXACT))
 
 
 @triton.jit
@@ -235,19 +201,6 @@ def _qkv_gradient_kernel(
     )  # fmt: skip
 
 
-def compute_outputs(
-    qkv: Tensor, stride: int, norms: Tensor, decay: Tensor, pairs: Tensor, cu_seqlens: Tensor, states: Tensor,
-    values: Tensor, scale: float, shape: DeltaShape, o: Tensor,
-) -> None:  # fmt: skip
-    """Writes o, given what the forward scan stored."""
-    launch, tiles = _outputs(shape, qkv.itemsize, has_wide_units(qkv.device))
-    slots = number_of_slots(decay.numel() // shape.value_heads, cu_seqlens)
-    launch(
-        slots * shape.value_heads * tiles,
-        qkv, norms, decay, pairs, cu_seqlens, states, values, o, stride, cu_seqlens.shape[0] - 1, scale,
-    )  # fmt: skip
-
-
 def compute_gradients(
     do: Tensor, qkv: Tensor, stride: int, norms: Tensor, decay: Tensor, beta: Tensor, pairs: Tensor,
     cu_seqlens: Tensor, scanned: tuple[Tensor, Tensor, Tensor, Tensor], scale: float, shape: DeltaShape,
@@ -271,15 +224,6 @@ def compute_gradients(
             slots * shape.key_heads,
             do, qkv, norms, decay, beta, cu_seqlens, *scanned, dpairs, dlower, dqkv, stride, documents, scale,
         )  # fmt: skip
-
-
-@functools.cache
-def _outputs(shape: DeltaShape, itemsize: int, wide: bool) -> tuple[Launcher, int]:
-    """The launcher, and how many programs share a chunk of a head."""
-    columns, warps = OUTPUT_TILES[wide][itemsize]
-    columns = tile_columns(columns, shape.value_size)
-    launch = _output_kernel.bind(**shape.constants(), COLUMNS=columns, num_warps=warps)
-    return launch, cdiv(shape.value_size, columns)
 
 
 @functools.cache
