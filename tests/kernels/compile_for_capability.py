@@ -49,6 +49,8 @@ def pretend_device(capability: int, limit: int) -> None:
     triton.knobs.runtime.interpret = False  # tiles are chosen for the device, not for the interpreter
     # The tensors are uninitialized, so products need not be computed: in half precision they would take seconds.
     torch.mm = lambda a, b, out=None: a.new_empty(a.shape[0], b.shape[1]) if out is None else out
+    addmm = torch.addmm  # without `out` the logits are differentiated by the next op
+    torch.addmm = lambda bias, a, b, out=None: addmm(bias, a, b) if out is None else out
     torch.Tensor.addmm_ = lambda total, a, b, **factors: total
     for module in (chunk_gradients, logprob_chunks):
         module.accumulate_ = lambda total, a, b, beta: None  # without a GPU it widens a and b first
