@@ -8,6 +8,8 @@ element at a time. Together these took most of the kernels' time.
 Uses private names of Triton, in the version that constraints.txt pins. Must not know any particular op.
 """
 
+import inspect
+import itertools
 from dataclasses import replace
 from functools import cache, wraps
 from types import SimpleNamespace
@@ -43,6 +45,9 @@ def speed_up_interpreter() -> None:
     core.tensor.to = keep_dtype_first(core.tensor.to)
     TritonSemantic.where = choose_floats_first(TritonSemantic.where)
     TritonSemantic._load_legacy = load_numbers_first(TritonSemantic._load_legacy)
+    TritonSemantic._store_legacy = store_numbers_first(TritonSemantic._store_legacy)
+    TritonSemantic.cast = convert_numbers_first(TritonSemantic.cast)
+    interpreter.GridExecutor.__call__ = run_grid
     core.dtype.__eq__ = equal_names_first(core.dtype.__eq__)
     core._unwrap_if_constexpr = unwrap_common_types_first(core._unwrap_if_constexpr)
     TritonSemantic.binary_op_type_checking_impl = equal_types_first(TritonSemantic.binary_op_type_checking_impl)
@@ -56,6 +61,29 @@ def patch_by_one_call(owner, name, member, builder, scope):
 
 
 SEMANTIC = {"_semantic": interpreter.interpreter_semantic}
+
+
+def run_grid(self, *args, **kwargs):
+    """Runs every program on tensors that are on the CPU. Triton's own copies them there and back."""
+    signature = signature_of(self.fn)
+    bound = signature.bind(*args, **{name: value for name, value in kwargs.items() if name in signature.parameters})
+    bound.apply_defaults()
+    values = {
+        name: value if name in self.constexprs else interpreter._implicit_cvt(value)
+        for name, value in bound.arguments.items()
+    }
+    grid = self.grid(values) if callable(self.grid) else self.grid
+    sizes = *grid, *(1,) * (3 - len(grid))
+    interpreter.interpreter_builder.set_grid_dim(*sizes)
+    for place in itertools.product(*map(range, sizes)):
+        interpreter.interpreter_builder.set_grid_idx(*place)
+        try:
+            self.fn(**values)
+        except Exception as error:
+            raise interpreter.InterpreterError(repr(error)) from error
+
+
+signature_of = cache(inspect.signature)
 
 
 @cache
@@ -87,13 +115,16 @@ def init_tensor(self, handle, type):
     self.shape, self.numel = type.of_tensors if type.is_block() else NO_SHAPE
 
 
+UNWRAPPED = {int, float, bool, str, type(None), core.tensor, core.dtype}
+
+
 def unwrap_common_types_first(unwrap):
-    """`unwrap`, which tests for lists, tuples and so on, after the common cases: a number, a tensor or a constexpr."""
+    """`unwrap`, which tests for lists, tuples and so on, after the common cases: what is none, or a constexpr."""
 
     def unwrap_if_constexpr(value):
         if type(value) is core.constexpr:
             return value.value
-        return value if type(value) in (int, float, core.tensor) else unwrap(value)
+        return value if type(value) in UNWRAPPED else unwrap(value)
 
     return unwrap_if_constexpr
 
@@ -176,9 +207,7 @@ def on_arrays_first(slow, operation, dtypes, compares):
             of, value = with_elements(self.type, core.int1 if compares else dtype), other
         else:
             return slow(self, other)
-        return (
-            slow(self, other) if of is None else core.tensor(handle_of(operation(self.handle.data, value), dtype), of)
-        )
+        return slow(self, other) if of is None else tensor_of(operation(self.handle.data, value), dtype, of)
 
     return operator
 
@@ -200,7 +229,7 @@ def add_to_pointer_first(slow):
         if of is None:
             return slow(self, other)
         size = max(1, pointer.element_ty.primitive_bitwidth // 8)
-        return core.tensor(handle_of(self.handle.data + size * offsets.astype(np.uint64), pointer), of)
+        return tensor_of(self.handle.data + size * offsets.astype(np.uint64), pointer, of)
 
     return add
 
@@ -224,17 +253,20 @@ def block_of(element, sizes):
 
 
 def with_elements(of, element):
-    if of.scalar is element:
-        return of
-    return of.with_element_ty(element) if type(of) is core.block_type else element
+    if type(of) is not core.block_type:
+        return element
+    return of if of.element_ty is element else of.with_element_ty(element)
+
+
+WHOLE = slice(None)
 
 
 def expand_at_once(self, index):
     """x[:, None] and the like, which is all that kernels can write."""
     index = tuple([core._unwrap_if_constexpr(each) for each in (index if isinstance(index, tuple) else [index])])
-    assert all(each is None or each == slice(None) for each in index)
+    assert index.count(None) + index.count(WHOLE) == len(index)
     data = self.handle.data[index]
-    return core.tensor(handle_of(data, self.dtype), block_of(self.dtype, data.shape))
+    return tensor_of(data, self.dtype, block_of(self.dtype, data.shape))
 
 
 def keep_dtype_first(slow):
@@ -245,6 +277,26 @@ def keep_dtype_first(slow):
         return self if dtype is self.dtype and not args and not kwargs else slow(self, dtype, *args, **kwargs)
 
     return to
+
+
+CONVERTED = {  # from, to: conversions that are NumPy's
+    *itertools.permutations(("int32", "int64", "fp32"), 2), ("fp16", "fp32"), ("fp32", "fp16"),
+    *itertools.product(("int1",), NUMBERS),
+}  # fmt: skip
+
+
+def convert_numbers_first(slow):
+    """`slow`, the conversion to another dtype, after the common cases."""
+
+    @wraps(slow)
+    def cast(self, input, dst_ty, fp_downcast_rounding=None):
+        dtype = dst_ty.scalar
+        if (input.dtype.name, dtype.name) not in CONVERTED or fp_downcast_rounding is not None:
+            return slow(self, input, dst_ty, fp_downcast_rounding)
+        data = input.handle.data.astype(interpreter._get_np_dtype(dtype))
+        return tensor_of(data, dtype, with_elements(input.type, dtype))
+
+    return cast
 
 
 def choose_floats_first(slow):
@@ -260,7 +312,7 @@ def choose_floats_first(slow):
         values = (each.handle.data if type(each) is core.tensor else np.float32(each) for each in (x, y))
         data = np.where(condition.handle.data, *values)
         of = block_of(core.float32, data.shape) if ranks else core.float32
-        return core.tensor(handle_of(data, core.float32), of)
+        return tensor_of(data, core.float32, of)
 
     return where
 
@@ -273,28 +325,57 @@ def load_numbers_first(slow):
         places, pointer = ptr.handle.data, ptr.dtype
         if type(pointer) is not core.pointer_type or pointer.element_ty.name not in LOADED or boundary_check or padding:
             return slow(self, ptr, mask, other, boundary_check, padding, *options)
-        loaded = np.True_ if mask is None else mask.handle.data
-        if (other is not None and other.handle.data.any()) or not fits(loaded, places):
+        loaded = mask_of(mask, places)
+        if loaded is None or (other is not None and other.handle.data.any()):
             return slow(self, ptr, mask, other, boundary_check, padding, *options)
-        loaded = np.broadcast_to(loaded, places.shape)
         dtype = interpreter._get_np_dtype(pointer.element_ty)
         data = interpreter._interpreter.load(places, loaded, np.zeros(places.shape, dtype), dtype)
-        return core.tensor(handle_of(data, pointer.element_ty), with_elements(ptr.type, pointer.element_ty))
+        return tensor_of(data, pointer.element_ty, with_elements(ptr.type, pointer.element_ty))
 
     return load
 
 
-def fits(data, other):
-    """Whether data is broadcast to the shape of the other array: it has one element, or as many dimensions."""
-    sizes = zip(data.shape, other.shape, strict=False)
-    return data.size == 1 or (data.ndim == other.ndim and all(size in (1, of) for size, of in sizes))
+def store_numbers_first(slow):
+    """`slow`, which stores at pointers, after the common case: a block of numbers of the pointers' dtype and rank."""
+
+    @wraps(slow)
+    def store(self, ptr, val, mask, boundary_check, *options):
+        places, pointer = ptr.handle.data, ptr.dtype
+        if type(pointer) is not core.pointer_type or pointer.element_ty is not val.dtype or boundary_check:
+            return slow(self, ptr, val, mask, boundary_check, *options)
+        stored, data = mask_of(mask, places), val.handle.data
+        if val.dtype.name not in LOADED or stored is None or val.shape is not ptr.shape:
+            return slow(self, ptr, val, mask, boundary_check, *options)
+        return core.tensor(interpreter._interpreter.store(places, data, stored), core.void)
+
+    return store
 
 
-def handle_of(data, dtype):
-    """The handle of data that has the size of its dtype."""
+def mask_of(mask, places):
+    """The mask's array in the shape of `places`; None if it is no mask, or is not broadcast to that shape."""
+    shape = places.shape
+    if mask is None:
+        return np.ones(shape, np.bool_)
+    if mask.dtype is not core.int1:
+        return None
+    data = mask.handle.data
+    if data.shape == shape:
+        return data
+    fits = len(data.shape) == len(shape) and all(size in (1, of) for size, of in zip(data.shape, shape, strict=True))
+    return np.logical_and(data, np.ones(shape, np.bool_)) if fits or data.size == 1 else None
+
+
+def tensor_of(data, dtype, of):
+    """A tensor of data that has the size of its dtype."""
     handle = object.__new__(interpreter.TensorHandle)
     handle.data, handle.dtype, handle.attr = data, dtype, {}
-    return handle
+    tensor = object.__new__(core.tensor)
+    tensor.handle, tensor.type = handle, of
+    if type(of) is core.block_type:
+        tensor.dtype, (tensor.shape, tensor.numel) = of.element_ty, of.of_tensors
+    else:
+        tensor.dtype, (tensor.shape, tensor.numel) = of, NO_SHAPE
+    return tensor
 
 
 def cache_by_name(get_np_dtype):

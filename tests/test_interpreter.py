@@ -90,9 +90,43 @@ def test_sums_of_pointers_and_loads(dtype):
     assert compared > 100
 
 
+@pytest.mark.parametrize("dtype", [core.float32, core.int64, core.float16])
+def test_stores(dtype):
+    pointer = core.pointer_type(dtype)
+    masks = [None, *(tensor(shape, core.int32, 0) > 0 for shape in SHAPES)]
+    values = [tensor(*each, 1) for each in itertools.product(SHAPES, DTYPES)]
+    compared = 0
+
+    def stored(store, shape, value, mask):
+        numbers = np.zeros(32, triton_interpreter._get_np_dtype(dtype))
+        places = numbers.ctypes.data + numbers.itemsize * np.arange(np.prod(shape or 1), dtype=np.uint64)
+        of = interpreter.block_of(pointer, shape) if shape else pointer
+        pointers = core.tensor(triton_interpreter.TensorHandle(places.reshape(shape or 1), pointer), of)
+        try:
+            assert store(SEMANTIC, pointers, value, mask, (), None, None).type is core.void
+        except Exception as error:
+            return type(error)
+        return numbers.tolist()
+
+    for case in itertools.product(SHAPES, values, masks):
+        expected = stored(unwrap(TritonSemantic._store_legacy), *case)
+        if isinstance(expected, list):
+            assert stored(TritonSemantic._store_legacy, *case) == expected, case
+            compared += 1
+    assert compared > 100
+
+
+def test_conversions():
+    for x in (tensor(*each, 0) for each in itertools.product(SHAPES, DTYPES)):
+        for dtype in DTYPES:
+            expected = outcome(unwrap(TritonSemantic.cast), SEMANTIC, x, dtype)
+            assert outcome(TritonSemantic.cast, SEMANTIC, x, dtype) == expected
+
+
 def test_dimensions():
     x = tensor((4, 8), core.float32, 0)
-    for index in [(slice(None), None, slice(None)), (None, slice(None), slice(None), None)]:
+    every = slice(None)
+    for index in [(every, None, every), (None, every, every, None), (every, every, None)]:
         expanded = x[index]
         assert expanded.handle.data.tolist() == x.handle.data[index].tolist()
         assert [size.value for size in expanded.shape] == list(x.handle.data[index].shape)
