@@ -16,7 +16,7 @@ from ligermodels.kernels.gated_delta_rule import gated_delta_rule
 
 CALLS = 10
 USED: dict[str, Any] = {
-    "scans": delta_states.TILES[True],
+    "scans": delta_states.DELTA_SCAN_TILES[True],
     "gates": delta_gradients.GATE_GRADIENT_TILES[True],
     "qkv": delta_gradients.QKV_GRADIENT_TILES[True],
 }

@@ -12,8 +12,8 @@ S is kept in fp32; operands of products are rounded to the dtype of qkv.
 
 import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
-import torch
 import triton.language as tl
 from torch import Tensor
 
@@ -49,22 +49,18 @@ class ScanTile:
         return shape.value_heads * cdiv(shape.value_size, tile_columns(self.columns, shape.value_size))
 
 
-@dataclass(frozen=True)
-class ScanTiles:
+class ScanTiles(NamedTuple):
     """Narrower tiles make more programs, wider ones read keys less often: they are used where there are enough
     programs of the others to fill the device."""
 
     narrow: ScanTile
     wide: ScanTile
 
-    def of(self, documents: int, shape: DeltaShape, device: torch.device) -> ScanTile:
-        return self.wide if fills_device(documents * self.narrow.programs(shape), device) else self.narrow
-
 
 # By `has_wide_units` and element size in bytes. Measured with wide units in half precision; the others are to be.
 HALF_TILES = ScanTiles(ScanTile(32, 4, 3), ScanTile(64, 4, 3))
 NARROW_TILES, FP32_TILES = (ScanTiles(tile, tile) for tile in (ScanTile(32, 4, 1), ScanTile(16, 4, 1)))
-TILES = {True: {2: HALF_TILES, 4: FP32_TILES}, False: {2: NARROW_TILES, 4: FP32_TILES}}
+DELTA_SCAN_TILES = {True: {2: HALF_TILES, 4: FP32_TILES}, False: {2: NARROW_TILES, 4: FP32_TILES}}
 
 
 @kernel()
@@ -198,7 +194,7 @@ def forward_scan(
     )  # fmt: skip
 
 
-def scan_states(
+def recompute_states(
     qkv: Tensor, stride: int, chunks: tuple[Tensor, Tensor, Tensor], beta: Tensor, cu_seqlens: Tensor,
     initial_state: Tensor | None, scale: float, shape: DeltaShape,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -221,7 +217,7 @@ def _scan_forward(
 ) -> None:  # fmt: skip
     """results: o, states, V' and the final state, of which those that are not computed may be any tensor."""
     documents = cu_seqlens.shape[0] - 1
-    tile = TILES[has_wide_units(qkv.device)][qkv.itemsize].of(documents, shape, qkv.device)
+    tile = _tile(documents, shape, qkv)
     launch = _forward_scan(shape, tile, initial_state is not None, output)
     norms, decay, inverse = chunks
     launch(
@@ -241,7 +237,7 @@ def backward_scan(
     slots = number_of_slots(tokens, cu_seqlens)
     dstates = qkv.new_empty(slots, shape.value_heads, shape.key_size, shape.value_size)
     x = qkv.new_empty(tokens, shape.value_heads, shape.value_size)
-    tile = TILES[has_wide_units(qkv.device)][qkv.itemsize].of(documents, shape, qkv.device)
+    tile = _tile(documents, shape, qkv)
     launch = _backward_scan(shape, tile, dfinal is not None, dinitial is not None)
     launch(
         documents * tile.programs(shape),
@@ -249,6 +245,11 @@ def backward_scan(
         decay if dinitial is None else dinitial, stride, scale,
     )  # fmt: skip
     return dstates, x
+
+
+def _tile(documents: int, shape: DeltaShape, qkv: Tensor) -> ScanTile:
+    narrow, wide = DELTA_SCAN_TILES[has_wide_units(qkv.device)][qkv.itemsize]
+    return wide if fills_device(documents * narrow.programs(shape), qkv.device) else narrow
 
 
 @functools.cache

@@ -31,7 +31,7 @@ from ligermodels.kernels.delta_chunks import (
     prepare_chunks,
 )
 from ligermodels.kernels.delta_gradients import compute_gradients
-from ligermodels.kernels.delta_states import backward_scan, forward_scan, scan_states
+from ligermodels.kernels.delta_states import backward_scan, forward_scan, recompute_states
 from ligermodels.kernels.dispatch import Node, as_factor, autocast, register_op, runs_kernels, widen
 from ligermodels.kernels.document_chunks import SPAN, each_document, row_offsets
 from ligermodels.kernels.launch import as_rows_with_stride
@@ -124,7 +124,7 @@ def _launch_backward(
     pairs = compute_pairs(qkv, stride, norms, decay, offsets, scale, shape)
     passed = backward_scan(do, dfinal, qkv, stride, chunks, beta, pairs, offsets, scale, shape, dinitial)
     if qkv_grad or g_grad or beta_grad:
-        states = scan_states(qkv, stride, chunks, beta, offsets, initial_state, scale, shape)
+        states = recompute_states(qkv, stride, chunks, beta, offsets, initial_state, scale, shape)
         compute_gradients(
             do, qkv, stride, norms, decay, beta, pairs, offsets, (*states, *passed), scale, shape, *of_tokens
         )  # fmt: skip

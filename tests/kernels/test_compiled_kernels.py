@@ -36,7 +36,7 @@ MAX_STACK_OF = {
     # benchmarks/results/2026-11-26-gated-delta-rule.md).
     (90, "ligermodels.kernels.delta_gradients._gate_gradient_kernel"): 424,
     (90, "ligermodels.kernels.delta_gradients._qkv_gradient_kernel"): 280,
-    # Three stages take up to 34 % less time than two, which spill nothing; backward of 48 heads 8 % more (the same file).
+    # Three stages take up to 34 % less time than two, which spill nothing; backward of 48 heads 8 % more (same file).
     (90, "ligermodels.kernels.delta_states._forward_scan_kernel"): 48,
     (90, "ligermodels.kernels.delta_states._backward_scan_kernel"): 40,
 }
