@@ -213,7 +213,7 @@ def _backward_kernel(
             dx_ptr, dinitial_ptr, row + 3, steps, first == start, document, channels, channel, mask, d3, d4, d5, d6,
             w0, w1, w2, w3, TAPS, INPUT_GRAD, INITIAL_GRAD,
         )  # fmt: skip
-        if WEIGHT_GRAD and row < SPAN:
+        if WEIGHT_GRAD and row < SPAN:  # four divides SPAN: the tokens behind it come in a step of their own
             dw0 = dw0 + d3 * x0 + d4 * x1 + d5 * x2 + d6 * x3
             dw1 = dw1 + d3 * x1 + d4 * x2 + d5 * x3 + d6 * x4
             dw2 = dw2 + d3 * x2 + d4 * x3 + d5 * x4 + d6 * x5

@@ -215,7 +215,10 @@ def _scan_forward(
     initial_state: Tensor | None, scale: float, shape: DeltaShape,
     results: tuple[Tensor, Tensor, Tensor, Tensor], output: bool,
 ) -> None:  # fmt: skip
-    """results: o, states, V' and the final state, of which those that are not computed may be any tensor."""
+    """Fills results: o and the final state if `output`, otherwise states and V'; any tensor may stand for the others.
+
+    results: o, states, V', final state.
+    """
     documents = cu_seqlens.shape[0] - 1
     tile = _tile(documents, shape, qkv)
     launch = _forward_scan(shape, tile, initial_state is not None, output)

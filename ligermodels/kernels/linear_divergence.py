@@ -14,7 +14,8 @@ chunk
     dhidden = dlogits @ weight        dweight = Σ_chunks dlogitsᵀ @ hidden, summed in fp32
 
 6 N H V + 2 N H_t V FLOP: three products of the student's head and one of the teacher's. The teacher is frozen and
-nothing of it is kept. Memory beyond the gradients: a chunk of logits, and 2 H (N + V) bytes in half precision.
+nothing of it is kept. Memory beyond the gradients: the logits of a piece, dlogits of a chunk, and 2 H (N + V) bytes in
+half precision.
 """
 
 from collections.abc import Callable

@@ -13,11 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ligermodels.kernels.chunk_gradients import (
-    GRADIENT_SCALE,
-    accumulate_gradients_,
-    empty_gradients,
-)
+from ligermodels.kernels.chunk_gradients import GRADIENT_SCALE, accumulate_gradients_, empty_gradients
 from ligermodels.kernels.dispatch import register_op
 from ligermodels.kernels.divergence_rows import launch_divergence
 from ligermodels.kernels.logits_chunks import (
@@ -72,18 +68,18 @@ def _launch_chunks(
     logits = [empty_logits(piece, weight, torch.float32) for _ in models]
     buffer = empty_logits(size, weight, hidden.dtype) if hidden_grad or weight_grad else None
     for chunk in slices(rows, size):
-        for first in range(chunk.start, chunk.stop, piece):
-            part = slice(first, min(first + piece, chunk.stop))
-            inside = slice(part.start - chunk.start, part.stop - chunk.start)
-            found = [
+        of_chunk = slice(0, chunk.stop - chunk.start)
+        dlogits = None if buffer is None else slice_rows(buffer, of_chunk)
+        for inside in slices(of_chunk.stop, piece):
+            part = slice(chunk.start + inside.start, chunk.start + inside.stop)
+            student, *teachers = (
                 project(slice_rows(x, part), head, None, slice_rows(memory, slice(0, part.stop - part.start)))
                 for (x, head), memory in zip(models, logits, strict=True)
-            ]
+            )
             of_part = tuple(None if x is None else slice_rows(x, part) for x in results)
-            dlogits = None if buffer is None else slice_rows(buffer, inside)
-            launch_rows(part, found[0], found[1] if len(found) > 1 else None, of_part, dlogits)
-        if buffer is not None:
-            dlogits = slice_rows(buffer, slice(0, chunk.stop - chunk.start))
+            gradient = None if dlogits is None else slice_rows(dlogits, inside)
+            launch_rows(part, student, teachers[0] if teachers else None, of_part, gradient)
+        if dlogits is not None:
             accumulate_gradients_(gradients, dlogits, hidden, weight, chunk)
     return *results, *gradients[:2]
 
