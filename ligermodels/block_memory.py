@@ -80,14 +80,14 @@ def saved_by_attention(attention: Attention, size: int) -> int:
     """Bytes per token: queries, keys and values, the output, its log-sum-exp.
 
     With QK-norm also queries and keys before the norm, of scaled queries also the unscaled ones; with an output gate
-    the gate, the gated output, and values where queries and keys are normed.
+    the gate and the gated output.
     """
     heads, key_value_heads = attention.num_heads, attention.num_key_value_heads
     rows = 2 * (heads + key_value_heads)
     if isinstance(attention, QKNormAttention):
         rows += heads + key_value_heads
     if isinstance(attention, GatedQKNormAttention):
-        rows += 2 * heads + key_value_heads
+        rows += 2 * heads
     if attention.scales_queries:
         rows += heads
     return rows * attention.head_dim * size + heads * FP32_BYTES

@@ -13,6 +13,7 @@
 | `apply_rotary_pos_emb` | the same in the layout of Hugging Face, whose function it replaces                |
 | `rope_`                | rotary position embedding of a packed qkv projection, in place: the fastest form  |
 | `qk_norm_rope`         | RMSNorm of each query and key head, then RoPE, on a packed qkv projection         |
+| `sigmoid_gate`         | attention's output times the sigmoid of a gate, elementwise                       |
 | `swiglu`, `geglu`      | silu(gate) * up and gelu(gate) * up, packed in one tensor or in two               |
 | `gated_activation`     | the same with the activation named by a string, and with multipliers              |
 | `norm_linear`          | residual add, RMSNorm and the linear after it as one autograd node                |
@@ -103,6 +104,7 @@ from ligermodels.kernels.rope import rope_
 from ligermodels.kernels.rope_cache_write import qk_norm_rope_write_cache, rope_write_cache_
 from ligermodels.kernels.sample import sample
 from ligermodels.kernels.shared_keys import gather_keys
+from ligermodels.kernels.sigmoid_gate import sigmoid_gate
 
 __all__ = [
     "CacheSlots",
@@ -155,6 +157,7 @@ __all__ = [
     "rope_write_cache_",
     "route",
     "sample",
+    "sigmoid_gate",
     "swiglu",
     "write_cache",
 ]

@@ -82,7 +82,7 @@ def test_defaults_are_those_of_the_field():
     norm = {"eps": 1e-6, "offset": 0.0}
     assert defaults(ops.rms_norm) == {"weight": None, **norm}
     assert defaults(ops.add_rms_norm) == {"weight": None, **norm}
-    assert defaults(ops.qk_norm_rope) == norm
+    assert defaults(ops.qk_norm_rope) == norm | {"gated": False}
     assert defaults(ops.norm_linear) == {"bias": None, **norm, "low_rank": None}
     assert defaults(ops.layer_norm_linear) == {"bias": None, "eps": 1e-5, "low_rank": None}
     assert defaults(ops.layer_norm) == {"bias": None, "eps": 1e-5}

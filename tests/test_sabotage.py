@@ -557,7 +557,7 @@ STATES = {
         "ligermodels.kernels.rms_norm:rms_norm_reference", " + offset", "", "qwen3_5_text"
     ),
     "output gate dropped": Sabotage(
-        f"{ATTENTION_LAYER}:GatedQKNormAttention.attend", " * torch.sigmoid(gate.flatten(2))", "", "qwen3_5_text"
+        "ligermodels.kernels.sigmoid_gate:sigmoid_gate_reference", " * widen(z).sigmoid()", "", "qwen3_5_text"
     ),
     "queries and gates as halves": Sabotage(
         f"{ATTENTION_LAYER}:GatedQKNormAttention.attend",

@@ -1,10 +1,11 @@
 """Access to the heads of a packed projection [B, T, (Hq + 2 Hkv) D], and their rotation: shared by the RoPE kernels.
 
 B batch, T length, D head size, Hq query heads, Hkv key and value heads; all query heads come first, then keys, then
-values. Angles are cos, sin [rows, pairs] fp32: one row for each position if the batch shares positions, otherwise one
-for each token. Must not know how the angles are computed.
-In kernels: HEADS heads of SIZE dimensions, TILE of them at a time; PAIRS is half their rotated dimensions, padded to a
-power of two.
+values. A gated projection has (2 Hq + 2 Hkv) D columns: behind each query head its gate. Angles are cos, sin
+[rows, pairs] fp32: one row for each position if the batch shares positions, otherwise one for each token. Must not know
+how the angles are computed.
+In kernels: HEADS heads of SIZE dimensions, the first ROTATED of which are rotated, TILE heads at a time; PAIRS is half
+the dimensions that are held, padded to a power of two.
 """
 
 from dataclasses import dataclass
@@ -24,25 +25,29 @@ def split_heads(qkv: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor,
     return q, k, v
 
 
-def check_qkv_shapes(
-    op: str, qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, *, partial: bool
-) -> int:
-    """Returns the head size. Raises ValueError if shapes do not match or the angles are not contiguous.
+def split_gated_heads(qkv: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gated [B, T, (2 Hq + 2 Hkv) D] as views q [B, T, Hq, D], k and v [B, T, Hkv, D], gate [B, T, Hq, D]."""
+    queries, k, v = split_heads(qkv, 2 * num_heads, num_kv_heads)
+    q, gate = queries.unflatten(2, (num_heads, 2)).unbind(3)
+    return q, k, v, gate
 
-    partial: the angles may cover only the first dimensions of a head.
-    """
+
+def check_qkv_shapes(
+    op: str, qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, gated: bool = False
+) -> int:
+    """Returns the head size. Raises ValueError if shapes do not match or the angles are not contiguous."""
     batch, length, width = qkv.shape
-    heads = num_heads + 2 * num_kv_heads
+    heads = (1 + gated) * num_heads + 2 * num_kv_heads
     head_size = width // heads
     if heads * head_size != width:
         raise ValueError(f"{op}: the width of qkv, {width}, is not a multiple of {heads} heads")
     rows, pairs = shape = cos.shape
-    fits = 0 < 2 * pairs <= head_size if partial else 2 * pairs == head_size
+    fits = 0 < 2 * pairs <= head_size
     if shape != sin.shape or rows not in (length, batch * length) or not fits:
-        needed = f"1 to {head_size // 2}" if partial else f"{head_size / 2:g}"
         raise ValueError(
             f"{op}: cos has shape {list(cos.shape)}, sin {list(sin.shape)}; both must be [{length}, pairs], or"
-            f" [{batch * length}, pairs] if each row of the batch has its own positions, with {needed} pairs"
+            f" [{batch * length}, pairs] if each row of the batch has its own positions, with 1 to {head_size // 2}"
+            " pairs"
         )
     if not (cos.is_contiguous() and sin.is_contiguous()):
         raise ValueError(f"{op}: cos has strides {cos.stride()}, sin {sin.stride()}; both must be contiguous")
@@ -89,39 +94,61 @@ def head_offsets(stride, first, HEADS: tl.constexpr, COLUMNS: tl.constexpr, TILE
 
 @triton.jit
 def load_angles(cos_ptr, sin_ptr, row, ROTATED: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr):
-    """cos and sin [TILE, PAIRS], every row the same: in the layout of the heads, so threads exchange nothing."""
+    """cos and sin [TILE, PAIRS], every row the same: in the layout of the heads, so threads exchange nothing. Pairs
+    beyond those that are rotated have the angle zero."""
     offsets, mask = head_offsets(0, 0, TILE, ROTATED // 2, TILE, PAIRS)
     offsets += tl.cast(row, tl.int64) * (ROTATED // 2)
-    return tl.load(cos_ptr + offsets, mask, other=0.0), tl.load(sin_ptr + offsets, mask, other=0.0)
+    return tl.load(cos_ptr + offsets, mask, other=1.0), tl.load(sin_ptr + offsets, mask, other=0.0)
+
+
+@triton.jit
+def pair_offsets(
+    stride, first, HEADS: tl.constexpr, SIZE: tl.constexpr, ROTATED: tl.constexpr, TILE: tl.constexpr,
+    PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Offsets [TILE, PAIRS] of the first dimension of each pair, the distance of the second, and the mask of the pairs
+    that exist; relative to head `first`, as those of `head_offsets`. The dimensions that are not rotated are held in
+    pairs too, behind the others: each half of them in order."""
+    offsets, mask = head_offsets(stride, first, HEADS, SIZE // 2, TILE, PAIRS)
+    distance = SIZE // 2
+    if ROTATED < SIZE:
+        rotated = tl.arange(0, PAIRS)[None, :] < ROTATED // 2
+        offsets = tl.where(rotated, offsets, offsets + ROTATED // 2)
+        distance = tl.where(rotated, ROTATED // 2, (SIZE - ROTATED) // 2)
+    return offsets, distance, mask
 
 
 @triton.jit
 def load_heads(
-    x_ptr, stride, first, HEADS: tl.constexpr, SIZE: tl.constexpr, TILES: tl.constexpr, TILE: tl.constexpr,
-    PAIRS: tl.constexpr, KEEP: tl.constexpr = False,
+    x_ptr, stride, first, HEADS: tl.constexpr, SIZE: tl.constexpr, ROTATED: tl.constexpr, TILES: tl.constexpr,
+    TILE: tl.constexpr, PAIRS: tl.constexpr, KEEP: tl.constexpr = False,
 ):  # fmt: skip
-    """Both halves of TILES * TILE heads: a tuple of (x1, x2), each [TILE, PAIRS]. All loads are issued before any use.
+    """Both dimensions of each pair of TILES * TILE heads: a tuple of (x1, x2), each [TILE, PAIRS]. All loads are issued
+    before any use.
 
     KEEP: keeps them in the cache for other programs.
     """
     policy: tl.constexpr = "evict_last" if KEEP else ""
     tiles = ()
     for index in tl.static_range(TILES):
-        offsets, mask = head_offsets(stride, first + index * TILE, HEADS, SIZE // 2, TILE, PAIRS)
+        offsets, distance, mask = pair_offsets(stride, first + index * TILE, HEADS, SIZE, ROTATED, TILE, PAIRS)
         tile_ptr = x_ptr + tl.cast(first + index * TILE, tl.int64) * stride
-        first_half = tl.load(tile_ptr + offsets, mask, other=0.0, eviction_policy=policy)
-        second_half = tl.load(tile_ptr + SIZE // 2 + offsets, mask, other=0.0, eviction_policy=policy)
-        tiles += ((first_half, second_half),)  # type: ignore[assignment]
+        x1 = tl.load(tile_ptr + offsets, mask, other=0.0, eviction_policy=policy)
+        x2 = tl.load(tile_ptr + offsets + distance, mask, other=0.0, eviction_policy=policy)
+        tiles += ((x1, x2),)  # type: ignore[assignment]
     return tiles
 
 
 @triton.jit
-def store_heads(x_ptr, x1, x2, first, HEADS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr):
-    """Stores both halves of TILE heads from `first` on; heads at x_ptr are contiguous."""
-    offsets, mask = head_offsets(SIZE, first, HEADS, SIZE // 2, TILE, PAIRS)
-    x_ptr += first * SIZE
+def store_heads(
+    x_ptr, stride, x1, x2, first, HEADS: tl.constexpr, SIZE: tl.constexpr, ROTATED: tl.constexpr, TILE: tl.constexpr,
+    PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Stores both dimensions of each pair of TILE heads from `first` on."""
+    offsets, distance, mask = pair_offsets(stride, first, HEADS, SIZE, ROTATED, TILE, PAIRS)
+    x_ptr += first * stride
     tl.store(x_ptr + offsets, x1, mask)
-    tl.store(x_ptr + SIZE // 2 + offsets, x2, mask)
+    tl.store(x_ptr + offsets + distance, x2, mask)
 
 
 @triton.jit

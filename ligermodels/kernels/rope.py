@@ -269,7 +269,7 @@ def rope_(
     On the CPU and while tracing, qkv is not changed. Raises ValueError if the widths do not match, if the stride along
     the last dimension of qkv is not 1, or if the angles are not contiguous.
     """
-    check_qkv_shapes("rope_", qkv, cos, sin, num_heads, num_kv_heads, partial=True)
+    check_qkv_shapes("rope_", qkv, cos, sin, num_heads, num_kv_heads)
     check_row_stride("rope_", qkv)
     if not runs_kernels(qkv):
         return rope_reference(qkv, cos, sin, num_heads, num_kv_heads, interleaved)

@@ -23,7 +23,13 @@ from ligermodels.kernels.cache_write import (
 from ligermodels.kernels.dispatch import refuse_gradients, register_op, runs_kernels
 from ligermodels.kernels.launch import Launcher, as_rows_with_stride, cdiv, kernel
 from ligermodels.kernels.pdl import pdl_constants, wait_for_previous_kernel
-from ligermodels.kernels.qk_norm_rope import check_norm_weights, heads_rstd, norm_heads, qk_norm_rope_reference
+from ligermodels.kernels.qk_norm_rope import (
+    check_norm_weights,
+    heads_rstd,
+    norm_heads,
+    qk_norm_rope_reference,
+    split_all_heads,
+)
 from ligermodels.kernels.qkv_heads import (
     check_qkv_shapes,
     copy_heads,
@@ -80,11 +86,11 @@ def _rope_write_kernel(
 def _qk_norm_rope_write_kernel(
     qkv_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, qk_ptr, keys_ptr, values_ptr, slots_ptr,
     qkv_stride, key_stride, value_stride, angle_rows, eps, offset,
-    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, PAIRS: tl.constexpr,
-    WHOLE_ROW: tl.constexpr, PDL: tl.constexpr,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, SIZE: tl.constexpr, Q_STRIDE: tl.constexpr, ROTATED: tl.constexpr,
+    TILE: tl.constexpr, PAIRS: tl.constexpr, WHOLE_ROW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program normalizes and rotates TILE of one token's query or key heads, or with WHOLE_ROW all of them; or
-    copies TILE of its values."""
+    copies TILE of its values. Queries of the projection are Q_STRIDE elements apart."""
     wait_for_previous_kernel(PDL)
     q_tiles: tl.constexpr = (Q_HEADS + TILE - 1) // TILE
     k_tiles: tl.constexpr = (K_HEADS + TILE - 1) // TILE
@@ -96,27 +102,27 @@ def _qk_norm_rope_write_kernel(
     weight_stride: tl.constexpr = SIZE if WHOLE_ROW else 0
     token, part = tl.program_id(0) // parts, tl.program_id(0) % parts
     q_ptr = qkv_ptr + token.to(tl.int64) * qkv_stride
-    k_ptr = q_ptr + Q_HEADS * SIZE
+    k_ptr = q_ptr + Q_HEADS * Q_STRIDE
     v_ptr = k_ptr + K_HEADS * SIZE
     q_out_ptr = qk_ptr + token.to(tl.int64) * ((Q_HEADS + K_HEADS) * SIZE)
     slot = tl.load(slots_ptr + token)
     if part < q_parts:
         first = part * TILE
-        cos, sin = load_angles(cos_ptr, sin_ptr, token % angle_rows, SIZE, TILE, PAIRS)
-        q = load_heads(q_ptr, SIZE, first, Q_HEADS, SIZE, q_together, TILE, PAIRS)
-        weight = load_heads(q_weight_ptr, weight_stride, 0, Q_HEADS, SIZE, q_together, TILE, PAIRS)
+        cos, sin = load_angles(cos_ptr, sin_ptr, token % angle_rows, ROTATED, TILE, PAIRS)
+        q = load_heads(q_ptr, Q_STRIDE, first, Q_HEADS, SIZE, ROTATED, q_together, TILE, PAIRS)
+        weight = load_heads(q_weight_ptr, weight_stride, 0, Q_HEADS, SIZE, ROTATED, q_together, TILE, PAIRS)
         rstd = heads_rstd(q, eps, Q_HEADS, SIZE, TILE, PAIRS, WHOLE_ROW)
-        norm_heads(q, rstd, weight, q_out_ptr, cos, sin, offset, first, Q_HEADS, SIZE, q_together, TILE, PAIRS)
+        norm_heads(q, rstd, weight, q_out_ptr, cos, sin, offset, first, Q_HEADS, SIZE, ROTATED, q_together, TILE, PAIRS)
     elif part < q_parts + k_parts:
         first = (part - q_parts) * TILE
-        cos, sin = load_angles(cos_ptr, sin_ptr, token % angle_rows, SIZE, TILE, PAIRS)
-        k = load_heads(k_ptr, SIZE, first, K_HEADS, SIZE, k_together, TILE, PAIRS)
-        weight = load_heads(k_weight_ptr, weight_stride, 0, K_HEADS, SIZE, k_together, TILE, PAIRS)
+        cos, sin = load_angles(cos_ptr, sin_ptr, token % angle_rows, ROTATED, TILE, PAIRS)
+        k = load_heads(k_ptr, SIZE, first, K_HEADS, SIZE, ROTATED, k_together, TILE, PAIRS)
+        weight = load_heads(k_weight_ptr, weight_stride, 0, K_HEADS, SIZE, ROTATED, k_together, TILE, PAIRS)
         rstd = heads_rstd(k, eps, K_HEADS, SIZE, TILE, PAIRS, WHOLE_ROW)
         k_out_ptr = q_out_ptr + Q_HEADS * SIZE
-        norm_heads(k, rstd, weight, k_out_ptr, cos, sin, offset, first, K_HEADS, SIZE, k_together, TILE, PAIRS)
+        norm_heads(k, rstd, weight, k_out_ptr, cos, sin, offset, first, K_HEADS, SIZE, ROTATED, k_together, TILE, PAIRS)
         slot_ptr = keys_ptr + slot * key_stride
-        norm_heads(k, rstd, weight, slot_ptr, cos, sin, offset, first, K_HEADS, SIZE, k_together, TILE, PAIRS)
+        norm_heads(k, rstd, weight, slot_ptr, cos, sin, offset, first, K_HEADS, SIZE, ROTATED, k_together, TILE, PAIRS)
     else:
         first = (part - q_parts - k_parts) * TILE
         copy_heads(v_ptr, SIZE, values_ptr + slot * value_stride, first, 0, K_HEADS, SIZE, TILE, 2 * PAIRS)
@@ -137,13 +143,13 @@ def _rope_write(
 
 @functools.cache
 def _qk_norm_rope_write(
-    heads: int, kv_heads: int, size: int, whole_row: bool, device: torch.device
+    heads: int, kv_heads: int, size: int, rotated: int, whole_row: bool, gated: bool, device: torch.device
 ) -> tuple[Launcher, int]:
     """The launcher of QK-norm, RoPE and the write, and how many programs a token takes."""
     tile = fit_head_tile(size, ROW_PAIRS if whole_row else WRITE_PAIRS)
     launch = _qk_norm_rope_write_kernel.bind(
-        Q_HEADS=heads, K_HEADS=kv_heads, SIZE=size, WHOLE_ROW=whole_row, **tile.constants(),
-        num_warps=ROW_WARPS if whole_row else WRITE_WARPS, **pdl_constants(device),
+        Q_HEADS=heads, K_HEADS=kv_heads, SIZE=size, Q_STRIDE=(1 + gated) * size, ROTATED=rotated, WHOLE_ROW=whole_row,
+        **tile.constants(), num_warps=ROW_WARPS if whole_row else WRITE_WARPS, **pdl_constants(device),
     )  # fmt: skip
     q_tiles, k_tiles = cdiv(heads, tile.heads), cdiv(kv_heads, tile.heads)
     return launch, k_tiles + (2 if whole_row else q_tiles + k_tiles)
@@ -168,14 +174,17 @@ def _launch_rope_write(
 
 def _launch_qk_norm_rope_write(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int,
-    eps: float, offset: float, keys: Tensor, values: Tensor, slots: Tensor,
+    eps: float, offset: float, gated: bool, keys: Tensor, values: Tensor, slots: Tensor,
 ) -> Tensor:  # fmt: skip
     qk = _fake_qk_norm_rope_write(
-        qkv, q_weight, k_weight, cos, sin, num_heads, num_kv_heads, eps, offset, keys, values, slots
+        qkv, q_weight, k_weight, cos, sin, num_heads, num_kv_heads, eps, offset, gated, keys, values, slots
     )
     batch, length, _, size = qk.shape
     tokens, (qkv, stride) = batch * length, as_rows_with_stride(qkv, qkv.shape[-1])
-    launch, programs = _qk_norm_rope_write(num_heads, num_kv_heads, size, q_weight.shape[0] > size, qkv.device)
+    whole_row = q_weight.shape[0] > size
+    launch, programs = _qk_norm_rope_write(
+        num_heads, num_kv_heads, size, 2 * cos.shape[1], whole_row, gated, qkv.device
+    )
     if tokens:
         launch(
             tokens * programs, qkv, q_weight.contiguous(), k_weight.contiguous(), cos, sin, qk, keys, values, slots,
@@ -189,9 +198,10 @@ def _fake_rope_write(qkv, cos, sin, num_heads, num_kv_heads, interleaved, keys, 
 
 
 def _fake_qk_norm_rope_write(
-    qkv, q_weight, k_weight, cos, sin, num_heads, num_kv_heads, eps, offset, keys, values, slots
+    qkv, q_weight, k_weight, cos, sin, num_heads, num_kv_heads, eps, offset, gated, keys, values, slots
 ):
-    return qkv.new_empty(*qkv.shape[:2], num_heads + num_kv_heads, qkv.shape[2] // (num_heads + 2 * num_kv_heads))
+    heads = (1 + gated) * num_heads + 2 * num_kv_heads
+    return qkv.new_empty(*qkv.shape[:2], num_heads + num_kv_heads, qkv.shape[2] // heads)
 
 
 _rope_write_op = register_op(
@@ -202,7 +212,7 @@ _rope_write_op = register_op(
 )
 _qk_norm_rope_write_op = register_op(
     "qk_norm_rope_write_cache(Tensor qkv, Tensor q_weight, Tensor k_weight, Tensor cos, Tensor sin, int num_heads,"
-    f" int num_kv_heads, float eps, float offset, {CACHE_SCHEMA}) -> Tensor",
+    f" int num_kv_heads, float eps, float offset, bool gated, {CACHE_SCHEMA}) -> Tensor",
     _launch_qk_norm_rope_write,
     _fake_qk_norm_rope_write,
 )
@@ -217,7 +227,7 @@ def rope_write_cache_(
     the cache does not fit, RuntimeError if a gradient is needed.
     """
     refuse_gradients("rope_write_cache_", qkv)
-    check_qkv_shapes("rope_write_cache_", qkv, cos, sin, num_heads, num_kv_heads, partial=True)
+    check_qkv_shapes("rope_write_cache_", qkv, cos, sin, num_heads, num_kv_heads)
     check_row_stride("rope_write_cache_", qkv)
     heads = num_heads, num_kv_heads
     kernels = runs_kernels(qkv)
@@ -232,8 +242,8 @@ def rope_write_cache_(
 
 def qk_norm_rope_write_cache(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int,
-    eps: float, offset: float, cache: CacheSlots,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    eps: float, offset: float, cache: CacheSlots, gated: bool = False,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """`qk_norm_rope`, and the write of its keys and of the values to the cache, in one launch.
 
     Arguments, results and errors as those of `qk_norm_rope`. Raises ValueError if the cache does not fit, RuntimeError
@@ -241,16 +251,14 @@ def qk_norm_rope_write_cache(
     """
     op = "qk_norm_rope_write_cache"
     refuse_gradients(op, qkv, q_weight, k_weight)
-    head_size = check_qkv_shapes(op, qkv, cos, sin, num_heads, num_kv_heads, partial=False)
+    head_size = check_qkv_shapes(op, qkv, cos, sin, num_heads, num_kv_heads, gated)
     check_norm_weights(op, q_weight, k_weight, num_heads, num_kv_heads, head_size)
-    _, k, v = split_heads(qkv, num_heads, num_kv_heads)
+    _, k, *others = split_all_heads(qkv, num_heads, num_kv_heads, gated)
     check_cache(op, k, cache)
+    options = q_weight, k_weight, cos, sin, num_heads, num_kv_heads, eps, offset, gated
     if not runs_kernels(qkv):
-        q, k, v = qk_norm_rope_reference(qkv, q_weight, k_weight, cos, sin, num_heads, num_kv_heads, eps, offset)
-        write_cache_reference(k, v, *cache)
-        return q, k, v
-    qk = _qk_norm_rope_write_op(
-        qkv, q_weight, k_weight, cos, sin, num_heads, num_kv_heads, eps, offset, *cache
-    )  # fmt: skip
-    q, k = torch.split_with_sizes(qk, (num_heads, num_kv_heads), 2)
-    return q, k, v
+        q, k, *others = qk_norm_rope_reference(qkv, *options)
+        write_cache_reference(k, others[0], *cache)
+        return q, k, *others
+    q, k = torch.split_with_sizes(_qk_norm_rope_write_op(qkv, *options, *cache), (num_heads, num_kv_heads), 2)
+    return q, k, *others

@@ -10,6 +10,7 @@ from ligermodels.configs.rope import FULL_ATTENTION
 from ligermodels.generation.cache import LayerCache, PerToken
 from ligermodels.kernels.attention import packed_attention_name
 from ligermodels.kernels.cache_write import CacheSlots, write_cache
+from ligermodels.kernels.sigmoid_gate import sigmoid_gate
 from ligermodels.layers.fused import (
     apply_linear,
     norm_then_linear,
@@ -79,14 +80,20 @@ class Attention(Mixer):
     def attend(self, qkv: Tensor, positions: Positions, cache: LayerCache | None) -> Tensor:
         """Packed qkv [B, T, (Hq + 2 Hkv) D] -> the heads' outputs [B, T, Hq D]."""
         q, k, v = self.split_and_rotate(qkv, positions, None if cache is None else cache.slots)
+        return self.weighted_values(q, k, v, positions, cache).flatten(2)
+
+    def weighted_values(
+        self, q: Tensor, k: Tensor, v: Tensor, positions: Positions, cache: LayerCache | None
+    ) -> Tensor:
+        """q [B, T, Hq, D], k and v [B, T, Hkv, D] -> [B, T, Hq, D]."""
         if positions.query_scale is not None:
             q = q * positions.query_scale
         options: dict[str, Any] = {"scale": self.scale, "window": self.window, "softcap": self.softcap}
         options |= {} if self.sinks is None else {"sinks": self.sinks}
         options |= {} if positions.ahead is None else {"ahead": positions.ahead}
         if cache is not None:
-            return cache.attend(q, k, v, positions.position_ids, **options).flatten(2)
-        return positions.attend(q, k, v, dropout=self.dropout if self.training else 0.0, **options).flatten(2)
+            return cache.attend(q, k, v, positions.position_ids, **options)
+        return positions.attend(q, k, v, dropout=self.dropout if self.training else 0.0, **options)
 
     @property
     def packed_heads(self) -> tuple[int, ...]:
@@ -103,9 +110,7 @@ class Attention(Mixer):
     def implementation(self, device: torch.device, dtype: torch.dtype) -> str:
         return packed_attention_name(device, dtype, self.head_dim, self.softcap)
 
-    def split_and_rotate(
-        self, qkv: Tensor, positions: Positions, slots: CacheSlots | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def split_and_rotate(self, qkv: Tensor, positions: Positions, slots: CacheSlots | None) -> tuple[Tensor, ...]:
         """Packed qkv [B, T, (Hq + 2 Hkv) D] -> q [B, T, Hq, D], k and v [B, T, Hkv, D]; RoPE is applied to q and k.
 
         slots: where k and v are also written, None for nowhere.
@@ -125,12 +130,11 @@ class QKNormAttention(Attention):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, config.norm_offset)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, config.norm_offset)
 
-    def split_and_rotate(
-        self, qkv: Tensor, positions: Positions, slots: CacheSlots | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def split_and_rotate(self, qkv: Tensor, positions: Positions, slots: CacheSlots | None) -> tuple[Tensor, ...]:
         heads = self.num_heads, self.num_key_value_heads
         angles = None if self.rope is None else positions.angles[self.rope]
-        return qk_norm_then_rope(self.q_norm, self.k_norm, qkv, angles, *heads, self.whole_rows, slots)
+        gated = self.query_parts == 2
+        return qk_norm_then_rope(self.q_norm, self.k_norm, qkv, angles, *heads, self.whole_rows, slots, gated)
 
 
 class GatedQKNormAttention(QKNormAttention):
@@ -143,11 +147,8 @@ class GatedQKNormAttention(QKNormAttention):
     query_parts = 2
 
     def attend(self, qkv: Tensor, positions: Positions, cache: LayerCache | None) -> Tensor:
-        size = 2 * self.num_heads * self.head_dim
-        queries, keys_and_values = qkv[..., :size], qkv[..., size:]
-        q, gate = queries.unflatten(-1, (self.num_heads, 2, self.head_dim)).unbind(-2)  # [B, T, Hq, D]
-        out = QKNormAttention.attend(self, torch.cat([q.flatten(2), keys_and_values], -1), positions, cache)
-        return out * torch.sigmoid(gate.flatten(2))
+        q, k, v, gate = self.split_and_rotate(qkv, positions, None if cache is None else cache.slots)
+        return sigmoid_gate(self.weighted_values(q, k, v, positions, cache), gate).flatten(2)
 
 
 class JointQKNormAttention(QKNormAttention):
@@ -164,9 +165,7 @@ class JointQKNormAttention(QKNormAttention):
 class RotatedQKNormAttention(QKNormAttention):
     """Attention with QK-norm over each head after RoPE."""
 
-    def split_and_rotate(
-        self, qkv: Tensor, positions: Positions, slots: CacheSlots | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def split_and_rotate(self, qkv: Tensor, positions: Positions, slots: CacheSlots | None) -> tuple[Tensor, ...]:
         q, k, v = Attention.split_and_rotate(self, qkv, positions, None)
         q, k = self.q_norm(q), self.k_norm(k)
         if slots is not None:

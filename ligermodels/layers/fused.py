@@ -31,7 +31,7 @@ from ligermodels.kernels.linear import LowRank, gradients_of_linear, low_rank_li
 from ligermodels.kernels.nf4 import Nf4
 from ligermodels.kernels.norm_linear import norm_linear
 from ligermodels.kernels.plain_activation import plain_activation
-from ligermodels.kernels.qk_norm_rope import qk_norm_rope
+from ligermodels.kernels.qk_norm_rope import qk_norm_rope, split_all_heads
 from ligermodels.kernels.quantised_weight import Weight, dense, operand
 from ligermodels.kernels.rms_norm import add_rms_norm
 from ligermodels.kernels.rope import rope_, split_heads
@@ -161,25 +161,26 @@ def norm_then_linear(
 
 def qk_norm_then_rope(
     q_norm: nn.Module, k_norm: nn.Module, qkv: Tensor, angles: Angles | None, num_heads: int, num_kv_heads: int,
-    whole_rows: bool, slots: CacheSlots | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    whole_rows: bool, slots: CacheSlots | None, gated: bool = False,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Packed qkv [B, T, (Hq + 2 Hkv) D] -> normed and rotated q [B, T, Hq, D] and k [B, T, Hkv, D], and v.
 
     angles: cos and sin; None for no RoPE. whole_rows: the norms are over all heads of a token together, not over each
-    head. slots: where k and v are also written; None for nowhere.
+    head. slots: where k and v are also written; None for nowhere. gated: behind each query head of qkv is its gate, and
+    the gates [B, T, Hq, D] are a fourth result.
     """
-    head_dim = qkv.shape[-1] // (num_heads + 2 * num_kv_heads)
-    rotates_all = angles is not None and 2 * angles[0].shape[1] == head_dim
-    if angles is not None and rotates_all and is_unmodified(q_norm, RMSNorm) and is_unmodified(k_norm, RMSNorm):
+    if angles is not None and is_unmodified(q_norm, RMSNorm) and is_unmodified(k_norm, RMSNorm):
         options = q_norm.weight, k_norm.weight, *angles, num_heads, num_kv_heads, q_norm.eps, q_norm.offset
-        return qk_norm_rope(qkv, *options) if slots is None else qk_norm_rope_write_cache(qkv, *options, slots)
-    q, k, v = split_heads(qkv, num_heads, num_kv_heads)
+        if slots is None:
+            return qk_norm_rope(qkv, *options, gated)
+        return qk_norm_rope_write_cache(qkv, *options, slots, gated)
+    q, k, v, *gates = split_all_heads(qkv, num_heads, num_kv_heads, gated)
     if whole_rows:
         q, k = q_norm(q.flatten(2)).view_as(q), k_norm(k.flatten(2)).view_as(k)
     else:
         q, k = q_norm(q), k_norm(k)
     normed = torch.cat([q.flatten(2), k.flatten(2), v.flatten(2)], -1)
-    return rope_then_write(normed, angles, num_heads, num_kv_heads, False, slots)
+    return *rope_then_write(normed, angles, num_heads, num_kv_heads, False, slots), *gates
 
 
 def rope_then_write(

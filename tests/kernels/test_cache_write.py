@@ -62,14 +62,18 @@ def test_rope_write_gives_the_bits_of_rope_and_writes_them_to_the_cache(heads, s
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("whole_row", [True, False], ids=["norm of rows", "norm of heads"])
-@pytest.mark.parametrize(("heads", "size"), [((33, 3), 20), ((2, 2), 256)])
-def test_qk_norm_rope_write_gives_what_qk_norm_rope_does_and_writes_it_to_the_cache(heads, size, whole_row, dtype):
-    qkv = draw(BATCH, LENGTH, (heads[0] + 2 * heads[1]) * size, dtype=dtype)
+@pytest.mark.parametrize(
+    ("heads", "size", "rotated", "gated"), [((33, 3), 20, 20, False), ((2, 2), 256, 256, False), ((3, 2), 80, 20, True)]
+)
+def test_qk_norm_rope_write_gives_what_qk_norm_rope_does_and_writes_it_to_the_cache(
+    heads, size, rotated, gated, whole_row, dtype
+):
+    qkv = draw(BATCH, LENGTH, ((1 + gated) * heads[0] + 2 * heads[1]) * size, dtype=dtype)
     weights = [draw(size * (h if whole_row else 1), dtype=dtype) for h in heads]
-    tables, cache = angles(LENGTH, size), empty_cache(heads[1], size, dtype)
+    tables, cache = angles(LENGTH, rotated), empty_cache(heads[1], size, dtype)
     arguments = qkv, *weights, *tables, *heads, 1e-5, 1.0
-    q, k, v = qk_norm_rope_write_cache(*arguments, cache)
-    torch.testing.assert_close((q, k, v), qk_norm_rope(*arguments))
+    q, k, v, *gates = qk_norm_rope_write_cache(*arguments, cache, gated)
+    torch.testing.assert_close((q, k, v, *gates), qk_norm_rope(*arguments, gated))
     assert_holds(cache, k, v)
 
 

@@ -18,10 +18,10 @@ def few_programs(monkeypatch):
     monkeypatch.setattr("ligermodels.kernels.qk_norm_rope.multiprocessors", lambda device: 1)
 
 
-def draw_inputs(batch, length, heads, head_size, whole_row, dtype=torch.float64):
+def draw_inputs(batch, length, heads, head_size, whole_row, dtype=torch.float64, gated=False):
     """qkv, q_weight, k_weight."""
     q_width, k_width = (head_size * (h if whole_row else 1) for h in heads)
-    shapes = (batch, length, (heads[0] + 2 * heads[1]) * head_size), (q_width,), (k_width,)
+    shapes = (batch, length, ((1 + gated) * heads[0] + 2 * heads[1]) * head_size), (q_width,), (k_width,)
     return [draw(*shape, dtype=dtype) for shape in shapes]
 
 
@@ -37,6 +37,26 @@ def test_qk_norm_rope_is_within_the_error_budget(heads, head_size, shared, offse
     arguments = cos, sin, *heads, 1e-6, offset
     inputs = draw_inputs(batch, length, heads, head_size, whole_row)
     check(lambda *x: qk_norm_rope(*x, *arguments), lambda *x: qk_norm_rope_reference(*x, *arguments), inputs, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@WHOLE_ROW_OR_NOT
+@pytest.mark.parametrize(("heads", "head_size", "rotated"), [((5, 1), 10, 10), ((3, 2), 80, 20), ((6, 2), 96, 94)])
+def test_gates_and_dimensions_without_rotation_are_within_the_error_budget(heads, head_size, rotated, whole_row, dtype):
+    length = 5 if whole_row and DEVICE == "cpu" else 10
+    arguments = *angles(length, rotated), *heads, 1e-6, 1.0, True
+    inputs = draw_inputs(2, length, heads, head_size, whole_row, gated=True)
+    check(lambda *x: qk_norm_rope(*x, *arguments), lambda *x: qk_norm_rope_reference(*x, *arguments), inputs, dtype)
+
+
+@pytest.mark.parametrize("function", [qk_norm_rope, qk_norm_rope_reference])
+def test_gates_lie_behind_their_queries(function):
+    qkv, *weights = draw_inputs(2, 3, (4, 2), 8, False, torch.float32, gated=True)
+    q, gate = qkv[..., :64].unflatten(-1, (4, 2, 8)).unbind(-2)
+    plain = torch.cat([q.flatten(2), qkv[..., 64:]], -1)
+    arguments = *weights, *angles(3, 4), 4, 2, 1e-6, 0.0
+    expected = *qk_norm_rope_reference(plain, *arguments), gate
+    torch.testing.assert_close(function(qkv, *arguments, True), expected)
 
 
 @pytest.mark.parametrize("function", [qk_norm_rope, qk_norm_rope_reference])
@@ -63,17 +83,21 @@ def test_the_projection_is_unchanged_and_values_are_a_view_of_it():
     assert k.data_ptr() == q[:, :, 3:].data_ptr() + 8 * q.element_size()
 
 
+@pytest.mark.parametrize("gated", [False, True])
 @WHOLE_ROW_OR_NOT
-def test_upstream_gradients_of_any_strides_give_the_gradients_of_the_reference(whole_row):
+def test_upstream_gradients_of_any_strides_give_the_gradients_of_the_reference(whole_row, gated):
     batch, length, heads, head_size = 2, 9, (6, 2), 20
-    arguments = *angles(batch * length, head_size), *heads, 1e-6
-    inputs = [x.requires_grad_() for x in draw_inputs(batch, length, heads, head_size, whole_row, torch.float32)]
+    arguments = *angles(batch * length, head_size - 4 * gated), *heads, 1e-6, 0.0, gated
+    drawn = draw_inputs(batch, length, heads, head_size, whole_row, torch.float32, gated)
+    inputs = [x.requires_grad_() for x in drawn]
     # Attention's own layout [B, H, T, D], one gradient expanded along every dimension, one a slice of a wider tensor.
     dq = draw(batch, heads[0], length, head_size, dtype=torch.float32).transpose(1, 2)
     dk = draw(1, dtype=torch.float32).expand(batch, length, heads[1], head_size)
     dv = draw(batch, length, heads[1], 2 * head_size, dtype=torch.float32)[..., :head_size]
-    expected = torch.autograd.grad(qk_norm_rope_reference(*inputs, *arguments), inputs, (dq, dk, dv))
-    got = torch.autograd.grad(qk_norm_rope(*inputs, *arguments), inputs, (dq, dk, dv))
+    dgate = draw(length, batch, heads[0], head_size, dtype=torch.float32).transpose(0, 1)
+    gradients = (dq, dk, dv, dgate)[: 3 + gated]
+    expected = torch.autograd.grad(qk_norm_rope_reference(*inputs, *arguments), inputs, gradients)
+    got = torch.autograd.grad(qk_norm_rope(*inputs, *arguments), inputs, gradients)
     assert got[0].is_contiguous()
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
@@ -83,9 +107,11 @@ def test_upstream_gradients_of_any_strides_give_the_gradients_of_the_reference(w
 def test_shapes_that_do_not_match_raise(on_kernels, monkeypatch):
     monkeypatch.setattr("ligermodels.kernels.launch.interpreting", on_kernels)
     inputs = draw_inputs(1, 2, (4, 2), 8, False, torch.float32)
-    with pytest.raises(ValueError, match="with 4 pairs"):
-        qk_norm_rope(*inputs, *angles(2, 6), 4, 2, 1e-6)
+    with pytest.raises(ValueError, match="with 1 to 4 pairs"):
+        qk_norm_rope(*inputs, *angles(2, 10), 4, 2, 1e-6)
     with pytest.raises(ValueError, match="64, is not a multiple of 9 heads"):
         qk_norm_rope(*inputs, *angles(2, 8), 5, 2, 1e-6)
+    with pytest.raises(ValueError, match="64, is not a multiple of 12 heads"):
+        qk_norm_rope(*inputs, *angles(2, 8), 4, 2, 1e-6, 0.0, True)
     with pytest.raises(ValueError, match="must have 8 each, or 32 and 16"):
         qk_norm_rope(inputs[0], torch.ones(32, device=DEVICE), inputs[2], *angles(2, 8), 4, 2, 1e-6)

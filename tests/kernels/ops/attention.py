@@ -10,6 +10,7 @@ from ligermodels.kernels.attention import attention, attention_reference
 from ligermodels.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
 from ligermodels.kernels.rope import rope_, rope_reference
 from ligermodels.kernels.shared_keys import gather_keys, gather_keys_reference
+from ligermodels.kernels.sigmoid_gate import sigmoid_gate, sigmoid_gate_reference
 from tests.conftest import DEVICE
 from tests.kernels.ops.base import EPS, HEADS, Case, Op, normal
 
@@ -29,14 +30,24 @@ def rope_case(batch, length, heads, kv_heads, head_size, interleaved=False) -> C
     return Case(partial(rotate, rope_), partial(rotate, rope_reference), [qkv], angles(length, rotated))
 
 
-def qk_norm_rope_case(batch, length, heads, kv_heads, head_size, whole_row=False) -> Case:
+def qk_norm_rope_case(batch, length, heads, kv_heads, head_size, whole_row=False, gated=False) -> Case:
     def norm_and_rotate(function, qkv, q_weight, k_weight, cos, sin):
-        return function(qkv, q_weight, k_weight, cos, sin, heads, kv_heads, EPS)
+        return function(qkv, q_weight, k_weight, cos, sin, heads, kv_heads, EPS, 0.0, gated)
 
-    qkv = normal(batch, length, (heads + 2 * kv_heads) * head_size)
+    qkv = normal(batch, length, ((1 + gated) * heads + 2 * kv_heads) * head_size)
     weights = [normal(head_size * (h if whole_row else 1)) for h in (heads, kv_heads)]
     ours, reference = (partial(norm_and_rotate, f) for f in (qk_norm_rope, qk_norm_rope_reference))
-    return Case(ours, reference, [qkv, *weights], angles(length, head_size))
+    return Case(ours, reference, [qkv, *weights], angles(length, head_size // 4 if gated else head_size))
+
+
+def sigmoid_gate_case(batch, length, heads, head_size) -> Case:
+    """Gates that lie between queries."""
+
+    def gate(function, x, packed):
+        return function(x, packed[..., head_size:])
+
+    leaves = [normal(batch, length, heads, size) for size in (head_size, 2 * head_size)]
+    return Case(partial(gate, sigmoid_gate), partial(gate, sigmoid_gate_reference), leaves, [])
 
 
 def attention_case(batch, length, heads, kv_heads, head_size, window) -> Case:
@@ -68,6 +79,11 @@ OPS = {
         draw=partial(qk_norm_rope_case, whole_row=True), small=(3, 1, 12), real=((32, 32, 128), (40, 8, 128)),
         huge=(2**17 + 1, 96, 16, 128),
     ),
+    "qk_norm_rope, gated and partial": Op(
+        draw=partial(qk_norm_rope_case, gated=True), small=(5, 3, 20), real=((16, 4, 256), (16, 2, 256)),
+        huge=(2**17 + 1, 48, 16, 128),
+    ),
+    "sigmoid_gate": Op(draw=sigmoid_gate_case, small=(3, 20), real=((16, 256), (32, 128)), huge=(2**17 + 1, 96, 128)),
     # Not our kernels: the backend that runs anywhere. test_attention.py covers softcaps, document masking and caches.
     "attention": Op(draw=attention_case, small=(6, 3, 16, None)),
     "attention with a window": Op(draw=attention_case, small=(6, 3, 16, 1)),
