@@ -301,7 +301,7 @@ MODEL = {
 }
 FAMILIES_OF_2025 = {
     "ministral3: queries not scaled": Sabotage(
-        f"{ATTENTION_LAYER}:Attention.attend", "positions.query_scale is not None", "False", "ministral3"
+        f"{ATTENTION_LAYER}:Attention.weighted_values", "positions.query_scale is not None", "False", "ministral3"
     ),
     "ministral3: scale grows at the wrong positions": Sabotage(
         f"{ROPE}:query_scale", "position_ids / scale.length", "(position_ids + 1) / scale.length", "ministral3"
@@ -560,9 +560,9 @@ STATES = {
         "ligermodels.kernels.sigmoid_gate:sigmoid_gate_reference", " * widen(z).sigmoid()", "", "qwen3_5_text"
     ),
     "queries and gates as halves": Sabotage(
-        f"{ATTENTION_LAYER}:GatedQKNormAttention.attend",
-        "(self.num_heads, 2, self.head_dim)).unbind(-2)",
-        "(2, self.num_heads, self.head_dim)).unbind(-3)",
+        "ligermodels.kernels.qkv_heads:split_gated_heads",
+        "(num_heads, 2)).unbind(3)",
+        "(2, num_heads)).unbind(2)",
         "qwen3_5_text",
     ),
     "every layer_types ignored": Sabotage(
@@ -605,7 +605,7 @@ STATES = {
 GLU = "ligermodels.kernels.expert_product:expert_glu_reference"
 GPT_OSS = {
     "sinks dropped": Sabotage(
-        f"{ATTENTION_LAYER}:Attention.attend", "if self.sinks is None else", "if True else", "gpt_oss"
+        f"{ATTENTION_LAYER}:Attention.weighted_values", "if self.sinks is None else", "if True else", "gpt_oss"
     ),
     "sinks of other heads": Sabotage(f"{ATTENTION}:masked_attention", "sinks.to(", "sinks.flip(0).to(", "gpt_oss"),
     "gate not clamped": Sabotage(GLU, "gate.clamp(max=GLU_LIMIT)", "gate", "gpt_oss"),

@@ -1,12 +1,12 @@
-"""Linear layer with outputs in fp32, of operands in bf16: y = x Wᵀ. For logits of which some are compared or exponentiated.
+"""Linear layer whose outputs are fp32, of operands in half precision too: y = x Wᵀ. For the logits of a router.
 
-The product of two bf16 numbers is exact in fp32, so that the operands need no copies in fp32: tensor cores take them as
-they are, and sum in fp32. Backward has dy in fp32. It enters the products as two bf16 numbers, dy = high + low + rest
-with |rest| <= 2^-17 |dy|, which makes them twice as deep:
+The product of two numbers in half precision is exact in fp32, so that the operands need no copies in fp32: tensor cores
+take them as they are, and sum in fp32. Backward has dy in fp32. Beside bf16 operands it enters the products as two bf16
+numbers, dy = high + low + rest with |rest| <= 2^-17 |dy|, which makes them twice as deep:
     dx = [high, low] [W; W];    dW = highᵀ x + lowᵀ x
-x [R, K], W [N, K] bf16, y [R, N] fp32; sums in fp32, one rounding of each gradient. Saved for backward: x, which is the
-caller's. 2 R N K FLOP forward, up to four times that backward. Other dtypes take the products of widened operands.
-Must not know what the outputs are.
+fp16 has no room for small dy: its operands are widened there.
+x [R, K], W [N, K] fp32, bf16 or fp16, y [R, N] fp32; sums in fp32, one rounding of each gradient. Saved for backward: x
+as it is. 2 R N K FLOP forward, twice that backward, in bf16 four times. Must not know what the outputs are.
 """
 
 import torch
@@ -32,15 +32,19 @@ def _launch_backward(
     dy: Tensor, x: Tensor, weight: Tensor, x_grad: bool, weight_grad: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """(dx, dweight), each None where it is not needed."""
-    high = dy.to(x.dtype)
-    parts = torch.cat([high, (dy - high.float()).to(x.dtype)], 1)  # [R, 2 N]
-    dx = torch.mm(parts, torch.cat([weight, weight])) if x_grad else None
+    dtype, shape = x.dtype, weight.shape
+    if dtype == torch.bfloat16:
+        high = dy.bfloat16()
+        dy = torch.cat([high, (dy - high.float()).bfloat16()], 1)  # [R, 2 N]
+        weight = torch.cat([weight, weight])
+    else:
+        x, weight = widen(x), widen(weight)
+    dx = (dy @ weight).to(dtype) if x_grad else None
     if not weight_grad:
         return dx, None
-    sums = x.new_empty(parts.shape[1], x.shape[1], dtype=torch.float32)
-    accumulate_(sums, parts.t(), x, beta=0)
-    of_high, of_low = sums.chunk(2)
-    return dx, (of_high + of_low).to(weight.dtype)
+    sums = dy.new_empty(dy.shape[1], x.shape[1], dtype=torch.float32)
+    accumulate_(sums, dy.t(), x, beta=0)
+    return dx, sums.view(-1, *shape).sum(0).to(dtype)
 
 
 def _fake_forward(x, weight):
@@ -85,6 +89,6 @@ class _Fp32Linear(Node):
 
 def fp32_linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [R, K] and weight [N, K], float, -> x weightᵀ [R, N] in fp32; of fp64 operands in fp64."""
-    if runs_kernels(x) and x.dtype == weight.dtype == torch.bfloat16:
+    if runs_kernels(x) and x.dtype == weight.dtype != torch.float64:
         return _Fp32Linear.apply(x, weight)
     return fp32_linear_reference(x, weight)

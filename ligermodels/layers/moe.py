@@ -16,9 +16,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from ligermodels.configs.base import Config
 from ligermodels.kernels.collectives import sum_gradient
-from ligermodels.kernels.dispatch import widen
 from ligermodels.kernels.expert_exchange import experts_on_ranks
 from ligermodels.kernels.experts import experts, route, route_by_sigmoid
+from ligermodels.kernels.fp32_linear import fp32_linear
 from ligermodels.kernels.quantised_weight import QuantisedWeight, WeightLayout
 from ligermodels.layers.fused import add_then_norm, routed_experts
 from ligermodels.layers.lora import GroupedUpdate, reset_lora
@@ -249,7 +249,7 @@ class SigmoidRouter(Fp32Module, Router):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [tokens, H] -> logits [tokens, E] fp32, of an fp64 model fp64."""
-        return F.linear(widen(x), widen(self.weight))
+        return fp32_linear(x, self.weight)
 
     def choose(self, logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:
         return route_by_sigmoid(

@@ -3,6 +3,7 @@
 from functools import partial
 
 from ligermodels.kernels.activated_linear import activated_linear, activated_linear_reference
+from ligermodels.kernels.fp32_linear import fp32_linear, fp32_linear_reference
 from ligermodels.kernels.gated_linear import gated_linear, gated_linear_reference
 from ligermodels.kernels.linear import low_rank_linear, low_rank_linear_reference
 from tests.kernels.ops.activations import MULTIPLIERS
@@ -13,6 +14,14 @@ def low_rank_linear_case(batch, length, inputs, width) -> Case:
     ours, reference = (with_low_rank_update(f, width) for f in (low_rank_linear, low_rank_linear_reference))
     weights = normal(width, inputs, scale=0.1), normal(width)
     return Case(ours, reference, [normal(batch, length, inputs), *weights, *draw_update(inputs, width)], [])
+
+
+def fp32_linear_case(batch, length, inputs, width) -> Case:
+    def of_rows(function, x, weight):
+        return function(x.flatten(0, 1), weight)
+
+    leaves = [normal(batch, length, inputs), normal(width, inputs, scale=0.1)]
+    return Case(partial(of_rows, fp32_linear), partial(of_rows, fp32_linear_reference), leaves, [])
 
 
 def activated_linear_case(batch, length, inner, width) -> Case:
@@ -53,6 +62,7 @@ def low_rank_gated_linear_case(batch, length, inner, width) -> Case:
 
 OPS = {
     "low_rank_linear": Op(draw=low_rank_linear_case, small=(33, 9)),
+    "fp32_linear": Op(draw=fp32_linear_case, small=(33, 9), real=((4096, 128), (7168, 256))),
     "gated_linear with multipliers": Op(
         draw=partial(gated_linear_case, **MULTIPLIERS), small=(33, 7), real=((14336, 64),), products=(2, 1, 1, 0)
     ),
