@@ -111,6 +111,13 @@ def beside_recomputed(block: Block, tokens: int, size: int) -> int:
     return max(in_mlp, in_mixer) - tokens * of_all_tokens
 
 
+def beside_saved(block: Block, tokens: int, size: int) -> int:
+    """Bytes in the backward pass of a block's mixer beside what the block saves: its gradients, where they are more
+    than what its feed-forward layer has saved, which is free by then."""
+    of_mlp = saved_by_mlp(block.mlp, block.mixer.hidden_size, size)
+    return tokens * max(0, gradients_in_mixer(block.mixer, size) - of_mlp)
+
+
 def gradients_in_mixer(mixer: Mixer, size: int) -> int:
     """Bytes per token of the gradients of all that a mixer saves, and of what attention sums: those of queries in fp32;
     those of keys and values in fp32 too, or, as cuDNN does, for each of the query heads that share them."""

@@ -15,7 +15,13 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from ligermodels.block_memory import beside_recomputed, saved_by_block, saved_by_exchanges, saved_of_updates
+from ligermodels.block_memory import (
+    beside_recomputed,
+    beside_saved,
+    saved_by_block,
+    saved_by_exchanges,
+    saved_of_updates,
+)
 from ligermodels.generation.capacity import cache_bytes
 from ligermodels.generation.engine import PREFILL_TOKENS
 from ligermodels.generation.paged_cache import PAGE_SIZE, pages_for
@@ -203,8 +209,9 @@ def training_memory(
     ]
     checkpointed = model.blocks[:checkpointed_blocks]
     running = [*saved]  # what a block takes while it runs backward: one that is checkpointed, from its recomputation on
-    for index, block in enumerate(checkpointed):
-        running[index] += beside_recomputed(block, rows[index], size)
+    for index, block in enumerate(model.blocks):
+        beside_block = beside_recomputed if index < checkpointed_blocks else beside_saved
+        running[index] += beside_block(block, rows[index], size)
     largest, last = max(running), running[-1]
     inputs = [count * block.mixer.hidden_size * size for count, block in zip(rows, checkpointed, strict=False)]
     every = blocks_between(inputs, room_for_inputs)

@@ -387,6 +387,22 @@ MEASURED = {
 }
 
 
+# GLM-4.5-Air with four layers, 2026-11-26: rows, tokens of each, GiB. The peak is in the mixer of a block.
+GLM = {
+    "model_type": "glm4_moe", "vocab_size": 151552, "hidden_size": 4096, "intermediate_size": 10944,
+    "num_hidden_layers": 4, "num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128,
+    "attention_bias": True, "use_qk_norm": False, "n_routed_experts": 128, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1408, "max_position_embeddings": 131072,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("batch_size", "tokens", "measured"), [(4, 2048, 64.3), (1, 32768, 72.0)])
+def test_the_plan_of_blocks_with_many_heads_is_within_3_percent(batch_size, tokens, measured):
+    model = ligermodels.create(GLM, dtype=torch.bfloat16, device="meta")
+    peak = training_memory(model, batch_size, tokens, torch.bfloat16).peak
+    assert peak / 2**30 == pytest.approx(measured, rel=0.03)
+
+
 # The same on 2026-11-21, with 8 × 2048 tokens per GPU: how weights are stored, sharded and trained.
 LLAMA_8B = ARCHITECTURES["llama"].SIZES["8b"]
 MEASURED_SHARDED = {

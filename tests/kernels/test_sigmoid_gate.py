@@ -27,12 +27,14 @@ def test_any_layout_of_heads_gives_equal_bits():
 
 
 def test_gates_that_are_nearly_open_or_shut_keep_their_gradients():
+    """The exponential of z is as exact as z: |z| times the error of one rounding."""
+    rtol = 80 * torch.finfo(torch.float32).eps
     z = torch.tensor([60.0, 30.0, -30.0, -60.0, -80.0], device=DEVICE).view(1, 1, 1, -1).requires_grad_()
     y = sigmoid_gate(torch.ones_like(z), z)
     (dz,) = torch.autograd.grad(y.sum(), z)
     s = z.detach().double().sigmoid()
-    torch.testing.assert_close(y.double(), s, rtol=1e-6, atol=0)
-    torch.testing.assert_close(dz.double(), (-z.detach().double()).sigmoid() * s, rtol=1e-6, atol=0)
+    torch.testing.assert_close(y.double(), s, rtol=rtol, atol=0)
+    torch.testing.assert_close(dz.double(), (-z.detach().double()).sigmoid() * s, rtol=rtol, atol=0)
 
 
 def test_other_shapes_are_refused():
