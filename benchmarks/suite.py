@@ -30,7 +30,7 @@ from ligermodels.errors import InputError
 SCRIPTS = (
     "rms_norm", "layer_norm", "rope", "qk_norm_rope", "gated_activation", "cross_entropy", "linear_cross_entropy",
     "linear_logprobs", "dpo_loss", "linear_divergence", "chunked_losses", "fused_linear", "frozen_linear", "attention",
-    "shared_keys", "experts", "gated_delta_rule", "mamba2_scan", "adamw", "adamw8bit",
+    "attention_gate", "shared_keys", "experts", "gated_delta_rule", "mamba2_scan", "adamw", "adamw8bit",
 )  # fmt: skip
 # Work done in one millisecond at 1 GB/s (in bytes) and at 1 TFLOP/s (in operations).
 WORK_PER_MS = {timing.COPY: 1e6, timing.MATMUL: 1e9}

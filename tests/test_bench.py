@@ -24,6 +24,8 @@ SMALL = {
     "layer_norm": (8, 32),
     "rope": (2, 8, 4, 2, 16),
     "qk_norm_rope": (2, 8, 4, 2, 16),
+    "gated_qk_norm_rope": (2, 8, 4, 1, 16),
+    "sigmoid_gate": (2, 8, 4, 16),
     "swiglu": (8, 16),
     "geglu": (8, 16),
     "swiglu_backward": (8, 16),
