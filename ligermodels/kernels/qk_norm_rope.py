@@ -30,8 +30,7 @@ from ligermodels.kernels.qkv_heads import (
     load_angles,
     load_heads,
     rotate,
-    split_gated_heads,
-    split_heads,
+    split_all_heads,
     store_heads,
     with_unit_stride,
 )
@@ -51,12 +50,6 @@ def qk_norm_rope_reference(
 
     q, k, *others = split_all_heads(qkv, num_heads, num_kv_heads, gated)
     return rotate_reference(norm(q, q_weight), cos, sin), rotate_reference(norm(k, k_weight), cos, sin), *others
-
-
-def split_all_heads(qkv: Tensor, num_heads: int, num_kv_heads: int, gated: bool) -> tuple[Tensor, ...]:
-    """Views q, k and v of the projection, and the gate if it has one."""
-    split = split_gated_heads if gated else split_heads
-    return split(qkv, num_heads, num_kv_heads)
 
 
 @triton.jit

@@ -32,6 +32,12 @@ def split_gated_heads(qkv: Tensor, num_heads: int, num_kv_heads: int) -> tuple[T
     return q, k, v, gate
 
 
+def split_all_heads(qkv: Tensor, num_heads: int, num_kv_heads: int, gated: bool) -> tuple[Tensor, ...]:
+    """Views q, k and v of the projection, and the gate if it has one."""
+    split = split_gated_heads if gated else split_heads
+    return split(qkv, num_heads, num_kv_heads)
+
+
 def check_qkv_shapes(
     op: str, qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, gated: bool = False
 ) -> int:

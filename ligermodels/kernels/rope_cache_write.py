@@ -23,19 +23,14 @@ from ligermodels.kernels.cache_write import (
 from ligermodels.kernels.dispatch import refuse_gradients, register_op, runs_kernels
 from ligermodels.kernels.launch import Launcher, as_rows_with_stride, cdiv, kernel
 from ligermodels.kernels.pdl import pdl_constants, wait_for_previous_kernel
-from ligermodels.kernels.qk_norm_rope import (
-    check_norm_weights,
-    heads_rstd,
-    norm_heads,
-    qk_norm_rope_reference,
-    split_all_heads,
-)
+from ligermodels.kernels.qk_norm_rope import check_norm_weights, heads_rstd, norm_heads, qk_norm_rope_reference
 from ligermodels.kernels.qkv_heads import (
     check_qkv_shapes,
     copy_heads,
     fit_head_tile,
     load_angles,
     load_heads,
+    split_all_heads,
     split_heads,
 )
 from ligermodels.kernels.rope import check_row_stride, rope_reference, rotate_heads

@@ -31,10 +31,11 @@ from ligermodels.kernels.linear import LowRank, gradients_of_linear, low_rank_li
 from ligermodels.kernels.nf4 import Nf4
 from ligermodels.kernels.norm_linear import norm_linear
 from ligermodels.kernels.plain_activation import plain_activation
-from ligermodels.kernels.qk_norm_rope import qk_norm_rope, split_all_heads
+from ligermodels.kernels.qk_norm_rope import qk_norm_rope
+from ligermodels.kernels.qkv_heads import split_all_heads, split_heads
 from ligermodels.kernels.quantised_weight import Weight, dense, operand
 from ligermodels.kernels.rms_norm import add_rms_norm
-from ligermodels.kernels.rope import rope_, split_heads
+from ligermodels.kernels.rope import rope_
 from ligermodels.kernels.rope_cache_write import qk_norm_rope_write_cache, rope_write_cache_
 from ligermodels.layers.lora import LoRALinear
 from ligermodels.layers.norm import LayerNorm, PreNorm, RMSNorm
