@@ -3,6 +3,7 @@
 Usage: lost_ranks.py SECONDS, which it waits for the others; without a number it takes steps, and stops by a signal.
 """
 
+import os
 import signal
 import sys
 import threading
@@ -23,15 +24,18 @@ def meet_for_ever(seconds):
 
 
 def take_two_steps():
-    """Each takes until a rank is signalled to stop; that rank leaves it when it has been asked twice more."""
+    """Each takes until a rank is signalled to stop; that rank leaves it when it has been asked twice more. Rank 1 hangs
+    in the second."""
     asked, ask = threading.Semaphore(0), signal.pthread_kill
     signal.pthread_kill = lambda *what: (asked.release(), ask(*what))
     stopping.PATIENCE = 2
     distributed.start()
-    for _ in range(2):
+    for step in range(2):
         with stopping.signals() as stop:
             distributed.total(torch.zeros(()))
             print("together", flush=True)
+            if step == 1 and os.environ["RANK"] == "1":
+                os.kill(os.getpid(), signal.SIGSTOP)
             while not distributed.total(torch.tensor(float(stop.requested))):
                 pass
             if stop.requested:
