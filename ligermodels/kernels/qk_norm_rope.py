@@ -26,6 +26,7 @@ from ligermodels.kernels.launch import Launcher, as_rows_with_stride, cdiv, kern
 from ligermodels.kernels.partial_sums import sum_partials
 from ligermodels.kernels.qkv_heads import (
     check_qkv_shapes,
+    empty_queries_and_keys,
     fit_head_tile,
     load_angles,
     load_heads,
@@ -320,7 +321,7 @@ def _launch_forward(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor,
     num_heads: int, num_kv_heads: int, eps: float, offset: float, gated: bool,
 ) -> Tensor:  # fmt: skip
-    qk = _fake_forward(qkv, q_weight, k_weight, cos, sin, num_heads, num_kv_heads, eps, offset, gated)
+    qk = empty_queries_and_keys(qkv, num_heads, num_kv_heads, gated)
     batch, length, _, head_size = qk.shape
     tokens, (qkv, stride) = batch * length, as_rows_with_stride(qkv, qkv.shape[-1])
     whole_row = q_weight.shape[0] > head_size
@@ -364,8 +365,7 @@ def _launch_backward(
 
 
 def _fake_forward(qkv, q_weight, k_weight, cos, sin, num_heads, num_kv_heads, eps, offset, gated):
-    heads = (1 + gated) * num_heads + 2 * num_kv_heads
-    return qkv.new_empty(*qkv.shape[:2], num_heads + num_kv_heads, qkv.shape[2] // heads)
+    return empty_queries_and_keys(qkv, num_heads, num_kv_heads, gated)
 
 
 def _fake_backward(dq, dk, dv, dgate, qkv, q_weight, k_weight, cos, sin, eps, offset, input_grad, q_grad, k_grad):

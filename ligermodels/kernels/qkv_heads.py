@@ -38,6 +38,12 @@ def split_all_heads(qkv: Tensor, num_heads: int, num_kv_heads: int, gated: bool)
     return split(qkv, num_heads, num_kv_heads)
 
 
+def empty_queries_and_keys(qkv: Tensor, num_heads: int, num_kv_heads: int, gated: bool) -> Tensor:
+    """Memory for queries and keys apart from the projection: [B, T, Hq + Hkv, D]."""
+    heads = (1 + gated) * num_heads + 2 * num_kv_heads
+    return qkv.new_empty(*qkv.shape[:2], num_heads + num_kv_heads, qkv.shape[2] // heads)
+
+
 def check_qkv_shapes(
     op: str, qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, gated: bool = False
 ) -> int:

@@ -27,6 +27,7 @@ from ligermodels.kernels.qk_norm_rope import check_norm_weights, heads_rstd, nor
 from ligermodels.kernels.qkv_heads import (
     check_qkv_shapes,
     copy_heads,
+    empty_queries_and_keys,
     fit_head_tile,
     load_angles,
     load_heads,
@@ -171,9 +172,7 @@ def _launch_qk_norm_rope_write(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int,
     eps: float, offset: float, gated: bool, keys: Tensor, values: Tensor, slots: Tensor,
 ) -> Tensor:  # fmt: skip
-    qk = _fake_qk_norm_rope_write(
-        qkv, q_weight, k_weight, cos, sin, num_heads, num_kv_heads, eps, offset, gated, keys, values, slots
-    )
+    qk = empty_queries_and_keys(qkv, num_heads, num_kv_heads, gated)
     batch, length, _, size = qk.shape
     tokens, (qkv, stride) = batch * length, as_rows_with_stride(qkv, qkv.shape[-1])
     whole_row = q_weight.shape[0] > size
@@ -195,8 +194,7 @@ def _fake_rope_write(qkv, cos, sin, num_heads, num_kv_heads, interleaved, keys, 
 def _fake_qk_norm_rope_write(
     qkv, q_weight, k_weight, cos, sin, num_heads, num_kv_heads, eps, offset, gated, keys, values, slots
 ):
-    heads = (1 + gated) * num_heads + 2 * num_kv_heads
-    return qkv.new_empty(*qkv.shape[:2], num_heads + num_kv_heads, qkv.shape[2] // heads)
+    return empty_queries_and_keys(qkv, num_heads, num_kv_heads, gated)
 
 
 _rope_write_op = register_op(
