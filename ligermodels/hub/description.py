@@ -14,7 +14,9 @@ from ligermodels.hub.download import indexed_files, local_folder, weight_sizes
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.units import parameter_count
 from ligermodels.weights.config_file import CONFIG_FILE, DTYPE_KEYS, read_config
-from ligermodels.weights.files import INDEX_FILE, SINGLE_FILE, Checkpoint, open_checkpoint
+from ligermodels.weights.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
+from ligermodels.weights.gguf.finding import gguf_files
+from ligermodels.weights.stored import Checkpoint
 
 PRESET_DTYPE = torch.float32  # the default dtype of `create`
 
@@ -56,6 +58,7 @@ def describe(name: str, *, dtype: torch.dtype | None = None, revision: str | Non
 def local_weight_sizes(folder: Path) -> dict[str, int | None]:
     """The weight files of a folder and their bytes; None for a file that the index names and that is missing."""
     names = [SINGLE_FILE] if (folder / SINGLE_FILE).exists() else indexed_files(folder)
+    names = names or [file.name for file in gguf_files(folder)]
     return {name: (folder / name).stat().st_size if (folder / name).exists() else None for name in names}
 
 

@@ -24,6 +24,8 @@ from ligermodels.weights.adapters import ADAPTER_FILE
 from ligermodels.weights.config_file import CONFIG_FILE, GENERATION_CONFIG_FILE
 from ligermodels.weights.exporting import COPIED_FILES, TOKENIZER_FILES
 from ligermodels.weights.files import INDEX_FILE, SINGLE_FILE, read_weight_map, shortened
+from ligermodels.weights.gguf.finding import gguf_files, is_gguf
+from ligermodels.weights.gguf.folder import gguf_folder
 
 # All files except weights: those that a model is built from, those that an export copies, and the one that shows that a
 # repository has an adapter.
@@ -43,24 +45,38 @@ class SilentProgress(tqdm):
 
 
 def local_folder(name_or_folder: str | Path, revision: str | None) -> Path | None:
-    """The local folder, or None if the name may be a Hub id.
+    """The local folder, or None if the name may be a Hub id. A GGUF file is the folder that shows it.
 
     Raises HubError if it can be neither, or if a revision of a local folder is requested. A Path is never a Hub id. A
     string that looks like a path, such as ./model, is refused later by huggingface_hub, before it contacts the Hub.
     """
     folder = os.path.expanduser(name_or_folder)
-    if os.path.isdir(folder):  # unlike Path.is_dir, this returns False for invalid paths
+    if os.path.exists(folder):  # unlike Path.exists, this returns False for invalid paths
         if revision:
-            raise HubError(f"{folder}: is a folder and has no revision {revision!r}; leave it out, or pass a Hub id")
-        return Path(folder)
-    if os.path.exists(folder):
-        raise HubError(f"{name_or_folder}: is a file; pass the folder that contains it")
+            kind = "folder" if os.path.isdir(folder) else "file"
+            raise HubError(f"{folder}: is a {kind} and has no revision {revision!r}; leave it out, or pass a Hub id")
+        return shown_folder(Path(folder))
     name = str(name_or_folder)
     if "://" in name:
         raise HubError(f"{name}: is a URL; pass the Hub name instead, such as 'owner/model'")
     if isinstance(name_or_folder, Path):
         raise HubError(f"{name}: is neither a folder nor a Hub name such as 'owner/model'{suggestion(name, ())}")
     return None
+
+
+def shown_folder(path: Path) -> Path:
+    """A folder itself; one that has only a GGUF file, or such a file, as the folder that shows it.
+
+    Raises HubError for another file, CheckpointError for a GGUF file that is damaged or not supported.
+    """
+    if not path.is_dir():
+        if not is_gguf(path):
+            raise HubError(f"{path}: is a file; pass the folder that contains it, or a .gguf file")
+        return gguf_folder(path)
+    if any((path / name).exists() for name in (CONFIG_FILE, ADAPTER_CONFIG_FILE, SINGLE_FILE, INDEX_FILE)):
+        return path
+    files = gguf_files(path)
+    return gguf_folder(files[0]) if files else path
 
 
 def fetch_files(

@@ -29,7 +29,7 @@ from ligermodels.tokenizer.files import has_tokenizer
 from ligermodels.weights.adapter_config import ADAPTER_CONFIG_FILE
 from ligermodels.weights.config_file import CONFIG_FILE, read_config, read_generation_config
 from ligermodels.weights.exporting import MAX_SHARD_SIZE, export_weights
-from ligermodels.weights.files import Checkpoint, open_checkpoint
+from ligermodels.weights.files import open_checkpoint
 from ligermodels.weights.loading import (
     DTYPES_BY_NAME,
     LoadPlan,
@@ -38,6 +38,7 @@ from ligermodels.weights.loading import (
     most_common_dtype,
     plan_loading,
 )
+from ligermodels.weights.stored import Checkpoint
 
 MIN_TENSORS_PER_LAYER = 4  # in any layout: a norm, the input and output of attention, a feed-forward layer
 
@@ -315,7 +316,7 @@ def all_but_weights(name_or_folder: str | Path, revision: str | None, token: str
 def complete_model(name_or_folder: str | Path, folder: Path, token: str | None) -> Path:
     """The second half of `resolve`: downloads the weights, if `folder` is a snapshot, into it; returns it."""
     refuse_other_folders(folder)
-    if not os.path.isdir(os.path.expanduser(name_or_folder)):
+    if not os.path.exists(os.path.expanduser(name_or_folder)):
         name = str(name_or_folder)
         if not (folder / CONFIG_FILE).exists():
             raise HubError(f"{name}: has no {CONFIG_FILE}; only models in the transformers format can be read")
