@@ -19,6 +19,7 @@ HOMES = {
     "create": "hub",
     "export": "hub",
     "export_adapter": "hub",
+    "export_gguf": "hub",
     "generate": "generation",
     "list_architectures": "hub",
     "load": "hub",

@@ -8,6 +8,7 @@ from ligermodels.hub.adapters import (
     resolve_with_adapter,
 )
 from ligermodels.hub.download import adapter_folder
+from ligermodels.hub.gguf import export_gguf
 from ligermodels.hub.models import (
     create,
     export,
@@ -26,6 +27,7 @@ __all__ = [
     "create",
     "export",
     "export_adapter",
+    "export_gguf",
     "list_architectures",
     "load",
     "load_adapter",

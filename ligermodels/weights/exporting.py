@@ -167,17 +167,20 @@ def export_weights(
     write_folder(Path(folder).absolute(), write, tensors, sharded, also, replaced)
 
 
-def hub_weights(model: HubModule, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def hub_weights(
+    model: HubModule, dtype: torch.dtype, rules: tuple[Rule, ...] | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of what an export in this dtype has, one whole tensor after another, on the model's device.
 
-    Names are the Hub's. Low-rank updates are merged, weights in few bits dequantised. If parameters are DTensors, every
-    rank must take all tensors: each parameter is gathered when its turn comes.
+    Names are the Hub's, or those of a layout with other `rules`. Low-rank updates are merged, weights in few bits
+    dequantised. If parameters are DTensors, every rank must take all tensors: each parameter is gathered when its turn
+    comes.
     """
     reshard(model)
     values = model.stored_tensors()
     as_they_are = model.stored_buffers().keys() | model.fp32_tensors().keys()
     dtypes = {name: value.dtype if name in as_they_are else dtype for name, value in values.items()}
-    pieces = plan_pieces({name: value.shape for name, value in values.items()}, model.weight_rules())
+    pieces = plan_pieces({name: value.shape for name, value in values.items()}, rules or model.weight_rules())
     for piece, blocks in zip(pieces, hub_tensors(model, values, pieces, dtypes), strict=True):
         yield piece.tensor, torch.cat(list(blocks))
 

@@ -7,13 +7,18 @@ The folders are in the user's cache, all of which may be deleted at any time.
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
+
+import numpy as np
 
 from ligermodels.weights.config_file import CONFIG_FILE, GENERATION_CONFIG_FILE
 from ligermodels.weights.gguf.config import hub_config, hub_generation_config
 from ligermodels.weights.gguf.finding import all_parts, gguf_files
-from ligermodels.weights.gguf.header import read_gguf_header
+from ligermodels.weights.gguf.header import GgufHeader, read_gguf_header
+from ligermodels.weights.gguf.tensors import one_tensor
 from ligermodels.weights.gguf.tokenizer import Vocabulary, tokenizer_files
+from ligermodels.weights.streaming import read_tensors
 from ligermodels.weights.user_cache import code_hash, fill_once, user_cache
 
 HASH_CHARACTERS = 16
@@ -36,9 +41,17 @@ def gguf_content(parts: Sequence[Path]) -> dict[str, str]:
     """The files of the folder, by their paths in it. Raises CheckpointError."""
     header = read_gguf_header(parts)
     vocabulary = Vocabulary(header)
-    configs = {CONFIG_FILE: hub_config(header, vocabulary), GENERATION_CONFIG_FILE: hub_generation_config(vocabulary)}
+    configs = {
+        CONFIG_FILE: hub_config(header, vocabulary, partial(read_values, header)),
+        GENERATION_CONFIG_FILE: hub_generation_config(vocabulary),
+    }
     written = {name: json.dumps(config, indent=2, ensure_ascii=False) + "\n" for name, config in configs.items()}
     return written | tokenizer_files(header, vocabulary)
+
+
+def read_values(header: GgufHeader, name: str) -> np.ndarray:
+    """The values of a tensor of the file, fp32. Raises CheckpointError."""
+    return read_tensors({name: one_tensor(header.tensors[name])})[name].float().numpy().ravel()
 
 
 def write_gguf_folder(content: Mapping[str, str], parts: Sequence[Path], folder: Path) -> None:

@@ -112,6 +112,14 @@ class GgufHeader:
         return self.get(key, kind, None)  # type: ignore[arg-type]
 
 
+def as_read(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Metadata as `read_gguf_header` gives it: lists of numbers are arrays."""
+    return {
+        key: np.array(value) if isinstance(value, list) and value and not isinstance(value[0], str) else value
+        for key, value in metadata.items()
+    }
+
+
 def import_gguf(file: Path | str) -> ModuleType:
     """The package `gguf`, llama.cpp's own. Raises InputError, which names the file, if it is not installed."""
     try:

@@ -25,8 +25,6 @@ POST_NORMS = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 SANDWICH_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "pre_feedforward_layernorm"} | POST_NORMS
-# Values that config.json has, in tensors: the factors of Llama 3's and LongRoPE's frequencies.
-ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,7 @@ GLM4_NORMS = {
 }
 PHI3_LAYER = PRE_NORMS | PACKED_MLP | {"attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj"}
 LLAMA_NAMES = names_in_layers(PRE_NORMS, PROJECTIONS, GATED_MLP)
-# The value of general.architecture -> how it stores a family. "llama" with experts is Mixtral.
+# The value of general.architecture -> how it stores a family.
 STORED = {
     "llama": Stored("llama", LLAMA_NAMES, interleaved=True),
     "granite": Stored("granite", LLAMA_NAMES, interleaved=True),
@@ -103,4 +101,6 @@ STORED = {
     "glm4": Stored("glm4", names_in_layers(GLM4_NORMS, PROJECTIONS, PACKED_MLP)),
     "gpt-oss": Stored("gpt_oss", names_in_layers(GPT_OSS_LAYER), alternating=GPT_OSS_GATES),
 }
+# Families that are stored as "llama" too: with experts, and with a window, which llama.cpp does not apply.
 MIXTRAL = Stored("mixtral", names_in_layers(PRE_NORMS, PROJECTIONS, MIXTRAL_EXPERTS), interleaved=True)
+MISTRAL = Stored("mistral", LLAMA_NAMES, interleaved=True)

@@ -18,10 +18,12 @@ from torch import Tensor
 from ligermodels.errors import CheckpointError
 from ligermodels.weights.boxes import Shape
 from ligermodels.weights.gguf.header import GgufHeader, TensorInfo
-from ligermodels.weights.gguf.names import MIXTRAL, ROPE_FACTORS, STORED, Stored
+from ligermodels.weights.gguf.names import MISTRAL, MIXTRAL, STORED, Stored
 from ligermodels.weights.mapping import name_translator
 from ligermodels.weights.stored import Checkpoint, StoredTensor
 
+# What config.json has in place of them; see rope.py.
+ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 
 
@@ -130,8 +132,11 @@ def stored_as(header: GgufHeader) -> Stored:
             f"{header.file}: general.architecture {architecture!r} is not supported as GGUF; supported: "
             f"{', '.join(STORED)}; load the original checkpoint"
         )
-    has_experts = architecture == "llama" and header.get("llama.expert_count", int, 0) > 0
-    return MIXTRAL if has_experts else STORED[architecture]
+    if architecture == "llama" and header.get("llama.expert_count", int, 0):
+        return MIXTRAL
+    if architecture == "llama" and header.get("llama.attention.sliding_window", int, 0):
+        return MISTRAL
+    return STORED[architecture]
 
 
 @cache

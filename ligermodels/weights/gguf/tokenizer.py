@@ -13,7 +13,7 @@ import numpy as np
 
 from ligermodels.errors import CheckpointError, suggest
 from ligermodels.weights.gguf.header import GgufHeader
-from ligermodels.weights.gguf.pre_tokenizers import PRE_TOKENIZERS
+from ligermodels.weights.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 
 PREFIX = "tokenizer.ggml."
 TEMPLATE = "tokenizer.chat_template"
@@ -93,7 +93,7 @@ def tokenizer_files(header: GgufHeader, vocabulary: Vocabulary) -> dict[str, str
 
     Raises CheckpointError.
     """
-    content = byte_level(vocabulary) if vocabulary.model == "gpt2" else sentencepiece(vocabulary)
+    content = tokenizer_json(vocabulary)
     named = {name: vocabulary.special_id(key) for name, key in SPECIAL_TOKEN_KEYS.items()}
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -120,6 +120,11 @@ def templates(header: GgufHeader) -> dict[str, str]:
     return found
 
 
+def tokenizer_json(vocabulary: Vocabulary) -> dict[str, Any]:
+    """The content of tokenizer.json. Raises CheckpointError."""
+    return byte_level(vocabulary) if vocabulary.model == "gpt2" else sentencepiece(vocabulary)
+
+
 def byte_level(vocabulary: Vocabulary) -> dict[str, Any]:
     """tokenizer.json of byte-level BPE."""
     header = vocabulary.header
@@ -129,11 +134,6 @@ def byte_level(vocabulary: Vocabulary) -> dict[str, Any]:
             f"{header.file}: {PREFIX}pre: {name!r} is no known way to split text{suggest(name, PRE_TOKENIZERS)}"
         )
     pre = PRE_TOKENIZERS[name]
-    splits = [
-        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-        for pattern in pre.patterns
-    ]
-    letters = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     merges = [merge.split(" ", 1) for merge in header.require(f"{PREFIX}merges", list)]
     wrong = next((merge for merge in merges if len(merge) != 2), None)
     if wrong is not None:
@@ -142,11 +142,21 @@ def byte_level(vocabulary: Vocabulary) -> dict[str, Any]:
         "version": "1.0",
         "added_tokens": tokens_of_their_own(vocabulary),
         "normalizer": {"type": "NFC"} if pre.nfc else None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, letters]},
+        "pre_tokenizer": split_json(pre),
         "post_processor": ends_of_text(vocabulary, pre.begins),
-        "decoder": {**letters, "add_prefix_space": True, "use_regex": True},
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
         "model": {"type": "BPE", "ignore_merges": pre.ignore_merges, "vocab": vocabulary.ids, "merges": merges},
     }
+
+
+def split_json(pre: PreTokenizer) -> dict[str, Any]:
+    """tokenizer.json's pre_tokenizer, which splits text into words and spells their bytes."""
+    splits = [
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        for pattern in pre.patterns
+    ]
+    letters = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return {"type": "Sequence", "pretokenizers": [*splits, letters]}
 
 
 def sentencepiece(vocabulary: Vocabulary) -> dict[str, Any]:
