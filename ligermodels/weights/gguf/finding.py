@@ -32,12 +32,17 @@ def gguf_files(folder: Path) -> list[Path]:
 
 def all_parts(file: Path) -> list[Path]:
     """The files of the model that a GGUF file belongs to, in order. Raises CheckpointError if one is missing."""
-    found = PART.fullmatch(file.name)
-    if not found:
-        return [file]
-    stem, _, count = found.groups()
-    parts = [file.with_name(f"{stem}-{number:05d}-of-{count}{SUFFIX}") for number in range(1, int(count) + 1)]
-    missing = next((part for part in parts if not part.exists()), None)
+    parts = [file.with_name(name) for name in names_of_parts(file.name)]
+    missing = next((part for part in parts if part != file and not part.exists()), None)
     if missing is not None:
         raise CheckpointError(f"{missing}: is missing, a part of the model of {file.name}; download all parts")
-    return parts or [file]
+    return parts
+
+
+def names_of_parts(name: str) -> list[str]:
+    """The names of all parts of the model that a file of this name belongs to, in order."""
+    found = PART.fullmatch(name)
+    if not found or found[2] > found[3]:
+        return [name]
+    stem, _, count = found.groups()
+    return [f"{stem}-{number:05d}-of-{count}{SUFFIX}" for number in range(1, int(count) + 1)]

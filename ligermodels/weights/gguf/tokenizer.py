@@ -26,6 +26,8 @@ SPECIAL_TOKEN_KEYS = {
     "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
 }
+PHI3_NAMES = ("phi-3", "phi3")  # in lower case
+PHI3_STRIPPING, PHI3_NOT_STRIPPING = "</s>", ("<unk>", "<s>", "<|endoftext|>")
 # Tokens that end a turn where the file does not name one: those that llama.cpp looks for.
 TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
 
@@ -206,18 +208,28 @@ def merges_of(vocabulary: Vocabulary) -> list[tuple[str, str]]:
 
 def tokens_of_their_own(vocabulary: Vocabulary) -> list[dict[str, Any]]:
     """The control tokens, and those that users have defined: a text is split at both first."""
+    stripping = tokens_that_strip(vocabulary)
     return [
         {
             "id": index,
             "content": vocabulary.tokens[index],
             "single_word": False,
             "lstrip": False,
-            "rstrip": False,
+            "rstrip": vocabulary.tokens[index] in stripping,
             "normalized": SPACE in vocabulary.tokens[index],  # it is matched where spaces are spelled as in it
             "special": int(vocabulary.kinds[index]) == CONTROL,
         }
         for index in np.flatnonzero(np.isin(vocabulary.kinds, (CONTROL, USER_DEFINED))).tolist()
     ]
+
+
+def tokens_that_strip(vocabulary: Vocabulary) -> set[str]:
+    """The tokens behind which spaces are dropped: Phi-3's, which llama.cpp knows by the model's name."""
+    name = vocabulary.header.get("general.name", str, "").lower()
+    if not any(part in name for part in PHI3_NAMES):
+        return set()
+    control = {vocabulary.tokens[index] for index in np.flatnonzero(vocabulary.kinds == CONTROL).tolist()}
+    return (control | {PHI3_STRIPPING}) - set(PHI3_NOT_STRIPPING)
 
 
 def ends_of_text(vocabulary: Vocabulary, begins: bool) -> dict[str, Any] | None:

@@ -4,6 +4,7 @@ The tokenizer's way to split text is found by what it does with PROBE, because l
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +12,14 @@ from typing import Any
 
 import tokenizers
 
-from ligermodels.errors import InputError
+from ligermodels.errors import InputError, shorten
 from ligermodels.weights.gguf.header import GgufHeader, as_read
 from ligermodels.weights.gguf.pre_tokenizers import PRE_TOKENIZERS
 from ligermodels.weights.gguf.tokenizer import (
     CONTROL,
+    PHI3_NAMES,
+    PHI3_NOT_STRIPPING,
+    PHI3_STRIPPING,
     PREFIX,
     SPECIAL_TOKEN_KEYS,
     TEMPLATE,
@@ -47,8 +51,9 @@ class TokenizerParts:
     templates: Mapping[str, str]
 
 
-def tokenizer_metadata(parts: TokenizerParts, vocab_size: int, end_ids: list[int]) -> dict[str, Any]:
-    """The metadata of a tokenizer by its keys. vocab_size: rows of the embedding. end_ids: end a text or a turn.
+def tokenizer_metadata(parts: TokenizerParts, name: str, vocab_size: int, end_ids: list[int]) -> dict[str, Any]:
+    """The metadata of a tokenizer by its keys. name: of the model. vocab_size: rows of the embedding. end_ids: end a
+    text or a turn.
 
     Raises InputError if GGUF cannot have it.
     """
@@ -70,12 +75,25 @@ def tokenizer_metadata(parts: TokenizerParts, vocab_size: int, end_ids: list[int
         scores = scores_of(model)
         found["scores"] = [scores.get(tokens.get(index, ""), NO_SCORE) for index in range(vocab_size)]
         found["add_space_prefix"] = begins_with_space(content)
+        if model["unk_token"] is not None:
+            found["unknown_token_id"] = ids[model["unk_token"]]
     else:
         found["merges"] = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
-    metadata = {f"{PREFIX}{key}": value for key, value in (found | special_tokens(parts, end_ids)).items()}
+    metadata: dict[str, Any] = {"general.name": model_name(name, parts.tokenizer)}
+    metadata |= {f"{PREFIX}{key}": value for key, value in (found | special_tokens(parts, end_ids)).items()}
     metadata |= template_metadata(parts.templates)
     refuse_other_ids(parts, metadata)
     return metadata
+
+
+def model_name(name: str, tokenizer: tokenizers.Tokenizer) -> str:
+    """A name for general.name, by which llama.cpp knows Phi-3's tokenizer: it then looks up tokens that others lack."""
+    strips = any(token.rstrip for token in tokenizer.get_added_tokens_decoder().values())
+    known = {PHI3_STRIPPING, *PHI3_NOT_STRIPPING} <= tokenizer.get_vocab().keys()
+    named = any(part in name.lower() for part in PHI3_NAMES)
+    if strips and known:
+        return name if named else f"{name} (phi-3)"
+    return re.sub("phi-?3", "phi_3", name, flags=re.IGNORECASE)
 
 
 def kind_of(tokenizer: tokenizers.Tokenizer, index: int, token: str, model: Mapping[str, Any]) -> int:
@@ -167,6 +185,6 @@ def refuse_other_ids(parts: TokenizerParts, metadata: Mapping[str, Any]) -> None
     for text in PROBE, PROBE.replace(" ", "\n"), *PROBE.split():
         if read.encode(text).ids != parts.tokenizer.encode(text).ids:
             raise InputError(
-                f"{parts.file}: as GGUF it would give {text!r:.60} other token ids, because the format lacks something "
+                f"{parts.file}: as GGUF it would give {shorten(text, 40)!r} other token ids, because the format lacks something "
                 "that it has: export a folder instead"
             )

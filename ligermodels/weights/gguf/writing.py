@@ -80,11 +80,10 @@ def prepare_gguf(
     outputs = [replace(output, type=type_of(output, kind, gguf)) for output in outputs]
     metadata = {
         "general.type": "model",
-        "general.name": file.stem,
         "general.file_type": int(gguf.LlamaFileType[FILE_TYPES.get(kind, f"MOSTLY_{kind.upper()}")]),
         "general.quantization_version": QUANTISATION_VERSION,
         **config_metadata(config),
-        **tokenizer_metadata(tokenizer, config.vocab_size, list(end_ids)),
+        **tokenizer_metadata(tokenizer, file.stem, config.vocab_size, list(end_ids)),
     }
     factors = rope_factors(config.ropes[FULL_ATTENTION], config.head_dim)
     planned = GgufFile(architecture, metadata, factors, outputs, rules)
