@@ -60,6 +60,8 @@ SLOW = (
     *("interop/test_torch_tools", "layers/test_forward"),
     *("layers/test_moe", "layers/test_saved_bytes", "training/test_against_transformers", "training/test_proof"),
     *("training/objectives/test_ranks", "training/objectives/test_runs"),
+    *("real/test_conversion", "real/test_generation", "real/test_logits", "real/test_quantised"),
+    *("real/test_tokenizers", "real/test_training"),
     *("stress/test_stress", "training/test_train", "training/test_train_stopped", "training/checkpoints/test_killing"),
     *("training/checkpoints/test_saving", "training/data/test_embedded_stories", "training/reporting/test_curves"),
     *("training/reporting/test_loggers", "training/scaling/test_compilation", "training/scaling/test_fsdp"),
