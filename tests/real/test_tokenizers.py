@@ -1,7 +1,6 @@
-"""Tokenizers and chat templates of trained models, beside transformers and a tokenizer made by hand."""
+"""Tokenizers and chat templates of trained models, beside transformers and llama.cpp."""
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 
 import ligermodels
@@ -31,21 +30,14 @@ def test_ids_and_texts_of_varied_lines_equal_those_of_transformers(name, folder_
     assert [ids for ids, text in zip(expected, decoded, strict=True) if ours.decode(ids) != text] == []
 
 
-def test_smollm2_splits_digits_and_bytes_as_its_original(folder_of, gguf_of):
-    """The original's tokenizer.json splits digits, then at ByteLevel's pattern: made here from the file's tokens."""
-    import gguf
+@pytest.mark.parametrize("name", MODELS)
+def test_ids_of_varied_lines_equal_those_of_llama_cpp(name, folder_of, gguf_of):
+    from llama_cpp import Llama  # loads a library of its own
 
-    fields = gguf.GGUFReader(gguf_of("smollm2")).fields
-    tokens, merges = (fields[f"tokenizer.ggml.{key}"].contents() for key in ("tokens", "merges"))
-    vocabulary = {token: index for index, token in enumerate(tokens)}
-    made = Tokenizer(models.BPE(vocabulary, [tuple(merge.split(" ")) for merge in merges]))
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    made.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens(tokens[:17])
-    ours = ligermodels.load_tokenizer(folder_of("smollm2"))
-    lines = varied_lines(LINES, SPECIAL["smollm2"])
-    expected = [encoding.ids for encoding in made.encode_batch(lines)]
+    ours = ligermodels.load_tokenizer(folder_of(name))
+    theirs = Llama(str(gguf_of(name)), vocab_only=True, verbose=False)
+    lines = varied_lines(LINES, SPECIAL[name])
+    expected = [theirs.tokenize(line.encode(), add_bos=name == "gemma3", special=True) for line in lines]
     assert [line for line, ids in zip(lines, expected, strict=True) if ours.encode(line) != ids] == []
 
 
