@@ -233,7 +233,8 @@ def training_memory(
     ranks |= dict.fromkeys(experts, expert_ranks) | dict.fromkeys(replicated, 1)
     owned: dict[Tensor, int] = {p: shard_bytes(p, count) for p, count in ranks.items()}
     if optimizer_states is None:
-        states = sum(2 * owned[p] + FP32_BYTES for p in trained)  # AdamW's: two moments and a step count
+        # AdamW's: two moments, the low bits of a bf16 parameter, and a step count.
+        states = sum((3 if p.dtype == torch.bfloat16 else 2) * owned[p] + FP32_BYTES for p in trained)
     else:  # those of some parameters are their part of the trained elements
         total, by_ranks = elements(trained), Counter[int]()
         for parameter in trained:

@@ -126,8 +126,9 @@ class TrainConfig:
         shown="bfloat16 on a GPU, else float32; tiny: float32")
     param_dtype: Literal["float32", "bfloat16"] | None = setting("training", None, "dtype of the trained parameters",
         shown="bfloat16 for --dtype bfloat16 on one process without LoRA, else float32")
-    param_rounding: Literal["nearest", "stochastic", "kahan"] = setting("training", "nearest", "of updated bfloat16 "
-        "parameters; stochastic: by the seed; kahan: with a compensation, 2 more bytes a parameter")
+    param_rounding: Literal["exact", "nearest", "stochastic"] = setting("training", "exact", "of updated bfloat16 "
+        "parameters; exact: the curve of float32 parameters, 2 more bytes a parameter; nearest: loses small updates; "
+        "stochastic: makes them noise")
     float8: bool = setting("training", False, "float8 matrix products in the blocks, through torchao; needs --compile")
     activation_checkpointing: Literal["none", "auto", "selective", "full"] | None = setting("training", None, "full: "
         "blocks keep only their inputs for the backward pass; selective: attention and the products around it too; "

@@ -1,7 +1,7 @@
 """AdamW with a separate dtype for its state, and with a step that the device skips if gradients are not finite.
 
 The update runs our Triton kernel on a GPU and torch's own kernel on a CPU. Each rank updates its own shards. AdamW8bit
-and Muon derive from this class: they override `new_state` and `update`. Must not know models.
+and Muon derive from this class: they override `new_state` and `update`.
 """
 
 import functools
@@ -24,9 +24,11 @@ class AdamW(torch.optim.AdamW):
     """torch.optim.AdamW(fused=True), with a separate dtype for its state.
 
     state_dtype: dtype of both moments; None for the dtype of each parameter. With None, this class and
-    torch.optim.AdamW can load each other's state_dict. All parameters of a group must be on one device.
-    param_rounding: how updated bf16 parameters are rounded (kernels/param_rounding.py): "nearest"; "stochastic", with
-    random bits of the seed; or "kahan", with one more bf16 state, compensation.
+    torch.optim.AdamW can load each other's state_dict, but for low_bits. All parameters of a group must be on one
+    device.
+    param_rounding: how updated bf16 parameters are kept (kernels/param_rounding.py): "exact", with one more state,
+    low_bits, int16, which is 0 at first and makes the parameter a fp32 one; "nearest"; or "stochastic", with random
+    bits of the seed. The other two lose updates that are small beside their weight.
     grad_scale, found_inf: fp32 device scalars, as torch's GradScaler sets them; `clip_and_step` sets both. The step
     divides gradients by grad_scale, and writes nothing if found_inf is 1.0.
     running_norm: of the gradients, a fp32 device scalar; None unless `OptimizerInBackward` sets it.
@@ -46,7 +48,7 @@ class AdamW(torch.optim.AdamW):
         weight_decay: float,
         eps: float = 1e-8,
         state_dtype: torch.dtype | None = None,
-        param_rounding: str = "nearest",
+        param_rounding: str = "exact",
         seed: int = 0,
     ) -> None:
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
@@ -130,19 +132,19 @@ class AdamW(torch.optim.AdamW):
 
     def new_state(self, p: nn.Parameter) -> dict[str, Tensor]:
         zeros = {name: torch.zeros_like(p, dtype=self.state_dtype) for name in ("exp_avg", "exp_avg_sq")}
-        return {"step": torch.zeros((), device=p.device)} | zeros | self.new_compensation(p)
+        return {"step": torch.zeros((), device=p.device)} | zeros | self.new_low_bits(p)
 
-    def new_compensation(self, p: nn.Parameter) -> dict[str, Tensor]:
-        compensated = self.param_rounding == "kahan" and p.dtype == torch.bfloat16
-        return {"compensation": torch.zeros_like(p)} if compensated else {}
+    def new_low_bits(self, p: nn.Parameter) -> dict[str, Tensor]:
+        exact = self.param_rounding == "exact" and p.dtype == torch.bfloat16
+        return {"low_bits": torch.zeros_like(p, dtype=torch.int16)} if exact else {}
 
     def rounding(self, p: nn.Parameter) -> dict[str, Any]:
         """The arguments of `adamw_` by which the parameter is rounded."""
         if p.dtype != torch.bfloat16:
             return {}
         match self.param_rounding:
-            case "kahan":
-                return {"compensation": local_view(self.state_of(p)["compensation"])}
+            case "exact":
+                return {"low_bits": local_view(self.state_of(p)["low_bits"])}
             case "stochastic":
                 return {"seed": self.seed, "stream": self.streams[p], "first": first_element(p)}
         return {}
@@ -157,10 +159,10 @@ class AdamW(torch.optim.AdamW):
         exp_avgs, exp_avg_sqs = ([local_view(state[name]) for state in states] for name in ("exp_avg", "exp_avg_sq"))
         lr, (beta1, beta2), eps, weight_decay = group["lr"], group["betas"], group["eps"], group["weight_decay"]
         same_dtype = len({x.dtype for x in (*weights, *grads, *exp_avgs, *exp_avg_sqs)}) == 1
-        if runs_kernels(weights[0]) or not same_dtype or self.param_rounding != "nearest":
+        rounding = [self.rounding(p) for p in params]
+        if runs_kernels(weights[0]) or not same_dtype or any(rounding):
             self.count_step(steps)
             scalars = lr, beta1, beta2, eps, weight_decay
-            rounding = map(self.rounding, params)
             for p, g, m, v, step, how in zip(weights, grads, exp_avgs, exp_avg_sqs, steps, rounding, strict=True):
                 adamw_(p, g, m, v, *scalars, step, self.grad_scale, self.found_inf, **how)
         else:

@@ -29,7 +29,7 @@ MIN_QUANTIZED_SIZE = 4096  # elements of a parameter
 
 class AdamW8bit(AdamW):
     """The state of a quantised parameter is step, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, and AdamW's
-    compensation.
+    low_bits.
 
     exp_avg, exp_avg_sq: uint8 codes in the shape of the parameter. exp_avg_scale, exp_avg_sq_scale: fp32
     [rows, blocks per row].
@@ -42,7 +42,7 @@ class AdamW8bit(AdamW):
         for name in ("exp_avg", "exp_avg_sq"):
             state[name] = torch.zeros_like(p, dtype=torch.uint8)
             state[f"{name}_scale"] = zero_scales(p)
-        return state | self.new_compensation(p)
+        return state | self.new_low_bits(p)
 
     def update(self, params: Sequence[nn.Parameter], group: dict[str, Any]) -> None:
         super().update([p for p in params if not is_quantized(p)], group)

@@ -113,16 +113,16 @@ def refuse_unused_offload(config: TrainConfig) -> None:
 
 
 def refuse_unused_rounding(config: TrainConfig) -> None:
-    """Raises InputError if --param-rounding has no effect, as far as the parameter dtype is known."""
+    """Raises InputError if --param-rounding stochastic has no effect, as far as the parameter dtype is known."""
     given = f"--param-rounding {config.param_rounding}"
-    if config.param_rounding == "nearest":
+    if config.param_rounding != "stochastic":
         return
     if config.param_dtype == "float32":
         raise InputError(
             f"{given}: is for parameters in bfloat16, but these are in float32: add --param-dtype bfloat16"
         )
     if config.optimizer == "muon":
-        raise InputError(f"{given}: --optimizer muon rounds to nearest; give --optimizer adamw or adamw8bit")
+        raise InputError(f"{given}: --optimizer muon does not have it; leave it out, or give --optimizer adamw")
 
 
 def refuse_unfit_optimizer_in_backward(config: RunConfig, ranks: int, micro_batches: int) -> None:
