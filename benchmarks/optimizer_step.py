@@ -2,9 +2,9 @@
 
     python -m benchmarks.optimizer_step --model llama-3-8b
 
-bf16 weights and gradients, random; ours are exact where a provider does not say "nearest". A provider is a function from
-parameters to an optimizer; each runs in its own process. The limit is the time to copy the bytes that a step reads and writes at least, at the rate measured in the same
-run.
+bf16 weights and gradients, random; ours are exact, where a provider does not say "nearest". A provider is a function
+from parameters to an optimizer; each runs in its own process. The limit is the time to copy the bytes that a step reads
+and writes at least, at the rate measured in the same run.
 """
 
 import argparse

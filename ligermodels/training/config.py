@@ -359,6 +359,11 @@ class RunConfig(TrainConfig):
     eval_every: int
 
     @property
+    def loses_updates(self) -> bool:
+        """Whether rounding loses updates that are small beside their weight."""
+        return self.param_dtype == "bfloat16" and self.param_rounding != "exact"
+
+    @property
     def units(self) -> int:
         """What a step takes, over all ranks: sequences, pairs, examples or prompts."""
         return getattr(self, UNIT_SETTINGS[self.objective])

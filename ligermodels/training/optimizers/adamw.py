@@ -15,9 +15,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim.adamw import adamw as torch_adamw
 
 from ligermodels.errors import InputError
-from ligermodels.kernels.adamw import adamw_
+from ligermodels.kernels.adamw import adamw_, adamw_reference
 from ligermodels.kernels.dispatch import runs_kernels
+from ligermodels.kernels.param_rounding import master_reference
 from ligermodels.training.optimizers.offloaded import OffloadedStates
+from ligermodels.training.optimizers.update_check import UpdateCheck
 
 
 class AdamW(torch.optim.AdamW):
@@ -33,12 +35,14 @@ class AdamW(torch.optim.AdamW):
     divides gradients by grad_scale, and writes nothing if found_inf is 1.0.
     running_norm: of the gradients, a fp32 device scalar; None unless `OptimizerInBackward` sets it.
     offloaded: the states where they are in host memory: see `offload_states`.
+    check: sees what the updates of a step change, where it is set.
     """
 
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
     running_norm: Tensor | None = None
     offloaded: OffloadedStates | None = None
+    check: UpdateCheck | None = None
 
     def __init__(
         self,
@@ -74,13 +78,47 @@ class AdamW(torch.optim.AdamW):
     def update_by_states(self, params: Sequence[nn.Parameter], group: dict[str, Any]) -> None:
         """`update`, wherever the states are."""
         if self.offloaded is None:
-            self.update(params, group)
+            self.checked_update(params, group)
             return
         for p in params:
             host = self.state_of(p)
             with self.offloaded.on_device(p) as self.state[p]:
-                self.update([p], group)
+                self.checked_update([p], group)
             self.state[p] = host
+
+    def shards(self) -> dict[nn.Parameter, Tensor]:
+        """This rank's part of each parameter."""
+        return {p: local_view(p) for group in self.param_groups for p in group["params"]}
+
+    def checked_update(self, params: Sequence[nn.Parameter], group: dict[str, Any]) -> None:
+        if self.check is None:
+            self.update(params, group)
+            return
+        sampled = [p for p in params if p in self.check.runs]
+        for p in sampled:
+            self.check.before[p] = self.sampled_weights(p)
+            self.expect_update(p, group)
+        self.update(params, group)
+        for p in sampled:
+            self.check.compare(p, self.sampled_weights(p))
+
+    def sampled_weights(self, p: nn.Parameter) -> Tensor:
+        """The elements of a parameter that are checked, with their low bits, fp64."""
+        return master_reference(self.sampled(p, p), self.sampled(p, self.state_of(p).get("low_bits"))).double()
+
+    def sampled(self, p: nn.Parameter, x: Any) -> Any:
+        """The elements that are checked of a tensor in the shape of a parameter, or None."""
+        assert self.check is not None
+        return None if x is None else local_view(x).detach().reshape(-1)[self.check.runs[p]]
+
+    def expect_update(self, p: nn.Parameter, group: dict[str, Any]) -> None:
+        """Tells the check what the coming update should make of the elements that it samples."""
+        assert self.check is not None
+        state, (beta1, beta2) = self.state_of(p), group["betas"]
+        tensors = (self.sampled(p, x).double() for x in (p.grad, state["exp_avg"], state["exp_avg_sq"]))
+        scalars = group["lr"], beta1, beta2, group["eps"], group["weight_decay"], state["step"] + 1
+        exact, *_ = adamw_reference(self.check.before[p], *tensors, *scalars, self.grad_scale, self.found_inf)
+        self.check.expect(p, exact)
 
     @torch.no_grad()
     def create_states(self) -> None:

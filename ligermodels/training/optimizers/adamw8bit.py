@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ligermodels.kernels.adamw8bit import adamw8bit_
+from ligermodels.kernels.adamw8bit import adamw8bit_, adamw8bit_reference
 from ligermodels.training.optimizers.adamw import AdamW, local_view
 
 LARGEST_BLOCK, SMALLEST_BLOCK = 256, 64  # elements
@@ -59,6 +59,22 @@ class AdamW8bit(AdamW):
                 local_view(p), local_view(p.grad), **states | self.rounding(p), **scalars,
                 grad_scale=self.grad_scale, found_inf=self.found_inf,
             )  # fmt: skip
+
+    def expect_update(self, p: nn.Parameter, group: dict[str, Any]) -> None:
+        if not is_quantized(p):
+            return super().expect_update(p, group)
+        assert self.check is not None
+        state, block, run = self.state_of(p), block_size(p), self.check.runs[p]
+        blocks = slice(run.start // block, run.stop // block)
+        moments = [
+            part
+            for name in ("exp_avg", "exp_avg_sq")
+            for part in (self.sampled(p, state[name]), local_view(state[f"{name}_scale"]).reshape(-1)[blocks])
+        ]
+        scalars = group["lr"], *group["betas"], group["eps"], group["weight_decay"], state["step"] + 1
+        tensors = self.check.before[p], self.sampled(p, p.grad).double(), *moments
+        exact, *_ = adamw8bit_reference(*tensors, *scalars, self.grad_scale, self.found_inf)
+        self.check.expect(p, exact)
 
 
 def block_size(p: Tensor) -> int:

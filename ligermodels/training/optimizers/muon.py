@@ -82,9 +82,21 @@ class Muon(AdamW):
             for p, direction in zip(batch, directions, strict=True):
                 lr = torch.full((), group["lr"], device=p.device)  # a Python float would be compiled in as a constant
                 descend = compiled_on_gpu(descent_step, p.device)
+                if self.check is not None and p in self.check.runs:
+                    self.expect_descent(p, direction, group)
                 low_bits = self.rounding(p).get("low_bits")
                 low_bits = None if low_bits is None else low_bits.view(-1)
                 descend(local_view(p).view(-1), low_bits, direction.view(-1), lr, group["weight_decay"], self.found_inf)
+
+    def expect_update(self, p: nn.Parameter, group: dict[str, Any]) -> None:
+        if p not in self.matrices:  # those whose direction is not known yet: `update` calls `expect_descent`
+            super().expect_update(p, group)
+
+    def expect_descent(self, p: nn.Parameter, direction: Tensor, group: dict[str, Any]) -> None:
+        assert self.check is not None
+        exact, direction = self.check.before[p].clone(), self.sampled(p, direction).double()
+        descent_step(exact, None, direction, group["lr"], group["weight_decay"], self.found_inf)
+        self.check.expect(p, exact)
 
     def update_momentum(self, p: nn.Parameter) -> Tensor:
         """Updates the momentum. Returns this rank's shard of the matrix to orthogonalise, bf16."""
@@ -105,7 +117,7 @@ def nesterov_momentum(gradient: Tensor, buffer: Tensor, grad_scale: Tensor | Non
 
 
 def descent_step(
-    weight: Tensor, low_bits: Tensor | None, direction: Tensor, lr: Tensor, weight_decay: float,
+    weight: Tensor, low_bits: Tensor | None, direction: Tensor, lr: Tensor | float, weight_decay: float,
     found_inf: Tensor | None,
 ) -> None:  # fmt: skip
     """Applies weight decay and the update to the weight, in place; with low_bits, to the fp32 weight that both are."""
