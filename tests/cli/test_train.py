@@ -30,7 +30,7 @@ FLAGS = {
     "steps": None, "batch_size": None, "micro_batch_size": None, "optimizer": "adamw", "optimizer_state_dtype": None,
     "learning_rate": None, "train_parts": None, "vision_learning_rate": None, "projector_learning_rate": None,
     "schedule": "cosine", "warmup": None, "weight_decay": 0.1, "max_grad_norm": 1.0,
-    "dtype": None, "param_dtype": None, "param_rounding": "nearest", "float8": False,
+    "dtype": None, "param_dtype": None, "param_rounding": "exact", "float8": False,
     "optimizer_in_backward": False, "low_memory_loss": False, "offload": (),
     "activation_checkpointing": None, "compile": False, "seed": 0,
     "deterministic": False, "lora_rank": None, "lora_alpha": None, "lora_dropout": 0.0,
@@ -199,12 +199,12 @@ def test_the_help_says_which_weights_are_quantised_without_a_flag(capsys):
             ["--validation-fraction is a part of files in --data", "leave it out"],
         ),
         (
-            ["--model", "qwen2", "--param-rounding", "kahan", "--param-dtype", "float32"],
-            ["--param-rounding kahan: is for parameters in bfloat16", "add --param-dtype bfloat16"],
+            ["--model", "qwen2", "--param-rounding", "stochastic", "--param-dtype", "float32"],
+            ["--param-rounding stochastic: is for parameters in bfloat16", "add --param-dtype bfloat16"],
         ),
         (
-            ["--model", "qwen2", "--param-rounding", "kahan", "--optimizer", "muon", "--param-dtype", "bfloat16"],
-            ["--param-rounding kahan: --optimizer muon rounds to nearest"],
+            ["--model", "qwen2", "--param-rounding", "stochastic", "--optimizer", "muon", "--param-dtype", "bfloat16"],
+            ["--param-rounding stochastic: --optimizer muon does not have it"],
         ),
         (
             ["--model", "qwen2", "--optimizer-in-backward", "--on-nan", "skip"],

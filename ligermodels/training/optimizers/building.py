@@ -13,7 +13,7 @@ from ligermodels.training.optimizers.adamw8bit import AdamW8bit
 from ligermodels.training.optimizers.muon import Muon, matrix_views
 
 OPTIMIZERS = ("adamw", "adamw8bit", "muon")
-BETAS = (0.9, 0.95)
+BETAS = (0.9, 0.95)  # at which moments may be in bf16: see AdamW
 RATE_SCALE = "rate_scale"  # key of a parameter group: its learning rate, as a multiple of that of the run
 
 
