@@ -8,7 +8,7 @@ import math
 import os
 import platform
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -355,13 +355,14 @@ def device_name(device: torch.device) -> str:
 
 def memory_needs(
     model: CausalLM, optimizer: AdamW, config: RunConfig, world: World, dtype: torch.dtype, beside: int,
-    row_patches: int = 0, head_op: str = "linear_cross_entropy",
+    micro_batches: Callable[[int], int], row_patches: int = 0, head_op: str = "linear_cross_entropy",
 ) -> MemoryEstimator:  # fmt: skip
     """The memory of a step of this run as a function of the settings that may still change.
 
     model: on the meta device, unsharded. optimizer: an optimizer of it, whose states are created on the meta device.
-    beside: bytes of a rank that stay beside the model. row_patches: the most of the images of a row. head_op: as
-    that of `training_memory`. The result takes the micro-batch size as `batch_size`.
+    beside: bytes of a rank that stay beside the model. micro_batches: how many of them a step has, by their rows.
+    row_patches: the most of the images of a row. head_op: as that of `training_memory`. The result takes the
+    micro-batch size as `batch_size`.
     """
     optimizer.create_states()
     on_device, on_host, room = state_bytes(optimizer), 0, 0
@@ -378,4 +379,6 @@ def memory_needs(
         room_for_inputs=room, beside=beside, context=world.context, expert_ranks=config.expert_parallel,
         head_op=head_op, low_memory_loss=config.low_memory_loss, step_in_backward=config.optimizer_in_backward,
     )  # fmt: skip
-    return lambda *, batch_size, **options: estimate(batch_size, patches=batch_size * row_patches, **options)
+    return lambda *, batch_size, **options: estimate(
+        batch_size, patches=batch_size * row_patches, micro_batches=micro_batches(batch_size), **options
+    )

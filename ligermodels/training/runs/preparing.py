@@ -144,8 +144,9 @@ def prepare(config: TrainConfig, world: World) -> Run:
     refuse_parts_without_images(model, config, images.tokens)
     beside = objective.bytes_beside(model)
     estimate = memory_needs(
-        model, build(model), config, world, compute_dtype, beside, images.most_patches, objective.head_op
-    )
+        model, build(model), config, world, compute_dtype, beside, objective.micro_batches, images.most_patches,
+        objective.head_op,
+    )  # fmt: skip
     micro_batch_size = objective.micro_batch_size = micro_batch_size_of(config, world, len(model.blocks), estimate)
     micro_batches = split_global_batch(config.units, micro_batch_size, world)[0] if config.optimizer_in_backward else 1
     refuse_unfit_optimizer_in_backward(config, world.size, micro_batches)

@@ -27,6 +27,14 @@ def test_the_low_memory_loss_reaches_the_head_and_the_plan():
         prepared(low_memory_loss=True, objective="dpo")
 
 
+def test_gradients_that_are_accumulated_are_counted_at_the_start_of_backward():
+    one, two = (prepared(batch_size=4, micro_batch_size=size).plan.memory for size in (4, 2))
+    assert (one.accumulated, two.accumulated) == (0, two.gradients)
+    dpo = {"objective": "dpo", "data": ("preferences",), "sequence_length": None}
+    pairs, pair = (prepared(**dpo, pairs=count).plan.memory for count in (2, 1))
+    assert (pair.accumulated, pairs.accumulated) == (0, pairs.gradients)
+
+
 def test_offloaded_states_are_counted_on_the_host_and_their_ring_on_the_device():
     run, lean = prepared(), prepared(offload=("optimizer",))
     memory = lean.plan.memory
