@@ -1,6 +1,7 @@
 """Memory estimates against measured bytes: tensors of tiny models, and peak memory of training steps on an H200."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from ligermodels.training.optimizers.offloaded import bytes_where_offloaded
 from tests.cases import CASES, LLAMA
 from tests.conftest import DEVICE
 from tests.kernels.allocations import allocations
-from tests.layers.saved_bytes import saved_bytes
+from tests.layers.saved_bytes import peak_bytes, saved_bytes
 
 GIB = 2**30
 LAYERS, TOKENS = 2, 16
@@ -268,6 +269,42 @@ def test_beyond_one_tile_a_recomputed_block_takes_its_inputs_and_gradients_but_n
     assert beside_recomputed(block, few, 2) == 7 * few * unit
     statistics = 32 * 4  # log-sum-exp is counted among what has gradients
     assert beside_recomputed(block, many, 2) == many * ((4.5 - 1 + 2.5 + 4 - 11.5) * unit + statistics)
+
+
+def peaks_of_micro_batches(tokens, checkpointed, **raw):
+    """Bytes beside the weights at the peak of 1, 2 and 4 micro-batches, as measured and as planned."""
+    raw = BASE | {"num_hidden_layers": 3, "hidden_size": 128, "vocab_size": 512, "max_position_embeddings": 256} | raw
+    model = ligermodels.create(raw, device=DEVICE)
+    model.checkpoint_activations(checkpointed)
+    ids = torch.arange(tokens, device=DEVICE)[None]
+
+    def step(micro_batches):
+        for _ in range(micro_batches):
+            model(ids, ids).loss.backward()
+        model.zero_grad()
+
+    step(1)
+    measured = [peak_bytes(partial(step, count)) for count in (1, 2, 4)]
+    plans = [
+        training_memory(model, 1, tokens, torch.float32, checkpointed_blocks=checkpointed, micro_batches=count)
+        for count in (1, 2, 4)
+    ]
+    return measured, [needs.peak - needs.weights - needs.optimizer_states for needs in plans]
+
+
+def test_from_the_second_micro_batch_on_all_gradients_exist_beside_all_activations():
+    measured, planned = peaks_of_micro_batches(256, 0)
+    gradients = 4 * (2 * 512 * 128 + 3 * (128 * (4 + 2 * 2 + 4) * 32 + 3 * 128 * 320 + 2 * 128) + 128)
+    assert [peak - planned[0] for peak in planned] == [0, gradients, gradients]
+    assert [peak - measured[0] for peak in measured] == [0, gradients, gradients]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_new_gradient_exists_beside_the_sum_of_those_before(tied):
+    """Of few tokens the peak is that of the gradients alone."""
+    measured, planned = peaks_of_micro_batches(8, 3, tie_word_embeddings=tied)
+    assert planned == pytest.approx(measured, rel=0.03)
+    assert measured[1] == measured[2] > measured[0] + 4 * 320 * 128
 
 
 @pytest.mark.parametrize(

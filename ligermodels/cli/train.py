@@ -61,7 +61,7 @@ def flag_options(field: Field) -> dict[str, Any]:
         "metavar": field.metadata["metavar"] or names_of(choices) or NAMES_OF_VALUES.get(kind, field.name.upper()),
     }  # fmt: skip
     if several:
-        options["nargs"] = "*" if field.default == () else "+"
+        options["nargs"] = "*" if field.metadata["may_be_empty"] else "+"
     if kind is bool and not field.default:
         options |= {"nargs": "?", "const": True}
     return options

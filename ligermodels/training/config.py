@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from ligermodels.errors import InputError
 from ligermodels.hub import list_architectures
 from ligermodels.tokenizer.built_in_templates import BUILT_IN_TEMPLATES
 from ligermodels.training.setting_fields import (
@@ -101,13 +102,17 @@ class TrainConfig:
     micro_batch_size: int | None = setting("training", None, "sequences per forward pass of a rank; the rest of its "
         "batch is gradient accumulation", POSITIVE, shown="as many as fit into memory; tiny: no accumulation",
         objectives=SUPERVISED)
-    optimizer: Literal["adamw", "adamw8bit", "muon"] = setting("training", "adamw", "adamw8bit: moments in 8 bits")
+    optimizer: Literal["adamw", "adamw8bit", "muon"] | None = setting("training", None, "adamw8bit: moments in 8 bits",
+        shown="adamw, or adamw8bit where that is faster in the GPU's memory")
     optimizer_state_dtype: Literal["float32", "bfloat16"] | None = setting("training", None, "dtype of the optimizer "
-        "states; bfloat16 changes an update by 0.4 %", shown="that of the parameters")
-    optimizer_in_backward: bool = setting("training", False, "update each parameter as soon as its gradient is "
-        "complete, which frees the gradient; clips by the running norm of the steps before", objectives=("sft",))
-    offload: tuple[Literal["optimizer", "activations"], ...] = setting("training", (), "what is kept in pinned host "
-        "memory: optimizer, its states; activations, the inputs of checkpointed blocks")
+        "states; bfloat16 changes an update by 0.4 %", shown="that of the parameters, or bfloat16 where that is faster "
+        "in the GPU's memory")
+    optimizer_in_backward: bool | None = setting("training", None, "update each parameter as soon as its gradient is "
+        "complete, which frees the gradient; clips by the running norm of the steps before",
+        shown="off, or on where that is faster in the GPU's memory", objectives=("sft",))
+    offload: tuple[Literal["none", "optimizer", "activations"], ...] | None = setting("training", None, "what is kept "
+        "in pinned host memory: optimizer, its states; activations, the inputs of checkpointed blocks",
+        shown="none, or optimizer where that is faster in the GPU's memory", may_be_empty=True)
     learning_rate: float | None = setting("training", None, "peak learning rate", ABOVE_ZERO,
         shown="1e-5; LoRA: 1e-4; new weights: 4.5e-3 at width 128, with images 1e-3, 1/width; of preferences below a "
         "tenth of these")
@@ -310,6 +315,10 @@ class TrainConfig:
         for name in ("lora_targets", "modules_to_save"):
             values = getattr(self, name)
             self._set(name, tuple(" ".join(values).replace(",", " ").split()) or values)
+        if self.offload is not None and "none" in self.offload:
+            if len(self.offload) > 1:
+                raise InputError(f"--offload {' '.join(self.offload)}: none goes without another; leave one out")
+            self._set("offload", ())
         if self.resume is not None and self.output is None:
             self._set("output", self.resume)
 
@@ -346,7 +355,8 @@ class TrainConfig:
 class RunConfig(TrainConfig):
     """The settings of a run, with those chosen that were not given (runs/defaults.py).
 
-    The micro-batch size may still be None: it depends on the devices, and a run may resume on others.
+    Those of its placement are None until the run is fitted into memory (runs/placement.py). The micro-batch size stays
+    so: it depends on the devices, and a run may resume on others.
     """
 
     sequence_length: int
@@ -357,6 +367,9 @@ class RunConfig(TrainConfig):
     param_dtype: Literal["float32", "bfloat16"]
     activation_checkpointing: Literal["none", "auto", "selective", "full"]
     eval_every: int
+    optimizer: Literal["adamw", "adamw8bit", "muon"]
+    optimizer_in_backward: bool
+    offload: tuple[Literal["none", "optimizer", "activations"], ...]  # empty for none
 
     @property
     def loses_updates(self) -> bool:

@@ -52,7 +52,7 @@ def refuse_contradictions(config: TrainConfig) -> None:
             "--on-nan skip: --optimizer-in-backward has updated some parameters before it sees a gradient that is not "
             "finite; leave one of the two out"
         )
-    if "activations" in config.offload:
+    if "activations" in (config.offload or ()):
         refuse_unused_offload(config)
     if config.float8 and not config.compile:
         raise InputError("--float8 takes twice the time of bfloat16 unless blocks are compiled: add --compile")
@@ -125,26 +125,33 @@ def refuse_unused_rounding(config: TrainConfig) -> None:
         raise InputError(f"{given}: --optimizer muon does not have it; leave it out, or give --optimizer adamw")
 
 
-def refuse_unfit_optimizer_in_backward(config: RunConfig, ranks: int, micro_batches: int) -> None:
-    """Raises InputError where parameters cannot be updated during the one backward pass of a step.
+def misfit_of_optimizer_in_backward(config: RunConfig, ranks: int, micro_batches: int) -> str | None:
+    """Why parameters cannot be updated during the one backward pass of a step, with a remedy; None where they can.
 
     config: with its dtypes chosen. micro_batches: of a step of one rank.
     """
-    if not config.optimizer_in_backward:
-        return
-    if ranks > 1:
-        raise InputError(f"--optimizer-in-backward: runs on one process, not on {ranks} ranks; leave it out")
-    if micro_batches > 1:
-        raise InputError(
-            f"--optimizer-in-backward: a step has one backward pass, not {micro_batches} micro-batches; give "
-            f"--micro-batch-size {config.batch_size}, or a smaller --batch-size"
-        )
     compute = "bfloat16" if config.dtype == "bfloat16" else "float32"
-    if config.param_dtype != compute:
-        raise InputError(
-            f"--optimizer-in-backward: parameters in {config.param_dtype} and products in {compute} need FSDP2, which "
-            f"keeps gradients; add --param-dtype {compute}"
+    if ranks > 1:
+        resumed = "; of a run that began with it: --optimizer-in-backward off --allow-changes" if config.resume else ""
+        return f"runs on one process, not on {ranks} ranks; leave it out{resumed}"
+    if micro_batches > 1:
+        return (
+            f"a step has one backward pass, not {micro_batches} micro-batches; give --micro-batch-size "
+            f"{config.batch_size}, or a smaller --batch-size"
         )
+    if config.param_dtype != compute:
+        return (
+            f"parameters in {config.param_dtype} and products in {compute} need FSDP2, which keeps gradients; add "
+            f"--param-dtype {compute}"
+        )
+    return None
+
+
+def refuse_unfit_optimizer_in_backward(config: RunConfig, ranks: int, micro_batches: int) -> None:
+    """Raises InputError for --optimizer-in-backward where it cannot be."""
+    misfit = misfit_of_optimizer_in_backward(config, ranks, micro_batches) if config.optimizer_in_backward else None
+    if misfit:
+        raise InputError(f"--optimizer-in-backward: {misfit}")
 
 
 def refuse_unfit_offload(config: RunConfig, ranks: int, memory: TrainingMemory, checkpointed_blocks: int) -> None:
@@ -153,9 +160,8 @@ def refuse_unfit_offload(config: RunConfig, ranks: int, memory: TrainingMemory, 
     memory: of one rank.
     """
     if "optimizer" in config.offload and ranks > 1:
-        raise InputError(
-            f"--offload optimizer: runs on one process; {ranks} ranks share the states already; leave it out"
-        )
+        out = "give --offload none" if config.resume else "leave it out"
+        raise InputError(f"--offload optimizer: runs on one process; {ranks} ranks share the states already; {out}")
     if "activations" in config.offload and not checkpointed_blocks:
         raise InputError(
             "--offload activations: has no effect, because a step fits into memory without activation checkpointing; "

@@ -51,7 +51,14 @@ def with_choices(config: TrainConfig, choices: Mapping[str, Choice]) -> tuple[Tr
 
 
 def as_flag_value(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    match value:
+        case bool():
+            return "on" if value else "off"
+        case float():
+            return f"{value:g}"
+        case tuple():
+            return " ".join(value) or "none"
+    return str(value)
 
 
 def precision(config: TrainConfig, world: World) -> dict[str, Choice]:

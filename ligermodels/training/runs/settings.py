@@ -89,7 +89,7 @@ def parsed_value(name: str, value: Any, place: str) -> Any:
     values = value if isinstance(value, list) else [value]
     if isinstance(value, list) and not several:
         raise InputError(f"{place} is a list; must be one value")
-    if several and not values and field.default != ():
+    if several and not values and not field.metadata["may_be_empty"]:
         raise InputError(f"{place} is empty; give at least one value, or leave it out")
     if any(not isinstance(item, str | bool | int | float) for item in values):
         raise InputError(f"{place} is {value!r}; must be text, a number, true or false")

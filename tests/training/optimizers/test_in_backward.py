@@ -147,7 +147,7 @@ def test_what_one_backward_pass_cannot_do_is_refused(settings, words):
 def test_several_ranks_are_refused():
     config = RunConfig(
         optimizer_in_backward=True, sequence_length=32, steps=4, learning_rate=1e-3, warmup=0, dtype="float32",
-        param_dtype="float32", activation_checkpointing="none", eval_every=1,
+        param_dtype="float32", activation_checkpointing="none", eval_every=1, optimizer="adamw", offload=(),
     )  # fmt: skip
     refuse_unfit_optimizer_in_backward(config, 1, 1)
     with pytest.raises(InputError, match="one process, not on 2 ranks"):

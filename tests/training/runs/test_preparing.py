@@ -1,15 +1,21 @@
 """What `prepare` does with a run's settings before any memory is allocated."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 import ligermodels
 from ligermodels import distributed
+from ligermodels.distributed import World
 from ligermodels.errors import InputError
 from ligermodels.training import TrainConfig
+from ligermodels.training.objectives import Objective
 from ligermodels.training.runs import contradictions, plan
 from ligermodels.training.runs.contradictions import refuse_unfit_offload
 from ligermodels.training.runs.preparing import prepare
 from ligermodels.units import memory_size
+from tests.training.runs.configs import run_config
 
 SETTINGS = {"model": "llama", "data": ("random",), "steps": 4, "sequence_length": 32}
 
@@ -25,6 +31,22 @@ def test_the_low_memory_loss_reaches_the_head_and_the_plan():
     assert lean.plan.memory.loss != run.plan.memory.loss
     with pytest.raises(InputError, match="--low-memory-loss has no effect under --objective dpo"):
         prepared(low_memory_loss=True, objective="dpo")
+
+
+def test_gradients_that_are_accumulated_are_counted_at_the_start_of_backward():
+    one, two = (prepared(batch_size=4, micro_batch_size=size).plan.memory for size in (4, 2))
+    assert (one.accumulated, two.accumulated) == (0, two.gradients)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "tokens", "ranks", "rows"), [(1, 60, 1, 1), (2, 60, 1, 2), (2, 60, 2, 1), (9, 700, 2, 4)]
+)
+def test_groups_are_accumulated_unless_a_rank_has_but_one(pairs, tokens, ranks, rows):
+    """The rows of a step are about as many as its tokens fill, and two where two groups may need them."""
+    config = run_config("--model", "llama", "--objective", "dpo", "--sequence-length", "100", "--pairs", str(pairs))
+    world = World(torch.device("cpu"), size=ranks)
+    step = SimpleNamespace(config=config, world=world, takes_rows=False, tokens_per_step=tokens)
+    assert Objective.micro_batches(step, 1) == rows
 
 
 def test_offloaded_states_are_counted_on_the_host_and_their_ring_on_the_device():
