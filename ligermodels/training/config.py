@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ligermodels.hub import list_architectures
+from ligermodels.hub.names import list_architectures
 from ligermodels.tokenizer.built_in_templates import BUILT_IN_TEMPLATES
 from ligermodels.training.setting_fields import (
     DISTILL_ALONE,
