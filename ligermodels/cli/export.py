@@ -16,10 +16,9 @@ from ligermodels.cli.parsing import (
     resolve_model,
 )
 from ligermodels.errors import InputError
-from ligermodels.tokenizer.files import has_tokenizer
+from ligermodels.hub.names import refuse_mistyped
 from ligermodels.units import byte_size, counted
-from ligermodels.weights.exporting import EXPORTED_FILES, MAX_SHARD_SIZE, replace_tokenizer, size_in_bytes
-from ligermodels.weights.writing import refuse_in_use
+from ligermodels.weights.shard_size import MAX_SHARD_SIZE, size_in_bytes
 
 
 def add_to(commands: Commands) -> None:
@@ -40,8 +39,13 @@ def add_to(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> None:
     if args.quantize and args.dtype is not None:
         raise InputError("--quantize and --dtype both say how weights are written; leave one out")
-    refuse_in_use(args.output.absolute(), EXPORTED_FILES if args.overwrite else ())  # before the weights are read
     size_in_bytes(args.max_shard_size)
+    refuse_mistyped(args.source)
+    from ligermodels.tokenizer.files import has_tokenizer
+    from ligermodels.weights.exporting import EXPORTED_FILES, replace_tokenizer
+    from ligermodels.weights.writing import refuse_in_use
+
+    refuse_in_use(args.output.absolute(), EXPORTED_FILES if args.overwrite else ())  # before the weights are read
     folder, adapter = resolve_model(args.source, args)
     if args.quantize and adapter:
         raise InputError(

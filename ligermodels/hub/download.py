@@ -18,7 +18,7 @@ from huggingface_hub import HfApi, constants, errors, get_token, snapshot_downlo
 from tqdm import tqdm
 
 from ligermodels.errors import HubError, InputError, first_line
-from ligermodels.hub.known_models import nearest_model
+from ligermodels.hub.names import local_folder, suggestion
 from ligermodels.weights.adapter_config import ADAPTER_CONFIG_FILE
 from ligermodels.weights.adapters import ADAPTER_FILE
 from ligermodels.weights.config_file import CONFIG_FILE, GENERATION_CONFIG_FILE
@@ -40,27 +40,6 @@ class SilentProgress(tqdm):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs | {"disable": True})
-
-
-def local_folder(name_or_folder: str | Path, revision: str | None) -> Path | None:
-    """The local folder, or None if the name may be a Hub id.
-
-    Raises HubError if it can be neither, or if a revision of a local folder is requested. A Path is never a Hub id. A
-    string that looks like a path, such as ./model, is refused later by huggingface_hub, before it contacts the Hub.
-    """
-    folder = os.path.expanduser(name_or_folder)
-    if os.path.isdir(folder):  # unlike Path.is_dir, this returns False for invalid paths
-        if revision:
-            raise HubError(f"{folder}: is a folder and has no revision {revision!r}; leave it out, or pass a Hub id")
-        return Path(folder)
-    if os.path.exists(folder):
-        raise HubError(f"{name_or_folder}: is a file; pass the folder that contains it")
-    name = str(name_or_folder)
-    if "://" in name:
-        raise HubError(f"{name}: is a URL; pass the Hub name instead, such as 'owner/model'")
-    if isinstance(name_or_folder, Path):
-        raise HubError(f"{name}: is neither a folder nor a Hub name such as 'owner/model'{suggestion(name, ())}")
-    return None
 
 
 def fetch_files(
@@ -261,13 +240,6 @@ def not_cached(error: Exception, revision: str | None, missing: str) -> str:
         missing = f"all of it: {first_line(error)}"  # this error lists the files
     what = missing or f"revision {revision or constants.DEFAULT_REVISION!r}"
     return f"{why}, and the cache {constants.HF_HUB_CACHE} does not hold {what}; {remedy}, or pass a folder"
-
-
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """The end of an error message: the most similar known name, or folder beside the path `name`, if any is similar."""
-    beside = [str(path) for path in Path(os.path.expanduser(name)).parent.glob("*") if os.path.isdir(path)]
-    meant = nearest_model(name, [*beside, *known])
-    return f"; did you mean {meant!r}?" if meant and meant != name else ""
 
 
 def hub_page(name: str) -> str:

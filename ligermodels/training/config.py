@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ligermodels.errors import InputError
-from ligermodels.hub import list_architectures
+from ligermodels.hub.names import list_architectures
 from ligermodels.tokenizer.built_in_templates import BUILT_IN_TEMPLATES
 from ligermodels.training.setting_fields import (
     DISTILL_ALONE,

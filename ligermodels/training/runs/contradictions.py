@@ -1,15 +1,19 @@
-"""Settings that contradict each other, refused before any file is read and any memory is allocated."""
+"""Settings that contradict each other, refused before any file is read and any memory is allocated.
+
+A command line refuses them before it imports torch, which takes seconds.
+"""
+
+from typing import TYPE_CHECKING
 
 from ligermodels.aliases import TRAIN_ALIASES, flag_of
-from ligermodels.distributed import ranks_of_host
 from ligermodels.errors import InputError
-from ligermodels.layers.host_memory import available_host_memory
-from ligermodels.memory import TrainingMemory
+from ligermodels.hub.names import refuse_mistyped
 from ligermodels.training.config import DEFAULT_SIZE, FIELDS, SUPERVISED, UNIT_SETTINGS, RunConfig, TrainConfig
-from ligermodels.training.data.embedded import RANDOM
-from ligermodels.training.data.opening import missing_data
-from ligermodels.training.data.sources import BUILT_IN_SOURCES, parse_spec
+from ligermodels.training.data.specs import BUILT_IN_SOURCES, RANDOM, missing_data, parse_spec
 from ligermodels.units import counted, memory_size
+
+if TYPE_CHECKING:
+    from ligermodels.memory import TrainingMemory
 
 LORA_SETTINGS = ("lora_alpha", "lora_dropout", "lora_targets", "modules_to_save", "lora_export")
 
@@ -20,6 +24,7 @@ def refuse_contradictions(config: TrainConfig) -> None:
         raise InputError("--allow-changes goes with --resume, which is missing")
     if config.model is None:
         raise InputError("--model is missing: a family, a Hub id or a folder; --model list shows the families")
+    refuse_mistyped(config.model)
     refuse_settings_of_other_objectives(config)
     is_family = config.has_new_weights
     if config.size != DEFAULT_SIZE and not is_family:
@@ -154,7 +159,7 @@ def refuse_unfit_optimizer_in_backward(config: RunConfig, ranks: int, micro_batc
         raise InputError(f"--optimizer-in-backward: {misfit}")
 
 
-def refuse_unfit_offload(config: RunConfig, ranks: int, memory: TrainingMemory, checkpointed_blocks: int) -> None:
+def refuse_unfit_offload(config: RunConfig, ranks: int, memory: "TrainingMemory", checkpointed_blocks: int) -> None:
     """Raises InputError where ranks share optimizer states, no block is checkpointed, or the host has no room.
 
     memory: of one rank.
@@ -167,6 +172,9 @@ def refuse_unfit_offload(config: RunConfig, ranks: int, memory: TrainingMemory, 
             "--offload activations: has no effect, because a step fits into memory without activation checkpointing; "
             "leave it out, or add --activation-checkpointing full"
         )
+    from ligermodels.distributed import ranks_of_host  # these import torch, which is there by now
+    from ligermodels.layers.host_memory import available_host_memory
+
     given, both = f"--offload {' '.join(config.offload)}", {"optimizer", "activations"} <= {*config.offload}
     needed, available = memory.host * ranks_of_host(), available_host_memory()
     if needed > available:

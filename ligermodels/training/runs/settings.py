@@ -15,7 +15,6 @@ from ligermodels.errors import InputError, suggest_closest
 from ligermodels.training.config import FIELDS, TrainConfig, type_of
 from ligermodels.training.runs.settings_file import read_settings
 from ligermodels.training.setting_values import parsed_item
-from ligermodels.weights.writing import replace_file
 
 SETTINGS_FILE = "train.toml"
 # These tell a process what to do and do not describe the run; a run's folder is the one that holds its train.toml.
@@ -126,6 +125,8 @@ def write_settings(config: TrainConfig, file: Path) -> None:
 
     Raises InputError for the name of a file that is not UTF-8: TOML cannot hold it.
     """
+    from ligermodels.weights.writing import replace_file  # imports torch, which reading settings does not need
+
     lines = [f"{name} = {as_toml(value)}" for name, value in settings(config).items()]
     header = "# All settings of this run. The same run in a new folder: ligermodels train --config train.toml"
     try:
