@@ -27,10 +27,10 @@ class AdamW(torch.optim.AdamW):
 
     state_dtype: dtype of both moments; None for the dtype of each parameter. With None, this class and
     torch.optim.AdamW can load each other's state_dict. All parameters of a group must be on one device.
-    A bf16 second moment decays only if 1 - beta2 is well above half a unit in its last place, 2^-9. At beta2 0.95 moments
-    in bf16 change an update by 0.4 %, those in 8 bits by 7 %, both without bias. At 0.99 it is 1 %, and where gradients
-    become smaller updates are up to 5 % too small for a while. At 0.999 the moment does not decay, and they stay too
-    small. (Gradients of a small language model; normal ones whose size falls to a tenth.)
+    A bf16 second moment decays only if 1 - beta2 is well above half a unit in its last place, 2^-9. At beta2 0.95
+    moments in bf16 change an update by 0.4 %, those in 8 bits by 7 %, both without bias. At 0.99 it is 1 %, and where
+    gradients become smaller updates are up to 5 % too small for a while. At 0.999 the moment does not decay, and they
+    stay too small. (Gradients of a small language model; normal ones whose size falls to a tenth.)
     param_rounding: how updated bf16 parameters are kept (kernels/param_rounding.py): "exact", with one more state,
     low_bits, int16, which makes the parameter a fp32 one and is 0 at first: training begins at the bf16 weight, also of
     a checkpoint that has more bits; "nearest"; or "stochastic", with random bits of the seed. The other two lose
