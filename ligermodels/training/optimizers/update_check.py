@@ -21,7 +21,7 @@ RUNS, RUN = 16, 256  # at most this many parameters of a rank are sampled, and n
 ENOUGH = 0.5  # of the weights that should change, and of the size of their change
 TOO_MUCH = 2.0
 CHANGED, EXACT, SIZE = "updates/changed", "updates/changed_exactly", "updates/relative_size"
-SUMS = tuple(f"updates/sum_{name}" for name in ("sampled", "changed", "exact", "square", "exact_square"))
+CHECKED_SUMS = tuple(f"updates/sum_{name}" for name in ("sampled", "changed", "exact", "square", "exact_square"))
 
 
 class UpdateCheck:
@@ -35,7 +35,7 @@ class UpdateCheck:
         self.runs = sample_runs(shards)
         self.first, self.checked = first, 0
         device = next(iter(shards.values())).device
-        self.totals = torch.zeros(len(SUMS), device=device)
+        self.totals = torch.zeros(len(CHECKED_SUMS), device=device)
         self.before: dict[nn.Parameter, Tensor] = {}
         self.exact: dict[nn.Parameter, Tensor] = {}
 
@@ -61,14 +61,14 @@ class UpdateCheck:
         and when they have been reported."""
         if not self.checked or step > self.first + STEPS:
             return {}
-        return dict(zip(SUMS, self.totals.unbind(), strict=True))
+        return dict(zip(CHECKED_SUMS, self.totals.unbind(), strict=True))
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
         """The shares of weights that changed and that should have, and the RMS of their change beside the exact one.
 
         sums: of all ranks, from which those of the check are removed.
         """
-        sampled, changed, exact, square, exact_square = (sums.pop(name, 0.0) for name in SUMS)
+        sampled, changed, exact, square, exact_square = (sums.pop(name, 0.0) for name in CHECKED_SUMS)
         if not exact_square:
             return {}
         return {CHANGED: changed / sampled, EXACT: exact / sampled, SIZE: math.sqrt(square / exact_square)}

@@ -29,7 +29,7 @@ from tests.training.runs.configs import run_config
 
 GIB = 2**30
 LENGTH = 2048
-EXACT = "kahan"  # rounding with 2 more bytes a parameter
+EXACT = "exact"  # rounding with 2 more bytes a parameter
 NOT_GIVEN = {"optimizer": None, "optimizer_in_backward": None, "offload": None}
 H100 = "NVIDIA H100 80GB HBM3"
 
