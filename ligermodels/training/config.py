@@ -97,7 +97,7 @@ class TrainConfig:
     steps: int | None = setting("training", None, "optimizer steps, in place of --epochs", POSITIVE,
         shown="by the epochs; tiny: 1600")
     batch_size: int | None = setting("training", None, "global batch: sequences per step, over all ranks and "
-        "micro-batches", POSITIVE, shown="32,768 tokens, of text 131,072, at most 1/20 of the data; tiny: 4",
+        "micro-batches", POSITIVE, shown="32,768 tokens, of text 131,072, at most 1/40 of the data; tiny: 4",
         objectives=SUPERVISED)
     micro_batch_size: int | None = setting("training", None, "sequences per forward pass of a rank; the rest of its "
         "batch is gradient accumulation", POSITIVE, shown="as many as fit into memory; tiny: no accumulation",
@@ -114,8 +114,8 @@ class TrainConfig:
         "in pinned host memory: optimizer, its states; activations, the inputs of checkpointed blocks",
         shown="none, or optimizer where that is faster in the GPU's memory", may_be_empty=True)
     learning_rate: float | None = setting("training", None, "peak learning rate", ABOVE_ZERO,
-        shown="1e-5; LoRA: 1e-4; new weights: 4.5e-3 at width 128, with images 1e-3, 1/width; of preferences below a "
-        "tenth of these")
+        shown="2e-5; LoRA: 2e-4; new weights: 4.5e-3 at width 128, with images 1e-3, 1/width; of preferences and "
+        "rewards a quarter to a half of these")
     train_parts: tuple[Literal["vision", "projector", "text"], ...] | None = setting("training", None, "parts of a "
         "model with images that are trained; the others are frozen", shown="all; with LoRA its updates alone",
         objectives=WITH_IMAGES)
@@ -145,9 +145,9 @@ class TrainConfig:
     deterministic: bool = setting("training", False, "the same bits in every run on the same devices; slower attention")
 
     pairs: int | None = setting("preferences", None, "pairs of a step, over all ranks", POSITIVE,
-        shown="64, at most 1/20 of the data", objectives=ON_PAIRS)
+        shown="64, at most 1/40 of the data", objectives=ON_PAIRS)
     examples: int | None = setting("preferences", None, "judged completions of a step, over all ranks", LENGTH,
-        shown="64, at most 1/20 of the data", objectives=ON_EXAMPLES)
+        shown="64, at most 1/40 of the data", objectives=ON_EXAMPLES)
     max_length: int = setting("preferences", 1024, "most tokens of a prompt with one completion", LENGTH,
         objectives=ON_GROUPS)
     max_prompt_length: int | None = setting("preferences", None, "a longer prompt loses its beginning", LENGTH,

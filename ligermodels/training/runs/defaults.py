@@ -27,7 +27,7 @@ TINY_GROUPS = {"dtype": "float32", "activation_checkpointing": "none"}  # of a t
 TINY_STEPS = 1600
 SFT_EPOCHS, TEXT_EPOCHS = 3, 1
 SFT_TOKENS_PER_STEP, TEXT_TOKENS_PER_STEP = 2**15, 2**17
-MIN_STEPS_PER_EPOCH = 20  # small data has smaller batches: every epoch should have some updates
+MIN_STEPS_PER_EPOCH = 40  # small data has smaller batches: every epoch should have some updates
 WARMUP_FRACTION = 0.03
 VALIDATIONS = 10
 
