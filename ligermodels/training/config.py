@@ -103,16 +103,15 @@ class TrainConfig:
         "batch is gradient accumulation", POSITIVE, shown="as many as fit into memory; tiny: no accumulation",
         objectives=SUPERVISED)
     optimizer: Literal["adamw", "adamw8bit", "muon"] | None = setting("training", None, "adamw8bit: moments in 8 bits",
-        shown="adamw, or adamw8bit where that is faster in the GPU's memory")
+        shown="adamw, or adamw8bit to fit into memory")
     optimizer_state_dtype: Literal["float32", "bfloat16"] | None = setting("training", None, "dtype of the optimizer "
-        "states; bfloat16 changes an update by 0.4 %", shown="that of the parameters, or bfloat16 where that is faster "
-        "in the GPU's memory")
+        "states; bfloat16 changes an update by 0.4 %", shown="that of the parameters, or bfloat16 to fit into memory")
     optimizer_in_backward: bool | None = setting("training", None, "update each parameter as soon as its gradient is "
         "complete, which frees the gradient; clips by the running norm of the steps before",
-        shown="off, or on where that is faster in the GPU's memory", objectives=("sft",))
+        shown="off, or on to fit into memory", objectives=("sft",))
     offload: tuple[Literal["none", "optimizer", "activations"], ...] | None = setting("training", None, "what is kept "
         "in pinned host memory: optimizer, its states; activations, the inputs of checkpointed blocks",
-        shown="none, or optimizer where that is faster in the GPU's memory", may_be_empty=True)
+        shown="none, or optimizer to fit into memory", may_be_empty=True)
     learning_rate: float | None = setting("training", None, "peak learning rate", ABOVE_ZERO,
         shown="2e-5; LoRA: 2e-4; new weights: 4.5e-3 at width 128, with images 1e-3, 1/width; of preferences and "
         "rewards a quarter to a half of these")

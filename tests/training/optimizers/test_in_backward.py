@@ -168,3 +168,17 @@ def test_a_run_resumes_with_the_same_bits_and_its_plan_knows_the_gradients(tmp_p
     resumed = train(config_of_run(tmp_path / "stopped"))
     assert_equal(straight.model, resumed.model)
     assert weights(tmp_path / "straight") == weights(tmp_path / "stopped")
+
+
+def test_a_run_goes_on_without_it_where_that_is_allowed(tmp_path):
+    """As on several ranks, where it cannot be."""
+    settings = {
+        "model": "llama", "data": ("random",), "batch_size": 4, "sequence_length": 32, "eval_every": 9,
+        "checkpoint_every": 1,
+    }  # fmt: skip
+    train(TrainConfig(**settings, steps=1, optimizer_in_backward=True, output=tmp_path / "run"))
+    changed = {"optimizer_in_backward": False, "steps": 2}
+    with pytest.raises(InputError, match="optimizer_in_backward: off, was on: keep .* add --allow-changes"):
+        train(config_of_run(tmp_path / "run", **changed))
+    result = train(config_of_run(tmp_path / "run", **changed, allow_changes=True))
+    assert [record["step"] for record in result.metrics if "loss" in record] == [1, 2]
