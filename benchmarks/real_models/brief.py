@@ -1,4 +1,4 @@
-"""The reward of short answers, for `--reward benchmarks/real_models/brief.py:brief` and for TRL: the signature is one."""
+"""The reward of short answers, of `--reward benchmarks/real_models/brief.py:brief` and of TRL, with one signature."""
 
 import re
 from collections.abc import Sequence

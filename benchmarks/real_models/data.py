@@ -36,18 +36,18 @@ REPOSITORY = Path(__file__).parents[2]
 QUESTIONS, CALLS, PAIRS, PROMPTS, HELD_OUT = 1000, 1000, 640, 960, 96
 ANSWER_CHARACTERS = range(40, 500)  # of a docstring's first paragraph
 MODULES = """
-    argparse array ast asyncio base64 binascii bisect builtins bz2 calendar cmd code codecs codeop collections
-    colorsys compileall concurrent.futures configparser contextlib copy csv ctypes dataclasses datetime decimal difflib dis doctest
-    email.message email.policy email.utils enum filecmp fileinput fnmatch fractions ftplib functools gc getopt gettext
-    glob graphlib gzip hashlib heapq hmac html html.parser http.client http.cookies http.server imaplib importlib
-    inspect io ipaddress itertools json keyword linecache locale logging logging.handlers lzma mailbox math mimetypes
-    multiprocessing netrc operator os os.path pathlib pdb pickle pickletools pkgutil platform plistlib poplib pprint
-    profile pstats queue quopri random re reprlib runpy sched secrets select selectors shelve shlex shutil signal
-    smtplib socket socketserver sqlite3 ssl stat statistics string struct subprocess symtable sys sysconfig tarfile
-    tempfile textwrap threading time timeit token tokenize trace traceback tracemalloc types typing unicodedata
+    argparse array ast asyncio base64 binascii bisect builtins bz2 calendar cmd code codecs codeop collections colorsys
+    compileall concurrent.futures configparser contextlib copy csv ctypes dataclasses datetime decimal difflib dis
+    doctest email.message email.policy email.utils enum filecmp fileinput fnmatch fractions ftplib functools gc getopt
+    gettext glob graphlib gzip hashlib heapq hmac html html.parser http.client http.cookies http.server imaplib
+    importlib inspect io ipaddress itertools json keyword linecache locale logging logging.handlers lzma mailbox math
+    mimetypes multiprocessing netrc operator os os.path pathlib pdb pickle pickletools pkgutil platform plistlib poplib
+    pprint profile pstats queue quopri random re reprlib runpy sched secrets select selectors shelve shlex shutil
+    signal smtplib socket socketserver sqlite3 ssl stat statistics string struct subprocess symtable sys sysconfig
+    tarfile tempfile textwrap threading time timeit token tokenize trace traceback tracemalloc types typing unicodedata
     unittest unittest.mock urllib.error urllib.parse urllib.request uuid warnings wave weakref webbrowser wsgiref.util
     xml.dom.minidom xml.etree.ElementTree xml.sax.saxutils xmlrpc.client zipapp zipfile zipimport zlib
-""".split()
+"""
 PHRASINGS = (
     "What does `{}` do?", "What is `{}` for?", "Explain `{}` from Python's standard library.",
     "When would I use `{}`?", "I found `{}` in a program. What is it?", "Describe `{}` briefly.",
@@ -60,9 +60,9 @@ OPENINGS = (
     "There are many things that could be said about this topic, so let us go through it step by step. ",
 )
 ENDINGS = (
-    " I hope that this answers your question! If there is anything else, please let me know, and I will be happy to help.",
+    " I hope that this answers your question! If there is anything else, please let me know, I will be happy to help.",
     " As you can see, this is very useful. In conclusion, it is an important part of Python, and it is worth learning.",
-    " There are many more details, which depend on what you want to do. It is always a good idea to read more about it.",
+    " There are many more details, which depend on what you want to do. It is always good to read more about it.",
 )
 
 
@@ -77,7 +77,7 @@ def pick(options: Sequence[str], text: str) -> str:
 
 def available_modules() -> Iterator[ModuleType]:
     """Some systems have Python without some of its modules."""
-    for name in MODULES:
+    for name in MODULES.split():
         try:
             yield importlib.import_module(name)
         except ImportError:

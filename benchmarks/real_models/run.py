@@ -2,12 +2,13 @@
 
     python -m benchmarks.real_models.run defaults trl --model smollm2=FOLDER --output results.json
 
-A small model leaves a GPU idle most of the time, so that several processes share one. Runs that are out of time are left
-out. With `--steps 2 --most 2` everything is tried on a CPU.
+A small model leaves a GPU idle most of the time, so that several processes share one. Runs that are not finished in
+time are left out. With `--steps 2 --most 2` everything is tried on a CPU.
 """
 
 import argparse
 import contextlib
+import gc
 import json
 import os
 import queue
@@ -22,7 +23,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
-from benchmarks.real_models.recipes import OURS, SETS, TRL, Recipe
+from benchmarks.real_models.recipes import SETS, TRL, Recipe
 
 Record = dict[str, Any]
 CURVES = (
@@ -143,10 +144,12 @@ def work(tasks: Any, found: Any, place: Place, environment: dict[str, str], teac
 
 
 def free_memory() -> None:
-    import gc
-
+    """Ends the process group of a run of ours too, which TRL's next one would take for its own."""
     import torch
 
+    from ligermodels import distributed
+
+    distributed.stop()
     gc.collect()
     torch.cuda.empty_cache()
 

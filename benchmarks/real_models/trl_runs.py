@@ -1,8 +1,8 @@
 """The same models trained on the same data by TRL, with TRL's defaults; measured as ours, also while they train.
 
-Defaults are those of TRL's configs: fp32 parameters under bf16 autocast, AdamW without weight decay, a learning rate that
-falls linearly to 0 without warmup, 3 epochs, batches of 8. Text is packed into rows of 2048 tokens, because TRL would
-otherwise cut each document after 1024.
+Defaults are those of TRL's configs: fp32 parameters under bf16 autocast, AdamW without weight decay, a learning rate
+that falls linearly to 0 without warmup, 3 epochs, batches of 8. Text is packed into rows of 2048 tokens, because TRL
+would otherwise cut each document after 1024.
 """
 
 import copy
