@@ -222,7 +222,7 @@ def topics() -> list[Record]:
     seen: set[str] = set()
     documents = []
     for _, text in sorted(topics.items(), key=lambda item: (len(item[1]), item[0])):
-        paragraphs = [part for part in text.strip().split("\n\n") if part not in seen]
+        paragraphs = [part for part in dict.fromkeys(text.strip().split("\n\n")) if part not in seen]
         seen.update(paragraphs)
         if len(document := "\n\n".join(paragraphs)) > 500:
             documents.append({"text": document})
