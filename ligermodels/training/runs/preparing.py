@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -185,12 +185,11 @@ def fit_memory(
     beside = objective.bytes_beside(model)
 
     @functools.cache
-    def states(optimizer: str, state_dtype: str | None) -> StateBytes:
-        moments = replace(config, optimizer=optimizer, optimizer_state_dtype=state_dtype)
-        return state_sizes(optimizer_builder(moments, model)(model))
+    def states(**moments: Any) -> StateBytes:
+        return state_sizes(optimizer_builder(replace(config, **moments), model)(model))
 
     def needs(changed: RunConfig) -> MemoryEstimator:
-        moments = states(changed.optimizer, changed.optimizer_state_dtype)
+        moments = states(optimizer=changed.optimizer, optimizer_state_dtype=changed.optimizer_state_dtype)
         further = objective.micro_batches, row_patches, objective.head_op
         return memory_needs(model, moments, changed, world, dtype, beside, *further)
 

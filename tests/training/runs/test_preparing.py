@@ -11,9 +11,12 @@ from ligermodels.distributed import World
 from ligermodels.errors import InputError
 from ligermodels.training import TrainConfig
 from ligermodels.training.objectives import Objective
-from ligermodels.training.runs import contradictions, plan
+from ligermodels.training.runs import contradictions, plan, preparing
 from ligermodels.training.runs.contradictions import refuse_unfit_offload
+from ligermodels.training.runs.placement import Device
 from ligermodels.training.runs.preparing import prepare
+from ligermodels.training.runs.settings import settings
+from ligermodels.training.runs.step_time import StepTime, device_rates
 from ligermodels.units import memory_size
 from tests.training.runs.configs import run_config
 
@@ -130,7 +133,7 @@ def test_offloaded_inputs_are_counted_on_the_host_and_offloaded_as_far_as_it_has
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("given", "words"),
     [
         ({}, "add --activation-checkpointing full"),
         ({"activation_checkpointing": "none"}, "add --activation-checkpointing full"),
@@ -141,6 +144,26 @@ def test_offloaded_inputs_are_counted_on_the_host_and_offloaded_as_far_as_it_has
         ),
     ],
 )
-def test_inputs_that_no_block_saves_alone_are_not_offloaded(settings, words):
+def test_inputs_that_no_block_saves_alone_are_not_offloaded(given, words):
     with pytest.raises(InputError, match=f"--offload activations: .*{words}"):
-        prepared(offload=("activations",), **settings)
+        prepared(offload=("activations",), **given)
+
+
+def test_what_is_chosen_to_fit_is_a_setting_of_the_run_and_said(monkeypatch):
+    def small_device(config, model, world):
+        time = StepTime(model, config.sequence_length, device_rates("NVIDIA H100 80GB HBM3", "bfloat16"))
+        return Device(usable=4 * 2**20, total=8 * 2**20, host=2**30, time=time)
+
+    monkeypatch.setattr(preparing, "find_device", small_device)
+    monkeypatch.setattr(TrainConfig, "is_tiny", False)
+    run = prepared(batch_size=4, activation_checkpointing="auto")
+    chosen = {"optimizer": "adamw8bit", "optimizer_in_backward": True, "offload": ["optimizer"]}
+    assert settings(run.config).items() >= chosen.items()
+    reason = "the fastest of what fits into 8.0 MiB"
+    flags = ("--optimizer adamw8bit", "--optimizer-in-backward on", "--offload optimizer")
+    assert [f"{flag}: {reason}" for flag in flags] == [line for line in run.plan.chosen if line.endswith(reason)]
+    said = ", with 8-bit moments, the update in the backward pass, optimizer states in host memory"
+    assert run.plan.line.endswith(said)
+    given = prepared(batch_size=4, activation_checkpointing="auto", optimizer="adamw", offload=("none",))
+    assert (given.config.optimizer, given.config.offload) == ("adamw", ())
+    assert "micro_batch_size" not in settings(run.config)
