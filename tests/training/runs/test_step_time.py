@@ -30,7 +30,7 @@ def llama():
 
 @functools.cache
 def states(name):
-    return state_sizes(build_optimizer(llama(), name))
+    return state_sizes(build_optimizer(llama(), name, param_rounding="nearest"))
 
 
 def milliseconds(blocks, kept, offloads, in_backward, gpu=H200, optimizer="adamw", tokens=TOKENS, micro_batches=1):
