@@ -66,6 +66,7 @@ def main() -> None:
     parser.add_argument("--most", type=int, help="validation records")
     args = parser.parse_args()
     deadline = time.monotonic() + 60 * args.minutes
+    args.output.parent.mkdir(parents=True, exist_ok=True)
     models = dict(item.split("=", 1) for item in args.model)
     recipes = {
         r.name: r
@@ -74,7 +75,7 @@ def main() -> None:
         for r in SETS[kind](model)
         if any(text in r.name for text in args.only)
     }
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         from benchmarks.real_models.data import write
 
         write(Path(folder) / "data", args.most)
@@ -103,30 +104,32 @@ def run_all(
     waiting = {name: recipe for name, recipe in recipes.items() if recipe.teacher in recipes}
     workers: list[SpawnProcess] = []
     for number in range(min(len(recipes), max(1, gpus) * processes)):
-        environment = {"CUDA_VISIBLE_DEVICES": str(number % gpus)} if gpus else {}
+        visible = {"CUDA_VISIBLE_DEVICES": str(number % gpus)} if gpus else {}
         teachers = {recipe.teacher for recipe in recipes.values()}
-        workers.append(spawn.Process(target=work, args=(tasks, found, place, environment, teachers), daemon=True))
+        workers.append(spawn.Process(target=work, args=(tasks, found, place, visible, teachers), daemon=True))
         workers[-1].start()
     for name in names:
         tasks.put(recipes[name])
     results: list[Record] = []
+    about = {"gpu": "none"} if place.device == "cpu" else gpu_and_versions()
     while len(results) < len(recipes) and time.monotonic() < deadline and any(w.is_alive() for w in workers):
         with contextlib.suppress(queue.Empty):
             results.append(found.get(timeout=1))
             print(f"{len(results)}/{len(recipes)} {line(results[-1])}", flush=True)
             for name in [name for name, recipe in waiting.items() if recipe.teacher == results[-1]["name"]]:
                 tasks.put(waiting.pop(name))
-            write_results(output, results, place)
+            output.write_text(json.dumps({**about, "given": list(place.given), "runs": results}))
     for worker in workers:
         worker.kill()
+        worker.join()
     for name in recipes.keys() - {result["name"] for result in results}:
         print(f"{name}: not finished in time")
     return results
 
 
-def work(tasks: Any, found: Any, place: Place, environment: dict[str, str], teachers: set[str | None]) -> None:
+def work(tasks: Any, found: Any, place: Place, visible: dict[str, str], teachers: set[str | None]) -> None:
     """A process: takes recipes until there are none. It imports torch once, after it knows its GPU."""
-    os.environ |= environment
+    os.environ |= visible
     from benchmarks.real_models.measure import Measure
 
     measure = Measure(place.data, place.device, place.most)
@@ -235,12 +238,10 @@ def rounded(value: Any) -> Any:
     return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
 
 
-def write_results(output: Path, results: Sequence[Record], place: Place) -> None:
-    from benchmarks import results as files
+def gpu_and_versions() -> Record:
+    from benchmarks import results
 
-    about = files.environment() if place.device == "cuda" else {"gpu": "none"}
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps({**about, "given": list(place.given), "runs": results}))
+    return results.environment()
 
 
 def line(result: Record) -> str:
