@@ -66,9 +66,8 @@ SLOW = (
     *("training/test_against_transformers", "training/test_proof"),
     *("training/objectives/test_grpo_steps", "training/objectives/test_ranks", "training/objectives/test_runs"),
     *("stress/test_stress", "training/test_train", "training/test_train_stopped", "training/checkpoints/test_killing"),
-    *("training/checkpoints/test_saving", "training/data/test_embedded_stories", "training/reporting/test_curves"),
-    *("training/reporting/test_loggers", "training/scaling/test_compilation", "training/scaling/test_fsdp"),
-    *("training/scaling/test_lost_ranks", "weights/test_fuzz", "weights/test_sharded_loading"),
+    *("training/reporting/test_curves", "training/scaling/test_compilation", "training/scaling/test_fsdp"),
+    "training/scaling/test_lost_ranks",
 )
 QUICK = "not slow"  # what pyproject.toml selects
 ROOT = Path(__file__).parent

@@ -75,3 +75,19 @@ def test_ranks_of_torchrun_report_an_error_of_usage_once():
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
         told[rank] = (done.returncode, done.stderr.count("--model is missing"))
     assert told == {"0": (2, 1), "1": (2, 0)}
+
+
+@pytest.mark.parametrize(
+    ("given", "left"),
+    [
+        ({}, {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "0"}),
+        ({"GOMP_SPINCOUNT": "7"}, {"GOMP_SPINCOUNT": "7", "KMP_BLOCKTIME": "0"}),
+        ({"OMP_WAIT_POLICY": "active"}, {}),
+    ],
+)
+def test_threads_wait_without_spinning_unless_the_environment_says_how(given, left):
+    names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+    environment = {name: value for name, value in os.environ.items() if name not in names} | given
+    script = "import os; from ligermodels.cli import main; main(['list']); print({n: os.environ.get(n) for n in %r})"
+    done = subprocess.run([sys.executable, "-c", script % (names,)], capture_output=True, text=True, env=environment)
+    assert done.stdout.splitlines()[-1] == str(dict.fromkeys(names) | given | left)
