@@ -27,10 +27,10 @@ class AdamW(torch.optim.AdamW):
 
     state_dtype: dtype of both moments; None for the dtype of each parameter. With None, this class and
     torch.optim.AdamW can load each other's state_dict. All parameters of a group must be on one device.
-    A bf16 second moment decays only if 1 - beta2 is well above half a unit in its last place, 2^-9. At beta2 0.95 moments
-    in bf16 change an update by 0.4 %, those in 8 bits by 7 %, both without bias. At 0.99 it is 1 %, and where gradients
-    become smaller updates are up to 5 % too small for a while. At 0.999 the moment does not decay, and they stay too
-    small. (Gradients of a small language model; normal ones whose size falls to a tenth.)
+    A bf16 second moment decays only if 1 - beta2 is well above half a unit in its last place, 2^-9. At beta2 0.95
+    moments in bf16 change an update by 0.4 %, those in 8 bits by 7 %, both without bias. At 0.99 it is 1 %, and where
+    gradients become smaller updates are up to 5 % too small for a while. At 0.999 the moment does not decay, and they
+    stay too small. (Gradients of a small language model; normal ones whose size falls to a tenth.)
     param_rounding: how updated bf16 parameters are kept (kernels/param_rounding.py): "exact", with one more state,
     low_bits, int16, which makes the parameter a fp32 one and is 0 at first: training begins at the bf16 weight, also of
     a checkpoint that has more bits; "nearest"; or "stochastic", with random bits of the seed. The other two lose
@@ -119,9 +119,13 @@ class AdamW(torch.optim.AdamW):
         """Tells the check what the coming update should make of the elements that it samples."""
         assert self.check is not None
         state, (beta1, beta2) = self.state_of(p), group["betas"]
-        tensors = (self.sampled(p, x).double() for x in (p.grad, state["exp_avg"], state["exp_avg_sq"]))
-        scalars = group["lr"], beta1, beta2, group["eps"], group["weight_decay"], state["step"] + 1
-        exact, *_ = adamw_reference(self.check.before[p], *tensors, *scalars, self.grad_scale, self.found_inf)
+        grad, exp_avg, exp_avg_sq = (
+            self.sampled(p, x).double() for x in (p.grad, state["exp_avg"], state["exp_avg_sq"])
+        )
+        exact, *_ = adamw_reference(
+            self.check.before[p], grad, exp_avg, exp_avg_sq, group["lr"], beta1, beta2, group["eps"],
+            group["weight_decay"], state["step"] + 1, self.grad_scale, self.found_inf,
+        )  # fmt: skip
         self.check.expect(p, exact)
 
     @torch.no_grad()
