@@ -11,6 +11,7 @@ import argparse
 import json
 import statistics
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ def bitsandbytes_adamw8bit(params):
 
 
 # The optimizer, and the bytes that a step moves at least for each bf16 weight.
-PROVIDERS = {
+PROVIDERS: dict[str, tuple[Callable[..., Any], int]] = {
     "pytorch, AdamW": (torch_adamw, 14),
     "ligermodels, AdamW": (our_adamw, 18),
     "ligermodels, AdamW, nearest": (partial(our_adamw, param_rounding="nearest"), 14),

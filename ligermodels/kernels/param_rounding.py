@@ -52,7 +52,7 @@ def round_param_reference(
 ) -> tuple[Tensor, Tensor | None]:
     """`p`, fp32, in `dtype`, and the new low_bits if there are old ones."""
     if low_bits is not None:
-        return split_reference(p)
+        return split_reference(p.float())  # a scalar has become fp64 by the fp64 step count
     if seed is None or p.dtype != torch.float32:
         return p.to(dtype), None
     bits = p.view(torch.int32) + (words_reference(p.numel(), step, seed, stream, first).view(p.shape) & 0xFFFF)

@@ -119,9 +119,13 @@ class AdamW(torch.optim.AdamW):
         """Tells the check what the coming update should make of the elements that it samples."""
         assert self.check is not None
         state, (beta1, beta2) = self.state_of(p), group["betas"]
-        tensors = (self.sampled(p, x).double() for x in (p.grad, state["exp_avg"], state["exp_avg_sq"]))
-        scalars = group["lr"], beta1, beta2, group["eps"], group["weight_decay"], state["step"] + 1
-        exact, *_ = adamw_reference(self.check.before[p], *tensors, *scalars, self.grad_scale, self.found_inf)
+        grad, exp_avg, exp_avg_sq = (
+            self.sampled(p, x).double() for x in (p.grad, state["exp_avg"], state["exp_avg_sq"])
+        )
+        exact, *_ = adamw_reference(
+            self.check.before[p], grad, exp_avg, exp_avg_sq, group["lr"], beta1, beta2, group["eps"],
+            group["weight_decay"], state["step"] + 1, self.grad_scale, self.found_inf,
+        )  # fmt: skip
         self.check.expect(p, exact)
 
     @torch.no_grad()

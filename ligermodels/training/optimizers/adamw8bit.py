@@ -66,14 +66,13 @@ class AdamW8bit(AdamW):
         assert self.check is not None
         state, block, run = self.state_of(p), block_size(p), self.check.runs[p]
         blocks = slice(run.start // block, run.stop // block)
-        moments = [
-            part
-            for name in ("exp_avg", "exp_avg_sq")
-            for part in (self.sampled(p, state[name]), local_view(state[f"{name}_scale"]).reshape(-1)[blocks])
-        ]
-        scalars = group["lr"], *group["betas"], group["eps"], group["weight_decay"], state["step"] + 1
-        tensors = self.check.before[p], self.sampled(p, p.grad).double(), *moments
-        exact, *_ = adamw8bit_reference(*tensors, *scalars, self.grad_scale, self.found_inf)
+        grad, codes1, codes2 = (self.sampled(p, x) for x in (p.grad, state["exp_avg"], state["exp_avg_sq"]))
+        scale1, scale2 = (local_view(state[f"{name}_scale"]).reshape(-1)[blocks] for name in ("exp_avg", "exp_avg_sq"))
+        beta1, beta2 = group["betas"]
+        exact, *_ = adamw8bit_reference(
+            self.check.before[p], grad.double(), codes1, scale1, codes2, scale2, group["lr"], beta1, beta2,
+            group["eps"], group["weight_decay"], state["step"] + 1, self.grad_scale, self.found_inf,
+        )  # fmt: skip
         self.check.expect(p, exact)
 
 

@@ -61,7 +61,7 @@ class UpdateCheck:
         and when they have been reported."""
         if not self.checked or step > self.first + STEPS:
             return {}
-        return dict(zip(CHECKED_SUMS, self.totals.unbind(), strict=True))
+        return dict(zip(CHECKED_SUMS, self.totals.clone().unbind(), strict=True))  # an update in backward adds to them
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
         """The shares of weights that changed and that should have, and the RMS of their change beside the exact one.

@@ -31,12 +31,11 @@ def checked_run(optimizer, dtype, rounding, *, learning_rate=1e-5, in_backward=F
     if offloaded:
         made.offload_states()
     made.check = check = UpdateCheck({p: p for p in model.parameters()}, first=0)
-    batches = IDS.repeat(3, 1, 1)[:STEPS]
-    assert all(check.begins(step) for step in range(STEPS)) and not check.begins(STEPS)
+    assert all(check.begins(step) for step in range(len(IDS))) and not check.begins(STEPS)
     if in_backward:
-        steps_in_backward(model, OptimizerInBackward(made), batches)
+        steps_in_backward(model, OptimizerInBackward(made), IDS)
     else:
-        usual_steps(model, made, batches)
+        usual_steps(model, made, IDS)
     sums = {name: value.item() for name, value in check.sums(STEPS).items()}
     metrics = check.metrics(sums)
     lossy = None if dtype == torch.float32 or rounding == "exact" else rounding
