@@ -1,6 +1,6 @@
-"""Draws the results of `run.py`: each objective's curves by our defaults beside TRL's, on the same data.
+"""Draws the pictures of docs/real-models.md from the file that `gather.py` makes.
 
-python -m benchmarks.real_models.plot RESULTS.json… --output FOLDER
+python -m benchmarks.real_models.plot benchmarks/results/2026-11-27-real-models.json --output docs/images
 """
 
 import argparse
@@ -9,91 +9,158 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.real_models.recipes import OURS, TRL
-
 Record = dict[str, Any]
-TITLES = {
-    "smollm2": "SmolLM2-135M-Instruct", "gemma3": "Gemma 3 270M", "questions": "questions and answers",
-    "calls": "tool calls", "topics": "text", "pairs": "pairs", "prompts": "short answers",
-}  # fmt: skip
-COLOURS = {OURS: "C3", TRL: "C0"}
-DISTANCE = 0.1  # beta: a difference of log-probabilities to a margin of rewards
-SMOOTHED = 5  # steps of a moving average of rewards
+Points = Sequence[Sequence[float]]
+MODELS = {"smollm2": "SmolLM2-135M-Instruct", "gemma3": "Gemma 3 270M"}
+STYLES: dict[str, Record] = {  # fp32 is drawn first and wide: exact lies on it
+    "fp32": {"color": "#9ecae1", "linewidth": 5, "label": "ligermodels, fp32 weights"},
+    "exact": {"color": "#d62728", "linewidth": 1.5, "label": "ligermodels, default (exact bf16 weights)"},
+    "nearest": {"color": "#7f7f7f", "linewidth": 1.5, "label": "ligermodels, bf16 weights rounded to nearest"},
+    "trl": {"color": "#1f77b4", "linewidth": 1.5, "linestyle": "--", "label": "TRL's defaults"},
+}
+RATES = {"full": ("#d62728", 2e-5), "LoRA": ("#1f77b4", 2e-4)}  # the colour, the default learning rate
+PERPLEXITIES = {"smollm2": (55, 60, 65, 70, 75, 80), "gemma3": (70, 100, 200, 500, 1000)}  # ticks
+DPI, COLOURS = 80, 64
 
 
-def label(run: Record) -> str:
-    return f"{run['library']}{', LoRA' if 'LoRA' in run['label'] else ''}"
+def objective(run: Record) -> str:
+    return run["settings"].get("objective", "sft")
 
 
-def style(run: Record) -> Record:
-    return {"color": COLOURS[run["library"]], "linestyle": "--" if "LoRA" in run["label"] else "-", "label": label(run)}
+def of_defaults(runs: Sequence[Record], model: str, data: str, kind: str) -> dict[str, Record]:
+    """{set: the run that trained all weights by the defaults}, in the order of STYLES."""
+    found = {
+        run["set"]: run
+        for run in runs
+        if (run["model"], run["data"], objective(run), run["label"]) == (model, data, kind, "default")
+    }
+    return {name: found[name] for name in STYLES if name in found}
 
 
-def fractions(points: Sequence[Sequence[float]]) -> tuple[list[float], list[float]]:
+def fractions(points: Points) -> tuple[list[float], list[float]]:
     """Steps as fractions of the run: libraries take steps of different sizes over the same data."""
     last = points[-1][0]
     return [step / last for step, _ in points], [value for _, value in points]
 
 
-def validation_curve(run: Record, before: Record | None) -> list[list[float]]:
-    """[[step, value], …]: the validation loss; of pairs the mean margin of the rewards, which begins at 0."""
-    if run["data"] != "pairs":
-        return [[r["step"], r["validation_loss"]] for r in run["validations"]]
-    if run["library"] == OURS:
-        name = "validation_rewards/margins"
-        return [[r["step"], r[name]] for r in run["validations"] if name in r]
-    start = before["after"]["differences"] if before else run["validations"][0]["differences"]
-    return [[r["step"], DISTANCE * (mean(r["differences"]) - mean(start))] for r in run["validations"]]
+def panel(axes: Any, runs: dict[str, Record], curve: str, title: str) -> None:
+    for name, run in runs.items():
+        points = run["validation"] if curve == "validation" else run["curves"].get(curve)
+        if points:
+            axes.plot(*fractions(points), **STYLES[name], marker="o" if curve == "validation" else "", markersize=3)
+    axes.set_title(title, fontsize=10)
+    axes.grid(alpha=0.3)
 
 
-def mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def smoothed(points: Sequence[Sequence[float]]) -> list[list[float]]:
-    values = [value for _, value in points]
-    return [[points[i][0], mean(values[max(0, i + 1 - SMOOTHED) : i + 1])] for i in range(len(points))]
-
-
-def draw(runs: Sequence[Record], model: str, path: Path, about: str) -> None:
-    """A panel for each kind of data and objective, with every library's run of it."""
+def figure_of(rows: int, columns: int, height: float) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
 
-    trained = [r for r in runs if r["model"] == model and "validations" in r and r["label"].startswith("default")]
-    before = {r["data"]: r for r in runs if r["model"] == model and r["before"] and "after" in r}
-    panels = dict.fromkeys((r["data"], r["settings"].get("objective", "sft")) for r in trained)
-    columns = 3
-    figure = Figure(figsize=(4 * columns, 3 * -(-len(panels) // columns)), layout="constrained")
-    for number, (data, objective) in enumerate(panels, 1):
-        axes = figure.add_subplot(-(-len(panels) // columns), columns, number)
-        for run in trained:
-            if (run["data"], run["settings"].get("objective", "sft")) != (data, objective):
-                continue
-            reward = data == "prompts"
-            points = smoothed(run["curves"]["reward"]) if reward else validation_curve(run, before.get(data))
-            axes.plot(*fractions(points), marker="" if reward else ".", **style(run))
-        what = {"prompts": "reward", "pairs": "margin of held-out pairs"}.get(data, "validation loss, nats a token")
-        axes.set_title(f"{objective.upper()}, {TITLES[data]}: {what}", fontsize=9)
-        axes.set_xlabel("part of the run", fontsize=8)
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=7)
-    figure.suptitle(f"{TITLES[model]}, all settings are defaults ({about})", fontsize=10)
-    figure.savefig(path, dpi=90)
+    figure = Figure(figsize=(10, height), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False)
+
+
+def draw_supervised(runs: Sequence[Record], path: Path) -> None:
+    """Training and validation loss of chats."""
+    figure, panels = figure_of(2, 2, 6.4)
+    names = {"questions": "questions and answers", "calls": "tool calls"}
+    for row, (data, about) in zip(panels, names.items(), strict=True):
+        found = of_defaults(runs, "smollm2", data, "sft")
+        panel(row[0], found, "loss", f"{about}: training loss, nats a token")
+        panel(row[1], found, "validation", f"{about}: validation loss")
+    finish(figure, panels, "SmolLM2-135M-Instruct, supervised fine-tuning of all weights", path)
+
+
+def draw_preferences(runs: Sequence[Record], path: Path) -> None:
+    """The margin of DPO, the reward of GRPO."""
+    figure, panels = figure_of(1, 2, 3.9)
+    panel(
+        panels[0][0],
+        of_defaults(runs, "smollm2", "pairs", "dpo"),
+        "validation",
+        "DPO: margin of chosen over rejected, held-out pairs",
+    )
+    panel(
+        panels[0][1], of_defaults(runs, "smollm2", "prompts", "grpo"), "reward", "GRPO: mean reward of sampled answers"
+    )
+    finish(figure, panels, "SmolLM2-135M-Instruct, all weights", path)
+
+
+def finish(figure: Any, panels: Any, title: str, path: Path) -> None:
+    """One legend under all panels."""
+    for axes in panels[-1]:
+        axes.set_xlabel("part of the run", fontsize=9)
+    lines = {line.get_label(): line for axes in panels.flat for line in axes.get_lines()}
+    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=2, fontsize=9, frameon=False)
+    figure.suptitle(title, fontsize=11)
+    save(figure, path)
+
+
+def save(figure: Any, path: Path) -> None:
+    """A PNG of a few colours, a third as large as one of all."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from PIL import Image
+
+    canvas = FigureCanvasAgg(figure)
+    figure.set_dpi(DPI)
+    canvas.draw()
+    image = Image.frombytes("RGBA", canvas.get_width_height(), bytes(canvas.buffer_rgba())).convert("RGB")
+    image.quantize(COLOURS, dither=Image.Dither.NONE).save(path, optimize=True)
+
+
+def rates(runs: Sequence[Record], model: str, lora: bool, quantity: str) -> Points:
+    """[[learning rate, value], …] of the questions, where nothing else was varied."""
+    wanted = {"lora_rank", "learning_rate"} if lora else {"learning_rate"}
+    found = {
+        run["settings"]["learning_rate"]: run[quantity]
+        for run in runs
+        if (run["set"], run["model"], run["data"], objective(run)) == ("sweep", model, "questions", "sft")
+        and set(run["settings"]) - {"objective"} == wanted
+        and run["settings"].get("lora_rank", 16) == 16
+    }
+    return sorted(found.items())
+
+
+def draw_rates(runs: Sequence[Record], path: Path) -> None:
+    """What was learned and what was forgotten, against the learning rate."""
+    figure, panels = figure_of(2, 2, 6.2)
+    quantities = {"loss": "validation loss, nats a token", "prose_perplexity": "perplexity of other text (prose)"}
+    for row, (quantity, about) in zip(panels, quantities.items(), strict=True):
+        for axes, (model, title) in zip(row, MODELS.items(), strict=True):
+            for kind, (colour, default) in RATES.items():
+                points = rates(runs, model, kind == "LoRA", quantity)
+                axes.plot(*zip(*points, strict=True), marker="o", color=colour, label=kind)
+                chosen = dict(points)[default]
+                axes.plot([default], [chosen], marker="*", markersize=17, color=colour, label=f"{kind}, default")
+            axes.set_xscale("log")
+            axes.set_title(f"{title}: {about}", fontsize=10)
+            axes.grid(alpha=0.3)
+            if quantity == "prose_perplexity":
+                before = next(r[quantity] for r in runs if r["set"] == "sweep" and r["model"] == model)
+                axes.axhline(before, color="black", linestyle=":", label="before training")
+                axes.set_yscale("log")
+                axes.set_yticks(PERPLEXITIES[model], map(str, PERPLEXITIES[model]))
+                axes.minorticks_off()
+                axes.set_xlabel("learning rate", fontsize=9)
+    lines = {line.get_label(): line for axes in panels.flat for line in axes.get_lines()}
+    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=5, fontsize=9, frameon=False)
+    figure.suptitle("Questions and answers, 3 epochs, batches of 16", fontsize=11)
+    save(figure, path)
+
+
+PICTURES = {"supervised": draw_supervised, "preferences": draw_preferences, "rates": draw_rates}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", nargs="+", type=Path, metavar="FILE")
+    parser.add_argument("results", type=Path, metavar="FILE")
     parser.add_argument("--output", type=Path, required=True, metavar="FOLDER")
     args = parser.parse_args()
-    files = [json.loads(path.read_text()) for path in args.results]
-    runs = [run for file in files for run in file["runs"]]
-    about = f"{files[0]['gpu']}, {files[0].get('date', '')[:10]}"
+    runs = json.loads(args.results.read_text())["runs"]
     args.output.mkdir(parents=True, exist_ok=True)
-    for model in dict.fromkeys(run["model"] for run in runs):
-        path = args.output / f"real-models-{model}.png"
-        draw(runs, model, path, about)
-        print(path)
+    for name, draw in PICTURES.items():
+        path = args.output / f"real-models-{name}.png"
+        draw(runs, path)
+        print(f"{path}: {path.stat().st_size / 1000:.0f} kB")
 
 
 if __name__ == "__main__":

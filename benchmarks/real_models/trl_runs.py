@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import datasets.fingerprint
 import trl
 from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
@@ -20,6 +21,9 @@ from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 from benchmarks.real_models.brief import brief
 from benchmarks.real_models.measure import Measure, read
 from benchmarks.real_models.recipes import Recipe
+
+# On Python 3.12 dill recurses without end in the trainers that datasets hash; nothing here is cached by its hash.
+datasets.fingerprint.Hasher.hash = classmethod(lambda cls, value: datasets.fingerprint.generate_random_fingerprint())
 
 Record = dict[str, Any]
 VALIDATIONS = 5
