@@ -128,10 +128,9 @@ def read_and_copy_naively(folder: Path) -> LoadedTensors:
 def tensors_in_files(files: dict[Path, Tensor]) -> LoadedTensors:
     """The tensors contained in `files`, which maps each safetensors file to its bytes."""
     for file, data in files.items():
-        begin = 8 + int.from_bytes(data[:8].tolist(), "little")
         for name, stored in read_header(file).items():
             size = torch.Size(stored.shape).numel() * stored.dtype.itemsize
-            yield name, data[begin + stored.begin :][:size].view(stored.dtype).view(stored.shape)
+            yield name, data[stored.begin :][:size].view(stored.dtype).view(stored.shape)
 
 
 SHARDED = "ligermodels, FSDP2"

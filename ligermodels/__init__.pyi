@@ -13,6 +13,7 @@ from ligermodels.generation import stream as stream
 from ligermodels.hub import create as create
 from ligermodels.hub import export as export
 from ligermodels.hub import export_adapter as export_adapter
+from ligermodels.hub import export_gguf as export_gguf
 from ligermodels.hub import list_architectures as list_architectures
 from ligermodels.hub import load as load
 from ligermodels.hub import load_adapter as load_adapter

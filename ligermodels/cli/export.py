@@ -1,4 +1,4 @@
-"""`ligermodels export`: writes a checkpoint in another dtype, with other shards, or with a merged adapter."""
+"""`ligermodels export`: writes a checkpoint in another dtype, with other shards, with a merged adapter, or as GGUF."""
 
 import argparse
 import functools
@@ -18,28 +18,66 @@ from ligermodels.cli.parsing import (
 from ligermodels.errors import InputError
 from ligermodels.hub.names import refuse_mistyped
 from ligermodels.units import byte_size, counted
+from ligermodels.weights.gguf.finding import SUFFIX, is_gguf
+from ligermodels.weights.gguf.types import TYPES
 from ligermodels.weights.shard_size import MAX_SHARD_SIZE, size_in_bytes
 
 
 def add_to(commands: Commands) -> None:
     parser = add_command(
-        commands, "export", run, "convert a checkpoint: another dtype, another shard size, or with a merged adapter",
+        commands, "export", run,
+        "convert a checkpoint: another dtype, another shard size, with a merged adapter, or to or from GGUF",
         "Qwen/Qwen3-8B out/ --adapter my-adapter/ --max-shard-size 2GB",
     )  # fmt: skip
-    parser.add_argument("source", help="a folder or a Hub id, of a model or of an adapter, which names its base")
-    parser.add_argument("output", type=Path, help="a folder that is empty or does not exist yet; see --overwrite")
+    parser.add_argument(
+        "source", help="a folder, a GGUF file or a Hub id, of a model or of an adapter, which names its base"
+    )
+    parser.add_argument(
+        "output",
+        type=Path,
+        help=f"a folder that is empty or does not exist yet, or a {SUFFIX} file; see --overwrite",
+    )
     add_dtype(parser, "dtype of the written weights (default: the stored dtype)")
-    parser.add_argument("--max-shard-size", default=MAX_SHARD_SIZE, help="bytes per file, such as 500MB or 2GiB")
-    parser.add_argument("--overwrite", action="store_true", help="replace the model that is in the output folder")
+    parser.add_argument("--max-shard-size", help=f"bytes per file, such as 500MB or 2GiB (default: {MAX_SHARD_SIZE})")
+    parser.add_argument(
+        "--gguf-type", choices=TYPES, help=f"of the matrices of a {SUFFIX} file (default: that of the stored dtype)"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace the model that is in the output")
     add_adapter(parser, "to merge into the weights")
     add_quantize(parser, "write NF4 as bitsandbytes does, or FP8 by block; an adapter cannot be merged into it")
     add_revision(parser)
 
 
 def run(args: argparse.Namespace) -> None:
+    if is_gguf(args.output):
+        export_to_gguf(args)
+    else:
+        export_to_folder(args)
+
+
+def export_to_gguf(args: argparse.Namespace) -> None:
+    unused = {"--dtype": args.dtype, "--quantize": args.quantize, "--max-shard-size": args.max_shard_size}
+    given = [flag for flag, value in unused.items() if value is not None]
+    if given:
+        raise InputError(f"{given[0]} is for folders; --gguf-type says how the matrices of {args.output} are written")
+    refuse_mistyped(args.source)
+    from ligermodels.hub.gguf import refuse_target
+
+    refuse_target(args.output, args.overwrite)  # before the weights are read
+    folder, adapter = resolve_model(args.source, args)
+    tokenizer = hub.load_tokenizer(folder, adapter=adapter)
+    model = load_with_adapter(folder, adapter)
+    hub.export_gguf(model, args.output, gguf_type=args.gguf_type, tokenizer=tokenizer, overwrite=args.overwrite)
+    print_line(f"{args.output}: {byte_size(args.output.stat().st_size)}")
+
+
+def export_to_folder(args: argparse.Namespace) -> None:
+    if args.gguf_type:
+        raise InputError(f"--gguf-type {args.gguf_type}: is for an output that ends with {SUFFIX}, not {args.output}")
     if args.quantize and args.dtype is not None:
         raise InputError("--quantize and --dtype both say how weights are written; leave one out")
-    size_in_bytes(args.max_shard_size)
+    shard_size = args.max_shard_size or MAX_SHARD_SIZE
+    size_in_bytes(shard_size)
     refuse_mistyped(args.source)
     from ligermodels.tokenizer.files import has_tokenizer
     from ligermodels.weights.exporting import EXPORTED_FILES, replace_tokenizer
@@ -53,7 +91,7 @@ def run(args: argparse.Namespace) -> None:
         )
     model = load_with_adapter(folder, adapter, quantize=args.quantize)
     also = functools.partial(replace_tokenizer, adapter) if adapter and has_tokenizer(adapter) else None
-    options = {"dtype": args.dtype, "max_shard_size": args.max_shard_size, "overwrite": args.overwrite}
+    options = {"dtype": args.dtype, "max_shard_size": shard_size, "overwrite": args.overwrite}
     hub.export(model, args.output, also=also, **options)
     sizes = [file.stat().st_size for file in args.output.glob("*.safetensors")]
     print_line(f"{args.output}: {byte_size(sum(sizes))} of weights in {counted(len(sizes), 'file')}")

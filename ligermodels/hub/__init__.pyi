@@ -4,6 +4,7 @@ from ligermodels.hub.adapters import export_adapter as export_adapter
 from ligermodels.hub.adapters import load_adapter as load_adapter
 from ligermodels.hub.adapters import resolve_with_adapter as resolve_with_adapter
 from ligermodels.hub.download import adapter_folder as adapter_folder
+from ligermodels.hub.gguf import export_gguf as export_gguf
 from ligermodels.hub.models import create as create
 from ligermodels.hub.models import export as export
 from ligermodels.hub.models import load as load

@@ -19,9 +19,10 @@ from ligermodels.weights.adapter_config import ADAPTER_CONFIG_FILE, BaseModel, r
 from ligermodels.weights.adapter_reading import Adapter, AdapterSettings, fill_updates, match_adapter, read_adapter
 from ligermodels.weights.adapters import Layout, write_adapter
 from ligermodels.weights.config_file import read_generation_config
+from ligermodels.weights.gguf.folder import shown_file
 from ligermodels.weights.loading import refuse_meta_parameters
 
-HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
+HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+(:[\w.-]+)?)?")  # a GGUF file is owner/model:FILE
 
 
 def export_adapter(
@@ -86,7 +87,14 @@ def match(adapter: Adapter, model: CausalLM) -> tuple[Layout, AdapterSettings]:
 
 
 def base_model(folder: Path) -> BaseModel:
-    """How an adapter names the folder of its base: one in the Hub's cache by Hub id and commit, another by its path."""
+    """How an adapter names the folder of its base: one in the Hub's cache by Hub id and commit, another by its path.
+
+    The folder that shows a GGUF file is named as that file.
+    """
+    file = shown_file(folder)
+    if file is not None:
+        owner = base_model(file.parent)
+        return BaseModel(f"{owner.name}:{file.name}", owner.revision) if owner.revision else BaseModel(str(file))
     *_, repository, snapshots, commit = ("", "", *folder.absolute().parts)
     if snapshots == "snapshots" and repository.startswith("models--"):
         return BaseModel(repository.removeprefix("models--").replace("--", "/"), commit)
@@ -107,7 +115,7 @@ def base_of_adapter(folder: Path, remedy: str) -> BaseModel:
     name, revision = config.get("base_model_name_or_path"), config.get("revision")
     if not isinstance(name, str) or not name:
         raise missing_base(folder, name, "it names no model", remedy)
-    if os.path.isdir(os.path.expanduser(name)):
+    if os.path.exists(os.path.expanduser(name)):
         return BaseModel(name)
     if not HUB_ID.fullmatch(name):
         raise missing_base(folder, name, "there is no such folder", remedy)

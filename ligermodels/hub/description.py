@@ -15,7 +15,10 @@ from ligermodels.hub.names import local_folder
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.units import parameter_count
 from ligermodels.weights.config_file import CONFIG_FILE, DTYPE_KEYS, read_config
-from ligermodels.weights.files import INDEX_FILE, SINGLE_FILE, Checkpoint, open_checkpoint
+from ligermodels.weights.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
+from ligermodels.weights.gguf.finding import gguf_files
+from ligermodels.weights.gguf.folder import shown_file
+from ligermodels.weights.stored import Checkpoint
 
 PRESET_DTYPE = torch.float32  # the default dtype of `create`
 
@@ -30,7 +33,8 @@ class Description:
 
 
 def describe(name: str, *, dtype: torch.dtype | None = None, revision: str | None = None) -> Description:
-    """Describes a preset such as "qwen2:tiny", a folder, or a Hub id (downloads its config.json and index).
+    """Describes a preset such as "qwen2:tiny", a folder, a GGUF file, or a Hub id (downloads its config.json and
+    index, or the GGUF file that it names).
 
     dtype: None for the checkpoint's dtype. Raises HubError, ConfigError or CheckpointError.
     """
@@ -46,9 +50,8 @@ def describe(name: str, *, dtype: torch.dtype | None = None, revision: str | Non
         files = local_weight_sizes(folder)
     else:
         folder = models.fetch_all_but_weights(name, revision, None, files=(CONFIG_FILE, INDEX_FILE))
-        if not (folder / CONFIG_FILE).exists():
-            raise HubError(f"{name}: has no {CONFIG_FILE}; only models in the transformers format can be read")
-        files = weight_sizes(name, folder, token=None)
+        models.refuse_without_config(name, folder, None)
+        files = local_weight_sizes(folder) if shown_file(folder) else weight_sizes(name, folder, token=None)
     raw = read_config(folder)
     model = models.build_on_meta(*models.select_architecture(raw, folder / CONFIG_FILE))
     return Description(model, dtype or weight_dtype(raw, folder), files)
@@ -57,6 +60,7 @@ def describe(name: str, *, dtype: torch.dtype | None = None, revision: str | Non
 def local_weight_sizes(folder: Path) -> dict[str, int | None]:
     """The weight files of a folder and their bytes; None for a file that the index names and that is missing."""
     names = [SINGLE_FILE] if (folder / SINGLE_FILE).exists() else indexed_files(folder)
+    names = names or [file.name for file in gguf_files(folder)]
     return {name: (folder / name).stat().st_size if (folder / name).exists() else None for name in names}
 
 

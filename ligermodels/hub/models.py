@@ -17,7 +17,8 @@ from ligermodels.configs.base import Config
 from ligermodels.configs.parts import check_objects
 from ligermodels.configs.quantisation import scheme_of
 from ligermodels.errors import CheckpointError, HubError, InputError, suggest
-from ligermodels.hub.download import MODEL_FILES, adapter_folder, fetch_files, fetch_weights
+from ligermodels.hub.download import MODEL_FILES, adapter_folder, fetch_files, fetch_weights, hub_errors
+from ligermodels.hub.gguf_files import gguf_names, hub_gguf
 from ligermodels.hub.known_models import KNOWN_MODELS
 from ligermodels.hub.names import local_folder
 from ligermodels.images.inputs import Processor
@@ -30,7 +31,8 @@ from ligermodels.tokenizer.files import has_tokenizer
 from ligermodels.weights.adapter_config import ADAPTER_CONFIG_FILE
 from ligermodels.weights.config_file import CONFIG_FILE, read_config, read_generation_config
 from ligermodels.weights.exporting import export_weights
-from ligermodels.weights.files import Checkpoint, open_checkpoint
+from ligermodels.weights.files import open_checkpoint, shortened
+from ligermodels.weights.gguf.folder import shown_file
 from ligermodels.weights.loading import (
     DTYPES_BY_NAME,
     LoadPlan,
@@ -40,6 +42,7 @@ from ligermodels.weights.loading import (
     plan_loading,
 )
 from ligermodels.weights.shard_size import MAX_SHARD_SIZE
+from ligermodels.weights.stored import Checkpoint
 
 MIN_TENSORS_PER_LAYER = 4  # in any layout: a norm, the input and output of attention, a feed-forward layer
 
@@ -312,13 +315,24 @@ def all_but_weights(name_or_folder: str | Path, revision: str | None, token: str
 def complete_model(name_or_folder: str | Path, folder: Path, token: str | None) -> Path:
     """The second half of `resolve`: downloads the weights, if `folder` is a snapshot, into it; returns it."""
     refuse_other_folders(folder)
-    if not os.path.isdir(os.path.expanduser(name_or_folder)):
+    if not os.path.exists(os.path.expanduser(name_or_folder)):
         name = str(name_or_folder)
-        if not (folder / CONFIG_FILE).exists():
-            raise HubError(f"{name}: has no {CONFIG_FILE}; only models in the transformers format can be read")
+        refuse_without_config(name, folder, token)
         select_architecture(read_config(folder), folder / CONFIG_FILE)
-        fetch_weights(name, folder, token=token)
+        if shown_file(folder) is None:
+            fetch_weights(name, folder, token=token)
     return folder
+
+
+def refuse_without_config(name: str, folder: Path, token: str | None) -> None:
+    """Raises HubError if a repository's snapshot has no config.json, which names its GGUF files if it has any."""
+    if (folder / CONFIG_FILE).exists():
+        return
+    with hub_errors(name, folder.name, token):
+        files = gguf_names(name, folder.name, token)
+    if files:
+        raise HubError(f"{name}: has GGUF files; name one of them: {shortened([f'{name}:{file}' for file in files])}")
+    raise HubError(f"{name}: has no {CONFIG_FILE}; only models in the transformers format, or GGUF, can be read")
 
 
 def local_model_folder(name_or_folder: str | Path, revision: str | None) -> Path | None:
@@ -349,6 +363,11 @@ def is_adapter(folder: Path) -> bool:
 def fetch_all_but_weights(
     name: str, revision: str | None, token: str | None, files: Iterable[str] = MODEL_FILES
 ) -> Path:
-    """Downloads the files of a Hub repository except its weights; returns the snapshot folder."""
+    """Downloads the files of a Hub repository except its weights; returns the snapshot folder.
+
+    A GGUF file, owner/model:NAME, is downloaded as a whole, because all else is in it.
+    """
+    if (folder := hub_gguf(name, revision, token)) is not None:
+        return folder
     known = KNOWN_MODELS if "/" in name else (*KNOWN_MODELS, *ARCHITECTURES)  # a bare name may mean an architecture
     return fetch_files(name, revision=revision, token=token, known=known, files=files)

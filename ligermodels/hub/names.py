@@ -22,18 +22,19 @@ def list_architectures() -> list[str]:
 
 
 def local_folder(name_or_folder: str | Path, revision: str | None) -> Path | None:
-    """The local folder, or None if the name may be a Hub id.
+    """The local folder, or None if the name may be a Hub id. A GGUF file is the folder that shows it.
 
     Raises HubError if it can be neither, or if a revision of a local folder is requested. A Path is never a Hub id. A
     string that looks like a path, such as ./model, is refused later by huggingface_hub, before it contacts the Hub.
     """
     folder = os.path.expanduser(name_or_folder)
-    if os.path.isdir(folder):  # unlike Path.is_dir, this returns False for invalid paths
+    if os.path.exists(folder):  # unlike Path.exists, this returns False for invalid paths
         if revision:
-            raise HubError(f"{folder}: is a folder and has no revision {revision!r}; leave it out, or pass a Hub id")
-        return Path(folder)
-    if os.path.exists(folder):
-        raise HubError(f"{name_or_folder}: is a file; pass the folder that contains it")
+            kind = "folder" if os.path.isdir(folder) else "file"
+            raise HubError(f"{folder}: is a {kind} and has no revision {revision!r}; leave it out, or pass a Hub id")
+        from ligermodels.weights.gguf.folder import shown_folder  # torch
+
+        return shown_folder(Path(folder))
     name = str(name_or_folder)
     if "://" in name:
         raise HubError(f"{name}: is a URL; pass the Hub name instead, such as 'owner/model'")

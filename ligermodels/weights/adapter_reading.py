@@ -34,11 +34,12 @@ from ligermodels.weights.adapters import (
     tensor_name,
     tied_modules,
 )
-from ligermodels.weights.files import Checkpoint, StoredTensor, read_header, shortened
+from ligermodels.weights.files import read_header, shortened
 from ligermodels.weights.loading import FLOAT_DTYPES
 from ligermodels.weights.module import HubModule, LowRankModule
 from ligermodels.weights.reading import safe_file
 from ligermodels.weights.sharding import copy_local_shard
+from ligermodels.weights.stored import Checkpoint, StoredTensor
 from ligermodels.weights.streaming import bit_equal
 
 PICKLE = "adapter_model.bin"

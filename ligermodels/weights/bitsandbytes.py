@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ligermodels.errors import CheckpointError
 from ligermodels.weights.config_file import CONFIG_FILE
-from ligermodels.weights.files import FP4_DTYPE, StoredTensor
+from ligermodels.weights.stored import FP4_DTYPE, StoredTensor
 from ligermodels.weights.streaming import read_tensors
 
 STATE = ".quant_state.bitsandbytes__"  # before the name of the format

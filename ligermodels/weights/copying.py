@@ -17,10 +17,11 @@ from torch import Tensor
 from ligermodels.configs.quantisation import Scaled
 from ligermodels.distributed import from_first, is_first, raise_on_all
 from ligermodels.errors import CheckpointError, InputError, printable
-from ligermodels.weights.files import StoredTensor, open_checkpoint
+from ligermodels.weights.files import open_checkpoint
 from ligermodels.weights.loading import read_scales
 from ligermodels.weights.mapping import Piece
 from ligermodels.weights.quantised import Scale, by_element, companions, needs_scale, quantised
+from ligermodels.weights.stored import StoredTensor
 from ligermodels.weights.streaming import BUFFER_BYTES, Transfer, open_data_files, run_transfers
 from ligermodels.weights.writing import Blocks, Entry, failure
 

@@ -28,7 +28,7 @@ from ligermodels.kernels.fp8 import FP8_BLOCK
 from ligermodels.weights.bitsandbytes import quantisation_config, tensors_of
 from ligermodels.weights.config_file import CONFIG_FILE, GENERATION_CONFIG_FILE, both_spellings, read_config, with_dtype
 from ligermodels.weights.copying import source_tensors, unchanged_tensors, with_copies
-from ligermodels.weights.files import INDEX_FILE, SINGLE_FILE, StoredTensor
+from ligermodels.weights.files import INDEX_FILE, SINGLE_FILE
 from ligermodels.weights.loading import float_dtype
 from ligermodels.weights.mapping import BASE_LAYER, Piece, Rule, foreign_adapters, plan_pieces
 from ligermodels.weights.module import HubModule, LowRankModule
@@ -36,6 +36,7 @@ from ligermodels.weights.quantised import fp8_config, fp8_tensors_of, quantised
 from ligermodels.weights.reading import safe_file
 from ligermodels.weights.shard_size import MAX_SHARD_SIZE, size_in_bytes
 from ligermodels.weights.sharding import full_tensor, reshard
+from ligermodels.weights.stored import StoredTensor
 from ligermodels.weights.writing import Blocks, Entry, write_folder, write_json, write_safetensors
 
 BLOCK_BYTES = 16 * 2**20
@@ -164,17 +165,20 @@ def export_weights(
     write_folder(Path(folder).absolute(), write, tensors, sharded, also, replaced)
 
 
-def hub_weights(model: HubModule, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def hub_weights(
+    model: HubModule, dtype: torch.dtype, rules: tuple[Rule, ...] | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of what an export in this dtype has, one whole tensor after another, on the model's device.
 
-    Names are the Hub's. Low-rank updates are merged, weights in few bits dequantised. If parameters are DTensors, every
-    rank must take all tensors: each parameter is gathered when its turn comes.
+    Names are the Hub's, or those of a layout with other `rules`. Low-rank updates are merged, weights in few bits
+    dequantised. If parameters are DTensors, every rank must take all tensors: each parameter is gathered when its turn
+    comes.
     """
     reshard(model)
     values = model.stored_tensors()
     as_they_are = model.stored_buffers().keys() | model.fp32_tensors().keys()
     dtypes = {name: value.dtype if name in as_they_are else dtype for name, value in values.items()}
-    pieces = plan_pieces({name: value.shape for name, value in values.items()}, model.weight_rules())
+    pieces = plan_pieces({name: value.shape for name, value in values.items()}, rules or model.weight_rules())
     for piece, blocks in zip(pieces, hub_tensors(model, values, pieces, dtypes), strict=True):
         yield piece.tensor, torch.cat(list(blocks))
 

@@ -1,4 +1,4 @@
-"""Reads a checkpoint folder safely: model.safetensors, or the shards that model.safetensors.index.json names.
+"""Reads a checkpoint folder safely: model.safetensors, or the shards that model.safetensors.index.json names, or GGUF.
 
 Every byte of a folder may be damaged or hostile. Safetensors headers are validated before memory is allocated for what
 they describe. Pickles are never opened. Knows the file formats only; must not know models, rules or the Hub.
@@ -8,16 +8,18 @@ header (a JSON object: name -> dtype, shape, data_offsets), then the tensors wit
 """
 
 import hashlib
-import math
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
 
 from ligermodels.errors import CheckpointError
+from ligermodels.weights.gguf.finding import gguf_files
+from ligermodels.weights.gguf.header import read_gguf_header
+from ligermodels.weights.gguf.tensors import open_gguf
 from ligermodels.weights.reading import (
     DOWNLOAD_AGAIN,
     MAX_JSON_BYTES,
@@ -27,10 +29,10 @@ from ligermodels.weights.reading import (
     refuse_text,
     safe_file,
 )
+from ligermodels.weights.stored import Checkpoint, StoredTensor
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-FP4_DTYPE = torch.float4_e2m1fn_x2  # of tensors with two elements a byte, whose shape counts elements
 HASH_BLOCK_BYTES = 4 * 2**20
 MAX_FILE_NAME_BYTES = 255  # the limit of file systems; pathlib raises an error for a longer name
 MAX_DIMENSIONS = 64  # torch's limit
@@ -52,46 +54,19 @@ SAFETENSORS_DTYPES = {
 }
 
 
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor in a file. begin: its offset in bytes from the start of the file's data."""
-
-    file: Path
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    begin: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.bytes_of(math.prod(self.shape))
-
-    def bytes_of(self, elements: int) -> int:
-        """The size of so many elements."""
-        return elements // 2 if self.dtype == FP4_DTYPE else elements * self.dtype.itemsize
-
-    @property
-    def end(self) -> int:
-        return self.begin + self.nbytes
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """The tensors of a folder, by their Hub names. It keeps no file open."""
-
-    folder: Path
-    tensors: Mapping[str, StoredTensor]
-
-
 def open_checkpoint(folder: str | Path) -> Checkpoint:
     """Reads and validates all headers of a folder; the tensors stay on disk. Raises CheckpointError.
 
-    If the folder has both a single file and an index, the single file is used, as in transformers.
+    If the folder has both a single file and an index, the single file is used, as in transformers. A GGUF file is read
+    if the folder has neither.
     """
     folder = Path(folder)
     if os.path.lexists(folder / SINGLE_FILE):
         return Checkpoint(folder, read_header(safe_file(folder, SINGLE_FILE)))
     if os.path.lexists(folder / INDEX_FILE):
         return Checkpoint(folder, read_shards(folder))
+    if gguf := gguf_files(folder):
+        return open_gguf(read_gguf_header(gguf), folder)
     pickles = sorted(file.name for file in folder.glob("*") if file.suffix in PICKLES)
     if pickles:
         raise CheckpointError(f"{folder / pickles[0]}: pickles can run code and are not read; convert to safetensors")
@@ -142,8 +117,7 @@ def sha256_of(stored: StoredTensor) -> str:
     """The SHA-256 of a tensor's bytes, in hexadecimal. Raises CheckpointError."""
     digest = hashlib.sha256()
     with open_for_reading(stored.file) as stream:
-        data = 8 + int.from_bytes(stream.read(8), "little")
-        stream.seek(data + stored.begin)
+        stream.seek(stored.begin)
         left = stored.nbytes
         while left:
             block = stream.read(min(left, HASH_BLOCK_BYTES))
@@ -175,11 +149,14 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         raise CheckpointError(f"{file}: __metadata__ is not an object of strings; {DOWNLOAD_AGAIN}")
     tensors = {name: parse_entry(file, name, entry) for name, entry in header.items()}
     refuse_gaps(file, tensors, size - 8 - length)
-    return tensors
+    return {name: replace(stored, begin=8 + length + stored.begin) for name, stored in tensors.items()}
 
 
 def parse_entry(file: Path, name: str, entry: Any) -> StoredTensor:
-    """A tensor's entry in the header of its file. Raises CheckpointError naming file, tensor and field."""
+    """A tensor's entry in the header of its file, with its offset from the start of the data.
+
+    Raises CheckpointError naming file, tensor and field.
+    """
     fields = entry if isinstance(entry, dict) else {}
     dtype, shape, offsets = (fields.get(field) for field in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or dtype not in SAFETENSORS_DTYPES:
@@ -193,7 +170,7 @@ def parse_entry(file: Path, name: str, entry: Any) -> StoredTensor:
             f"{file}: tensor {name} has data_offsets {offsets}, not a begin and an end; {DOWNLOAD_AGAIN}"
         )
     stored = StoredTensor(file, SAFETENSORS_DTYPES[dtype], tuple(shape), offsets[0])
-    if stored.end != offsets[1]:
+    if stored.begin + stored.nbytes != offsets[1]:
         given = f"data_offsets {offsets} give {offsets[1] - offsets[0]}"
         raise CheckpointError(f"{file}: tensor {name} needs {stored.nbytes} bytes, {given}; {DOWNLOAD_AGAIN}")
     return stored
@@ -206,8 +183,8 @@ def is_list_of_sizes(value: Any) -> TypeGuard[list[int]]:
 def refuse_gaps(file: Path, tensors: Mapping[str, StoredTensor], size: int) -> None:
     """Raises CheckpointError unless the tensors fill the data without gap or overlap. size: bytes of the data."""
     position = 0
-    for name, stored in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
-        begin, end = stored.begin, stored.end
+    for name, stored in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].nbytes)):
+        begin, end = stored.begin, stored.begin + stored.nbytes
         if begin != position:
             fault = "overlaps the previous one" if begin < position else "leaves a gap before it"
             raise CheckpointError(f"{file}: tensor {name} {fault} (data_offsets {begin} to {end}); {DOWNLOAD_AGAIN}")

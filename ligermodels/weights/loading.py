@@ -25,7 +25,7 @@ from ligermodels.distributed import is_first
 from ligermodels.errors import CheckpointError, InputError, printable
 from ligermodels.weights.bitsandbytes import REMEDY, StoredNf4, refuse_undeclared, split_off
 from ligermodels.weights.boxes import boxes_of, split_dimensions
-from ligermodels.weights.files import FP4_DTYPE, Checkpoint, StoredTensor, open_checkpoint, shortened
+from ligermodels.weights.files import open_checkpoint, shortened
 from ligermodels.weights.mapping import KeptLayers, Piece, Rule, plan_pieces
 from ligermodels.weights.module import HubModule, StoredWeight
 from ligermodels.weights.quantised import (
@@ -41,6 +41,7 @@ from ligermodels.weights.quantised import (
 )
 from ligermodels.weights.reading import DOWNLOAD_AGAIN
 from ligermodels.weights.sharding import copy_local_shard
+from ligermodels.weights.stored import FP4_DTYPE, Checkpoint, StoredTensor
 from ligermodels.weights.streaming import Transfer, bit_equal, read_tensors, run_transfers
 
 # Buffers that old checkpoints contain. Every reader recomputes them from the configuration.
@@ -177,7 +178,7 @@ def fill_weights(model: HubModule, plan: LoadPlan) -> None:
         if piece.tensor in kept_in_bits
         or (piece.parameter in shards and stored[piece.tensor].dtype != tensors[piece.parameter].dtype)
     )
-    model.stored_otherwise = tuple(others) if model.dtype == most else ()
+    model.stored_otherwise = tuple(others) if model.dtype == most and not plan.checkpoint.converted else ()
     if plan.unexpected and is_first():
         ignored = f"ignored, the model has no place for them: {shortened(plan.unexpected)}"
         warnings.warn(printable(f"{folder}: {ignored}"), stacklevel=2)

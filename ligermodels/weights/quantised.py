@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ligermodels.configs.quantisation import Mxfp4, Scaled
 from ligermodels.kernels.mxfp4 import MX_BLOCK, mxfp4_dequantize_reference
-from ligermodels.weights.files import FP4_DTYPE, StoredTensor
+from ligermodels.weights.stored import FP4_DTYPE, StoredTensor
 
 FP8_DTYPE = torch.float8_e4m3fn
 SCALE_DTYPES = (torch.float32, torch.bfloat16)

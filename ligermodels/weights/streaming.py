@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -24,9 +25,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from ligermodels.errors import CheckpointError
-from ligermodels.weights.files import FP4_DTYPE, Checkpoint, StoredTensor
+from ligermodels.weights.gguf.tensors import GgufTensor
 from ligermodels.weights.quantised import Scale
 from ligermodels.weights.reading import DOWNLOAD_AGAIN
+from ligermodels.weights.stored import FP4_DTYPE, Checkpoint, StoredTensor
 
 BUFFER_BYTES = 16 * 2**20
 THREADS = 8
@@ -68,7 +70,7 @@ def run_transfers(transfers: Iterable[Transfer], label: str, quiet: bool = False
     ordered = sorted(transfers, key=lambda transfer: (transfer.stored.file, transfer.stored.begin))
     total = sum(transfer.nbytes for transfer in ordered)
     with (
-        open_data_files({transfer.stored.file for transfer in ordered}) as files,
+        open_data_files({file for transfer in ordered for file in transfer.stored.files}) as files,
         tqdm(desc=label, total=total, unit="B", unit_scale=True, delay=1, disable=quiet or None) as progress,
     ):
         for device in {transfer.target.device for transfer in ordered}:
@@ -95,7 +97,7 @@ def run_transfers_to(
         with torch.inference_mode(inference), ring.buffer() as buffer:
             position = 0
             for transfer in batch:
-                read_transfer(transfer, files[transfer.stored.file], buffer[position : position + transfer.nbytes])
+                read_transfer(transfer, files, buffer[position : position + transfer.nbytes])
                 position += transfer.aligned_nbytes
         return sum(transfer.nbytes for transfer in batch)
 
@@ -168,9 +170,13 @@ class BufferRing:
             self.buffers.put((buffer, wait))
 
 
-def read_transfer(transfer: Transfer, file: "DataFile", buffer: Tensor) -> None:
+def read_transfer(transfer: Transfer, files: Mapping[Path, "DataFile"], buffer: Tensor) -> None:
     """Reads one transfer: directly into the target's memory where possible, else through `buffer`, of its size."""
     target, dtype = transfer.target, transfer.stored.dtype
+    if isinstance(transfer.stored, GgufTensor):
+        target.copy_(transfer.stored.read(partial(read_run, files, transfer.name), transfer.box))
+        return
+    file = files[transfer.stored.file]
     runs = contiguous_runs(transfer.stored, transfer.box)
     if target.device.type == "cpu" and target.dtype == dtype and target.is_contiguous():
         file.read(transfer.name, runs, target.as_strided((target.numel(),), (1,)).view(torch.uint8))
@@ -188,7 +194,7 @@ def read_transfer(transfer: Transfer, file: "DataFile", buffer: Tensor) -> None:
 
 
 def contiguous_runs(stored: StoredTensor, box: tuple[slice, ...]) -> Iterator[tuple[int, int]]:
-    """(offset, length) in bytes, within the file's data, of each contiguous run of a box, in the box's order."""
+    """(offset, length) in bytes, within the file, of each contiguous run of a box, in the box's order."""
     shape, box = (1, *stored.shape), (slice(0, 1), *box)
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]  # in elements
     # The box covers all dimensions after this one completely.
@@ -199,13 +205,16 @@ def contiguous_runs(stored: StoredTensor, box: tuple[slice, ...]) -> Iterator[tu
         yield stored.begin + stored.bytes_of(first), stored.bytes_of(length)
 
 
+def read_run(files: Mapping[Path, "DataFile"], name: str, path: Path, offset: int, view: memoryview) -> None:
+    files[path].read_run(name, offset, view)
+
+
 class DataFile:
-    """An open safetensors file that is read by position, by any number of threads at a time."""
+    """An open file of tensors that is read by position, by any number of threads at a time."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
         self.descriptor = descriptor
-        self.data_start = 8 + int.from_bytes(os.pread(descriptor, 8, 0), "little")
 
     def read(self, name: str, runs: Iterable[tuple[int, int]], memory: Tensor) -> None:
         """Reads runs, given as (offset, length), one after another into `memory` (uint8, on the host).
@@ -214,7 +223,7 @@ class DataFile:
         """
         view, position = memory.numpy().data, 0
         for offset, length in runs:
-            self.read_run(name, self.data_start + offset, view[position : position + length])
+            self.read_run(name, offset, view[position : position + length])
             position += length
 
     def read_run(self, name: str, offset: int, view: memoryview) -> None:
@@ -241,6 +250,8 @@ def open_data_files(paths: Iterable[Path]) -> Iterator[dict[Path, DataFile]]:
 def bit_equal(checkpoint: Checkpoint, first: str, second: str) -> bool:
     """Whether two stored tensors have the same dtype, shape and bytes. Compares one buffer of each at a time."""
     a, b = checkpoint.tensors[first], checkpoint.tensors[second]
+    if checkpoint.converted:
+        return torch.equal(*read_tensors({first: a, second: b}).values())
     if (a.dtype, a.shape) != (b.dtype, b.shape):
         return False
     size = math.prod(a.shape) * a.dtype.itemsize

@@ -65,13 +65,20 @@ def write_folder(
     ranks that do not write advance it too, all ranks return when the folder is complete, and all raise if rank 0 fails.
     Raises CheckpointError if `folder` is in use or cannot be written; then nothing is left behind.
     """
-    writes = is_first()
-    raise_error = raise_on_all if sharded else raise_if_any
     writers = [write] if also is None else [write, also]
-    raise_error(failure(prepare_writing, folder, replaced) if writes else None)
-    error = failure(write_atomically, folder, writers, bool(replaced)) if writes else None
+    error = failure(prepare_writing, folder, replaced) if is_first() else None
+    (raise_on_all if sharded else raise_if_any)(error)
+    write_on_first_rank(lambda: write_atomically(folder, writers, bool(replaced)), tensors, sharded)
+
+
+def write_on_first_rank(write: Callable[[], None], tensors: Iterator[Any], sharded: bool) -> None:
+    """Calls `write`, which takes what it writes from `tensors`, on rank 0.
+
+    If they are `sharded`, all ranks take part in the gathers, and all raise if rank 0 fails.
+    """
+    error = failure(write) if is_first() else None
     deque(tensors, maxlen=0)  # takes part in the remaining gathers, and keeps nothing
-    raise_error(error)
+    (raise_on_all if sharded else raise_if_any)(error)
 
 
 def prepare_writing(folder: Path, replaced: Sequence[str]) -> None:
@@ -133,10 +140,19 @@ def write_atomically(folder: Path, writers: Iterable[Callable[[Path], None]], re
 
 @contextmanager
 def atomic_folder(folder: Path, replace: bool = False) -> Iterator[Path]:
-    """A temporary folder, renamed to `folder` at the end. After an error it is removed, with the parents it created.
+    """As `atomic_path`, for a folder: the temporary one exists."""
+    with atomic_path(folder, replace) as temporary:
+        temporary.mkdir()
+        yield temporary
 
-    replace: a folder that is in use is replaced then. Raises CheckpointError if the folder cannot be written, or
-    another process is writing it.
+
+@contextmanager
+def atomic_path(folder: Path, replace: bool = False) -> Iterator[Path]:
+    """A temporary path for a folder or file, renamed to `folder` at the end. After an error it is removed, with the
+    parents that were created.
+
+    replace: what is in use is replaced then. Raises CheckpointError if it cannot be written, or another process is
+    writing it.
     """
     temporary = folder.with_name(f"{folder.name}{UNFINISHED_FOLDER}{socket.gethostname()}-{os.getpid()}")
     parents: list[Path] = []
@@ -147,7 +163,6 @@ def atomic_folder(folder: Path, replace: bool = False) -> Iterator[Path]:
             folder.parent.mkdir(parents=True, exist_ok=True)
         with only_writer(folder):
             try:
-                temporary.mkdir()
                 yield temporary
                 commit(temporary, folder, replace)
                 done = True

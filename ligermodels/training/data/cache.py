@@ -4,22 +4,17 @@ They are in $XDG_CACHE_HOME/ligermodels/data, by default ~/.cache/ligermodels/da
 everything that its content depends on. The cache only saves time: all of it may be deleted at any time.
 """
 
-import fcntl
-import functools
 import hashlib
 import json
-import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from ligermodels import images, tokenizer
 from ligermodels.distributed import local_rank, raise_on_all, waiting_group
-from ligermodels.errors import CheckpointError, InputError
-from ligermodels.training.data.progress import print_status
-from ligermodels.weights.writing import atomic_folder
+from ligermodels.errors import InputError
+from ligermodels.weights.user_cache import code_hash, fill_once, user_cache
 
 FILL_TIMEOUT = timedelta(days=2)  # for another rank to fill the folders
 
@@ -48,43 +43,13 @@ def cached_folders(requests: Sequence[tuple[dict[str, Any], Callable[[Path], Non
 
 
 def folder_name(key: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(key | {"code": code_hash()}, sort_keys=True).encode()).hexdigest()[:32]
+    return hashlib.sha256(json.dumps(key | {"code": code_of_data()}, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ligermodels" / "data"
+    return user_cache("data")
 
 
-@functools.cache
-def code_hash() -> str:
+def code_of_data() -> str:
     """A hash of the modules that make data, so that folders written by another version of them are not used."""
-    folders = [Path(__file__).parent, *(Path(path) for module in (images, tokenizer) for path in module.__path__)]
-    files = sorted(file for folder in folders for file in folder.rglob("*.py"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-
-
-def fill_once(folder: Path, fill: Callable[[Path], None]) -> None:
-    with exclusive_lock(folder.with_suffix(".lock")):
-        if not folder.exists():
-            try:
-                with atomic_folder(folder) as temporary:
-                    fill(temporary)
-            except CheckpointError as error:
-                raise InputError(f"{error}; XDG_CACHE_HOME sets the folder of the cache") from error
-
-
-@contextmanager
-def exclusive_lock(file: Path) -> Iterator[None]:
-    """Lets one process at a time into the context; the lock is released when the process leaves it or dies."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        lock = file.open("w")
-    except OSError as error:
-        raise InputError(f"{file}: {error.strerror}; set XDG_CACHE_HOME to a writable folder") from error
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print_status(f"Waiting for another run that is preparing the same data: {file.with_suffix('')}")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+    return code_hash(Path(__file__).parent, *(Path(path) for module in (images, tokenizer) for path in module.__path__))

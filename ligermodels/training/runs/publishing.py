@@ -54,11 +54,12 @@ def publish(
 
 def model_card(config: RunConfig, exported: Path, step: int, loss: float | None) -> str:
     """README.md of the repository: what the weights are, and how they were trained. It names no file of the user."""
-    base = None if config.has_new_weights or Path(str(config.model)).expanduser().is_dir() else config.model
+    base = None if config.has_new_weights or Path(str(config.model)).expanduser().exists() else config.model
     library = "peft" if exported.name == ADAPTER else "transformers"
     header = [f"library_name: {library}", "pipeline_tag: text-generation", "tags:", "- ligermodels"]
     lora = f"LoRA of rank {config.lora_rank}" if config.lora_rank else "LoRA"
     trained = f"{lora} on" if config.with_lora else "All weights of"
+    base = base and str(base).partition(":")[0]  # of a GGUF file, its repository
     origin = f"[{base}](https://huggingface.co/{base})" if base else "a local model"
     described = f"New weights: {config.title}" if config.has_new_weights else f"{trained} {origin}"
     unit = " nats per token" if config.objective == "sft" else ""

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from ligermodels.errors import InputError
 from ligermodels.training.data import cache
 from ligermodels.training.data.cache import cache_folder, cached_folder, cached_folders
+from ligermodels.weights import user_cache
 from ligermodels.weights.writing import UNFINISHED_FOLDER
 
 
@@ -96,7 +97,7 @@ def test_a_run_that_waits_for_another_prints_a_line(cache_of_its_own, monkeypatc
             printed.append(line)
             fcntl.flock(lock, fcntl.LOCK_UN)
 
-        monkeypatch.setattr(cache, "print_status", unlock)
+        monkeypatch.setattr(user_cache, "print_to_stderr", unlock)
         assert cached_folder({}, fill_and_note) == folder
     assert printed == [f"Waiting for another run that is preparing the same data: {folder}"]
 

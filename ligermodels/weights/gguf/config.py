@@ -1,0 +1,139 @@
+"""config.json and generation_config.json of a GGUF file, from its metadata and the names of its tensors.
+
+Where a file says nothing, llama.cpp's code has constants, such as Gemma 3's pattern of windows; they are here too.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from ligermodels.errors import CheckpointError
+from ligermodels.weights.gguf.fields import COMMON, FURTHER, Metadata
+from ligermodels.weights.gguf.header import GgufHeader, import_gguf
+from ligermodels.weights.gguf.rope import ReadValues, rope_scaling
+from ligermodels.weights.gguf.tensors import head_count, stored_as
+from ligermodels.weights.gguf.tokenizer import Vocabulary
+
+LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}  # the models whose attention scale is not that of a head's size
+ALWAYS_BIASED = ("qwen2",)  # families with biases of queries, keys and values, and no field that says so
+GELU_TANH = "gelu_pytorch_tanh"
+NOPE_INTERVAL = 4  # SmolLM3's layers without RoPE
+GEMMA3_WINDOW_PATTERN = 6
+
+
+def hub_config(header: GgufHeader, vocabulary: Vocabulary, read_values: ReadValues) -> dict[str, Any]:
+    """The content of config.json. read_values: gives the values of one of the file's small tensors.
+
+    Raises CheckpointError.
+    """
+    model_type, metadata = stored_as(header).model_type, Metadata(header)
+    heads = head_count(header, "head_count")
+    config: dict[str, Any] = {"model_type": model_type, "vocab_size": embedded_tokens(header)}
+    config |= {field.hub: metadata.read(field) for field in COMMON}
+    config |= {field.hub: metadata.read(field) for field in FURTHER.get(model_type, ())}
+    config |= {
+        "num_key_value_heads": head_count(header, "head_count_kv"),
+        "head_dim": head_dim(metadata, config["hidden_size"], heads),
+        "rope_theta": metadata.number("rope.freq_base", 1e6 if model_type == "gemma3_text" else 1e4),
+        "tie_word_embeddings": not metadata.has_tensor("output.weight"),
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "torch_dtype": stored_dtype(header),
+    }
+    if model_type not in ALWAYS_BIASED:
+        config["attention_bias"] = metadata.has_tensor("blk.0.attn_q.bias")
+    if special := SPECIAL.get(model_type):
+        config |= special(metadata, config)
+    return config | rope_scaling(metadata, config, read_values) | special_token_ids(vocabulary)
+
+
+def hub_generation_config(vocabulary: Vocabulary) -> dict[str, Any]:
+    """The content of generation_config.json."""
+    ends = vocabulary.end_ids()
+    return special_token_ids(vocabulary) | ({"eos_token_id": ends if len(ends) > 1 else ends[0]} if ends else {})
+
+
+def special_token_ids(vocabulary: Vocabulary) -> dict[str, int | None]:
+    """The ids in config.json. Without a token for padding it says so: some families have a default."""
+    names = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "pad_token_id": "padding_token_id"}
+    found = {hub: vocabulary.special_id(theirs) for hub, theirs in names.items()}
+    return {name: index for name, index in found.items() if index is not None or name == "pad_token_id"}
+
+
+def embedded_tokens(header: GgufHeader) -> int:
+    if "token_embd.weight" not in header.tensors:
+        raise CheckpointError(f"{header.file}: tensor token_embd.weight is missing: it is no whole model")
+    return header.tensors["token_embd.weight"].shape[0]
+
+
+def head_dim(metadata: Metadata, hidden: int, heads: int) -> int:
+    """The size of a head. Raises CheckpointError."""
+    if metadata.has("attention.key_length"):
+        return metadata.size("attention.key_length")
+    if hidden % heads:
+        raise CheckpointError(f"{metadata.header.file}: {hidden} is no multiple of {heads} heads; convert it again")
+    return hidden // heads
+
+
+def stored_dtype(header: GgufHeader) -> str:
+    """The dtype in which a model is loaded by default: that of most weights, bf16 if they are encoded."""
+    gguf = import_gguf(header.file)
+    elements: dict[str, int] = {}
+    for info in header.tensors.values():
+        name = gguf.GGMLQuantizationType(info.type).name
+        elements[name] = elements.get(name, 0) + math.prod(info.shape)
+    most = max(elements, key=elements.__getitem__, default="BF16")
+    return {"F32": "float32", "F64": "float64", "F16": "float16"}.get(most, "bfloat16")
+
+
+def rotary_fraction(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    return {"partial_rotary_factor": metadata.size("rope.dimension_count", config["head_dim"]) / config["head_dim"]}
+
+
+def with_mlp_bias(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    return {"mlp_bias": metadata.has_tensor("blk.0.ffn_gate.bias")}
+
+
+def smollm3(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    nope = {"no_rope_layer_interval": NOPE_INTERVAL, "use_sliding_window": False}
+    return with_mlp_bias(metadata, config) | nope
+
+
+def qwen3_moe(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    return {"norm_topk_prob": True}
+
+
+def gemma(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    return {"hidden_act": GELU_TANH, "hidden_activation": GELU_TANH}
+
+
+def gemma2(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    large = config["num_hidden_layers"] == LAYERS_OF_27B[metadata.prefix]
+    scale = config["hidden_size"] // config["num_attention_heads"] if large else config["head_dim"]
+    return gemma(metadata, config) | {"query_pre_attn_scalar": scale}
+
+
+def gemma3_text(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    softcaps = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+    return gemma2(metadata, config) | softcaps | {"sliding_window_pattern": GEMMA3_WINDOW_PATTERN}
+
+
+def phi3(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    trained = metadata.size("rope.scaling.original_context_length", config["max_position_embeddings"])
+    window = {"sliding_window": config["sliding_window"] or None, "original_max_position_embeddings": trained}
+    return rotary_fraction(metadata, config) | window | {"attention_bias": False}
+
+
+SPECIAL: dict[str, Callable[[Metadata, dict[str, Any]], dict[str, Any]]] = {
+    "llama": with_mlp_bias,
+    "granite": with_mlp_bias,
+    "smollm3": smollm3,
+    "mixtral": lambda metadata, config: {"sliding_window": None},
+    "qwen3_moe": qwen3_moe,
+    "gemma": gemma,
+    "gemma2": gemma2,
+    "gemma3_text": gemma3_text,
+    "phi3": phi3,
+    "glm4": rotary_fraction,
+    "gpt_oss": lambda metadata, config: {"swiglu_limit": 7.0},
+}

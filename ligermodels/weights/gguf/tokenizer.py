@@ -1,0 +1,262 @@
+"""The tokenizer files of a folder, made from the metadata of a GGUF file: tokenizer.json, tokenizer_config.json and the
+chat templates.
+
+tokenizer.ggml.model is "gpt2" for byte-level BPE, whose merges are in the file, or "llama" for SentencePiece: BPE of
+characters whose merges follow from the tokens' scores, as in transformers.
+"""
+
+import json
+import re
+from typing import Any
+
+import numpy as np
+
+from ligermodels.errors import CheckpointError, suggest
+from ligermodels.weights.gguf.header import GgufHeader
+from ligermodels.weights.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
+
+PREFIX = "tokenizer.ggml."
+TEMPLATE = "tokenizer.chat_template"
+CONTROL, USER_DEFINED, UNUSED = 3, 4, 5  # llama.cpp's types of tokens
+TEMPLATE_NAME = re.compile(r"\w[\w-]{0,99}")
+SPACE = "▁"  # SentencePiece's spelling
+SPECIAL_TOKEN_KEYS = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+}
+PHI3_NAMES = ("phi-3", "phi3")  # in lower case
+PHI3_STRIPPING, PHI3_NOT_STRIPPING = "</s>", ("<unk>", "<s>", "<|endoftext|>")
+# Tokens that end a turn where the file does not name one: those that llama.cpp looks for.
+TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>")
+
+
+class Vocabulary:
+    """The tokens of a file. Raises CheckpointError if they are not a vocabulary.
+
+    tokens: their texts in tokenizer.json by id. kinds: their types. ids: the other way round, without those that only
+    fill the embedding up.
+    """
+
+    def __init__(self, header: GgufHeader) -> None:
+        self.header = header
+        self.model = header.require(f"{PREFIX}model", str)
+        if self.model not in ("gpt2", "llama"):
+            raise CheckpointError(
+                f"{header.file}: {PREFIX}model {self.model!r} is not supported; 'gpt2' (byte-level BPE) and 'llama' "
+                "(SentencePiece) are: use the tokenizer of the original checkpoint"
+            )
+        texts = header.require(f"{PREFIX}tokens", list)
+        self.kinds = self.numbers("token_type", len(texts))
+        self.tokens = [self.spelled(text, kind) for text, kind in zip(texts, self.kinds.tolist(), strict=True)]
+        fillers = {index for index in np.flatnonzero(self.kinds == UNUSED).tolist() if is_filler(self.tokens[index])}
+        self.ids = {token: index for index, token in enumerate(self.tokens) if index not in fillers}
+        if len(self.ids) + len(fillers) < len(self.tokens):
+            twice = next(token for index, token in enumerate(self.tokens) if self.ids.get(token, index) != index)
+            raise CheckpointError(f"{header.file}: {PREFIX}tokens has the token {twice!r} twice; convert it again")
+
+    def spelled(self, text: str, kind: int) -> str:
+        """User-defined tokens of SentencePiece have their spaces as such."""
+        return text.replace(" ", SPACE) if self.model == "llama" and kind == USER_DEFINED else text
+
+    def numbers(self, name: str, count: int) -> np.ndarray:
+        """One number for each token. Raises CheckpointError."""
+        values = self.header.get(f"{PREFIX}{name}", np.ndarray, np.ones(count, np.int32))
+        if len(values) != count:
+            raise CheckpointError(f"{self.header.file}: {PREFIX}{name} has {len(values)} numbers for {count} tokens")
+        return values
+
+    def special_id(self, name: str) -> int | None:
+        """The id of a special token; None if the file has none. Raises CheckpointError."""
+        index = self.header.get(f"{PREFIX}{name}", int, -1)
+        if index >= len(self.tokens):
+            raise CheckpointError(f"{self.header.file}: {PREFIX}{name} is {index} of {len(self.tokens)} tokens")
+        return index if index >= 0 else None
+
+    def end_ids(self) -> list[int]:
+        """The ids that end a text or, in a file with a chat template, a turn."""
+        found = [self.special_id(name) for name in ("eos_token_id", "eot_token_id", "eom_token_id")]
+        if f"{TEMPLATE}" in self.header.metadata:
+            found += [self.ids[token] for token in TURN_ENDS if token in self.ids and self.is_control(token)]
+        return list(dict.fromkeys(index for index in found if index is not None))
+
+    def is_control(self, token: str) -> bool:
+        return self.kinds[self.ids[token]] == CONTROL
+
+
+def is_filler(token: str) -> bool:
+    """Whether a token is one of those by which converters fill a vocabulary up to the size of the embedding."""
+    return token.startswith("[PAD") and token.endswith("]")
+
+
+def tokenizer_files(header: GgufHeader, vocabulary: Vocabulary) -> dict[str, str]:
+    """tokenizer.json, tokenizer_config.json and the chat templates, by their paths in a folder.
+
+    Raises CheckpointError.
+    """
+    content = tokenizer_json(vocabulary)
+    named = {name: vocabulary.special_id(key) for name, key in SPECIAL_TOKEN_KEYS.items()}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": header.get(f"{header.require('general.architecture', str)}.context_length", int, 10**9),
+        **{name: vocabulary.tokens[index] for name, index in named.items() if index is not None},
+    }
+    return {
+        "tokenizer.json": json.dumps(content, ensure_ascii=False),
+        "tokenizer_config.json": json.dumps(settings, indent=2, ensure_ascii=False) + "\n",
+        **templates(header),
+    }
+
+
+def templates(header: GgufHeader) -> dict[str, str]:
+    """The default chat template, and those with a name, by their paths. Raises CheckpointError."""
+    found: dict[str, str] = {}
+    for key in header.metadata:
+        name = key.removeprefix(f"{TEMPLATE}.")
+        if key == TEMPLATE:
+            found["chat_template.jinja"] = header.get(key, str, "")
+        elif key != name and TEMPLATE_NAME.fullmatch(name):
+            found[f"additional_chat_templates/{name}.jinja"] = header.get(key, str, "")
+    return found
+
+
+def tokenizer_json(vocabulary: Vocabulary) -> dict[str, Any]:
+    """The content of tokenizer.json. Raises CheckpointError."""
+    return byte_level(vocabulary) if vocabulary.model == "gpt2" else sentencepiece(vocabulary)
+
+
+def byte_level(vocabulary: Vocabulary) -> dict[str, Any]:
+    """tokenizer.json of byte-level BPE."""
+    header = vocabulary.header
+    name = header.get(f"{PREFIX}pre", str, "default")
+    if name not in PRE_TOKENIZERS:
+        raise CheckpointError(
+            f"{header.file}: {PREFIX}pre: {name!r} is no known way to split text{suggest(name, PRE_TOKENIZERS)}"
+        )
+    pre = PRE_TOKENIZERS[name]
+    merges = [merge.split(" ", 1) for merge in header.require(f"{PREFIX}merges", list)]
+    wrong = next((merge for merge in merges if len(merge) != 2), None)
+    if wrong is not None:
+        raise CheckpointError(f"{header.file}: {PREFIX}merges: {wrong[0]!r} is not two tokens; convert it again")
+    return {
+        "version": "1.0",
+        "added_tokens": tokens_of_their_own(vocabulary),
+        "normalizer": {"type": "NFC"} if pre.nfc else None,
+        "pre_tokenizer": split_json(pre),
+        "post_processor": ends_of_text(vocabulary, pre.begins),
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "model": {"type": "BPE", "ignore_merges": pre.ignore_merges, "vocab": vocabulary.ids, "merges": merges},
+    }
+
+
+def split_json(pre: PreTokenizer) -> dict[str, Any]:
+    """tokenizer.json's pre_tokenizer, which splits text into words and spells their bytes."""
+    splits = [
+        {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+        for pattern in pre.patterns
+    ]
+    letters = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return {"type": "Sequence", "pretokenizers": [*splits, letters]}
+
+
+def sentencepiece(vocabulary: Vocabulary) -> dict[str, Any]:
+    """tokenizer.json of SentencePiece's BPE. A text begins with a space unless the file says otherwise."""
+    header = vocabulary.header
+    prefix = header.get(f"{PREFIX}add_space_prefix", bool, True)
+    spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+    decoders: list[dict[str, Any]] = [
+        {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+    ]
+    if prefix:
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    normalizers = [{"type": "Prepend", "prepend": SPACE}, spaces] if prefix else [spaces]
+    unknown = vocabulary.special_id("unknown_token_id")
+    return {
+        "version": "1.0",
+        "added_tokens": tokens_of_their_own(vocabulary),
+        "normalizer": {"type": "Sequence", "normalizers": normalizers},
+        "pre_tokenizer": None,
+        "post_processor": ends_of_text(vocabulary, begins=True),
+        "decoder": {"type": "Sequence", "decoders": decoders},
+        "model": {
+            "type": "BPE",
+            "unk_token": None if unknown is None else vocabulary.tokens[unknown],
+            "fuse_unk": True,
+            "byte_fallback": True,
+            "vocab": vocabulary.ids,
+            "merges": merges_of(vocabulary),
+        },
+    }
+
+
+def merges_of(vocabulary: Vocabulary) -> list[tuple[str, str]]:
+    """All pairs of tokens that are a token together, those with the highest score first."""
+    scores = vocabulary.numbers("scores", len(vocabulary.tokens)).tolist()
+    ids = vocabulary.ids
+    found: list[tuple[float, int, int, str, str]] = []
+    for token, index in ids.items():
+        for place in range(1, len(token)):
+            left, right = token[:place], token[place:]
+            if left in ids and right in ids:
+                found.append((-scores[index], ids[left], ids[right], left, right))
+    return [(left, right) for *_, left, right in sorted(found)]
+
+
+def tokens_of_their_own(vocabulary: Vocabulary) -> list[dict[str, Any]]:
+    """The control tokens, and those that users have defined: a text is split at both first."""
+    stripping = tokens_that_strip(vocabulary)
+    return [
+        {
+            "id": index,
+            "content": vocabulary.tokens[index],
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": vocabulary.tokens[index] in stripping,
+            "normalized": SPACE in vocabulary.tokens[index],  # it is matched where spaces are spelled as in it
+            "special": int(vocabulary.kinds[index]) == CONTROL,
+        }
+        for index in np.flatnonzero(np.isin(vocabulary.kinds, (CONTROL, USER_DEFINED))).tolist()
+    ]
+
+
+def tokens_that_strip(vocabulary: Vocabulary) -> set[str]:
+    """The tokens behind which spaces are dropped: Phi-3's, which llama.cpp knows by the model's name."""
+    name = vocabulary.header.get("general.name", str, "").lower()
+    if not any(part in name for part in PHI3_NAMES):
+        return set()
+    control = {vocabulary.tokens[index] for index in np.flatnonzero(vocabulary.kinds == CONTROL).tolist()}
+    return (control | {PHI3_STRIPPING}) - set(PHI3_NOT_STRIPPING)
+
+
+def ends_of_text(vocabulary: Vocabulary, begins: bool) -> dict[str, Any] | None:
+    """The post-processor, which puts bos before and eos behind a text where the file says so.
+
+    begins: whether bos is put there if the file does not say it.
+    """
+    header, ends = vocabulary.header, dict[str, int]()
+    for name, default in (("bos", begins), ("eos", False)):
+        index = vocabulary.special_id(f"{name}_token_id")
+        if index is not None and header.get(f"{PREFIX}add_{name}_token", bool, default):
+            ends[name] = index
+    if not ends:
+        return None
+    token = {name: {"SpecialToken": {"id": vocabulary.tokens[index], "type_id": 0}} for name, index in ends.items()}
+    before, behind = [token["bos"]] if "bos" in token else [], [token["eos"]] if "eos" in token else []
+    first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+    return {
+        "type": "TemplateProcessing",
+        "single": [*before, first, *behind],
+        "pair": [*before, first, *behind, *before, second, *behind],
+        "special_tokens": {
+            vocabulary.tokens[index]: {
+                "id": vocabulary.tokens[index],
+                "ids": [index],
+                "tokens": [vocabulary.tokens[index]],
+            }
+            for index in ends.values()
+        },
+    }

@@ -1,0 +1,225 @@
+"""Writes a model as a GGUF file that llama.cpp reads, tensor by tensor.
+
+Matrices are encoded as asked. Norms, biases and routers stay in fp32, as in llama.cpp's own files. The embedding and
+the head have at least 8 bits: with fewer they cost more than they save.
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ligermodels.configs.rope import FULL_ATTENTION
+from ligermodels.errors import InputError, suggest
+from ligermodels.weights.boxes import Shape
+from ligermodels.weights.gguf.header import GgufHeader, TensorInfo, as_read, import_gguf
+from ligermodels.weights.gguf.metadata import architecture_of, config_metadata, refuse_lost_settings
+from ligermodels.weights.gguf.names import Stored
+from ligermodels.weights.gguf.rope import rope_factors
+from ligermodels.weights.gguf.tokenizer_metadata import TokenizerParts, tokenizer_metadata
+from ligermodels.weights.gguf.types import TYPES
+from ligermodels.weights.mapping import Rule, name_translator, plan_pieces
+from ligermodels.weights.module import HubModule
+
+TYPE_OF_DTYPE = {torch.float32: "f32", torch.float64: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+WITH_8_BITS = ("f32", "f16", "bf16", "q8_0")
+FILE_TYPES = {"f32": "ALL_F32", "mxfp4": "MOSTLY_MXFP4_MOE"}  # of others, MOSTLY_ and the type
+QUANTISATION_VERSION = 2
+LARGEST_F16 = 65504.0
+ENDS = ("token_embd.weight", "output.weight")
+ROUTER, SINKS, EXPERTS = ".ffn_gate_inp.", ".attn_sinks.", "_exps.weight"
+
+
+@dataclass(frozen=True)
+class Output:
+    """A tensor of the file. hub: the Hub's tensors that it has, one, or those of all experts.
+
+    type: its encoding. heads: whose rotary pairs are interleaved; 0 if they are not. offset: is added to its values.
+    first: of rows that alternate on the Hub, whether it has the first, third, ... or the second, fourth, ...; None for
+    all rows.
+    """
+
+    name: str
+    hub: tuple[str, ...]
+    shape: Shape
+    type: str
+    heads: int = 0
+    offset: float = 0.0
+    first: bool | None = None
+
+
+def known_type(name: str | None, dtype: torch.dtype) -> str:
+    """The type of a file's matrices, by its name; None for that of the model's dtype. Raises InputError."""
+    if name is None:
+        return TYPE_OF_DTYPE[dtype]
+    if name.lower() not in TYPES:
+        raise InputError(f"gguf_type is {name!r}{suggest(name.lower(), TYPES)}")
+    return name.lower()
+
+
+def prepare_gguf(
+    model: HubModule, file: Path, kind: str, tokenizer: TokenizerParts, end_ids: Sequence[int]
+) -> "GgufFile":
+    """Everything of a file but the values of its tensors. Raises InputError for what GGUF cannot have."""
+    gguf, config = import_gguf(file), model.config
+    architecture, stored = architecture_of(config)
+    rules = next(iter(model.quantised_weight_rules()), model.weight_rules())
+    shapes = {name: tensor.shape for name, tensor in model.stored_tensors().items()}
+    pieces = {piece.tensor: piece.shape for piece in plan_pieces(shapes, rules)}
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads} if stored.interleaved else {}
+    outputs = plan_outputs(pieces, stored, heads)
+    if kind == "mxfp4" and not any(output.name.endswith(EXPERTS) for output in outputs):
+        raise InputError("gguf_type mxfp4 is for experts, of which the model has none; choose another type")
+    outputs = [replace(output, type=type_of(output, kind, gguf)) for output in outputs]
+    metadata = {
+        "general.type": "model",
+        "general.file_type": int(gguf.LlamaFileType[FILE_TYPES.get(kind, f"MOSTLY_{kind.upper()}")]),
+        "general.quantization_version": QUANTISATION_VERSION,
+        **config_metadata(config),
+        **tokenizer_metadata(tokenizer, file.stem, config.vocab_size, list(end_ids)),
+    }
+    factors = rope_factors(config.ropes[FULL_ATTENTION], config.head_dim)
+    planned = GgufFile(architecture, metadata, factors, outputs, rules)
+    refuse_lost_settings(config, planned.header(file, gguf), factors)
+    return planned
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """A file to be written. factors: the tensors of RoPE's scaling. rules: of the layout that gives `outputs`."""
+
+    architecture: str
+    metadata: Mapping[str, Any]
+    factors: Mapping[str, np.ndarray]
+    outputs: Sequence[Output]
+    rules: tuple[Rule, ...]
+
+    def header(self, file: Path, gguf: ModuleType) -> GgufHeader:
+        """What a reader finds in the file, but for the places of tensors."""
+        shapes = {name: ("f32", values.shape) for name, values in self.factors.items()}
+        shapes |= {output.name: (output.type, output.shape) for output in self.outputs}
+        infos = {
+            name: TensorInfo(file, int(kind := encoding(gguf, type_name)), *gguf.GGML_QUANT_SIZES[kind], shape, 0)
+            for name, (type_name, shape) in shapes.items()
+        }
+        return GgufHeader(file, {"general.architecture": self.architecture} | as_read(self.metadata), infos)
+
+    def write(self, file: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """Writes the file. tensors: the Hub's, fp32, in the order of the rules. Raises InputError."""
+        gguf = import_gguf(file)
+        writer = gguf.GGUFWriter(file, self.architecture)
+        for key, value in self.metadata.items():
+            add_value(writer, key, value)
+        for name, values in self.factors.items():
+            writer.add_tensor_info(name, values.shape, values.dtype, values.nbytes)
+        for output in self.outputs:
+            add_info(writer, output, gguf)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        try:
+            for values in (*self.factors.values(), *encoded_outputs(self.outputs, tensors, gguf)):
+                writer.write_tensor_data(values)
+        finally:
+            writer.close()
+
+
+def encoded_outputs(
+    outputs: Sequence[Output], tensors: Iterator[tuple[str, Tensor]], gguf: ModuleType
+) -> Iterator[np.ndarray]:
+    """The bytes of all outputs, in order. Raises InputError for a value that its type cannot have."""
+    of_hub: dict[str, list[Output]] = {}
+    for output in outputs:
+        for name in output.hub:
+            of_hub.setdefault(name, []).append(output)
+    parts: dict[str, list[np.ndarray]] = {output.name: [] for output in outputs}
+    waiting = deque(outputs)
+    for name, tensor in tensors:
+        values = tensor.float().cpu().numpy()
+        for output in of_hub[name]:
+            parts[output.name].append(encode(values, output, gguf))
+        while waiting and len(parts[waiting[0].name]) == len(waiting[0].hub):
+            done = parts.pop(waiting.popleft().name)
+            yield done[0] if len(done) == 1 else np.stack(done)
+
+
+def encode(values: np.ndarray, output: Output, gguf: ModuleType) -> np.ndarray:
+    """The bytes of a tensor of the Hub in an output."""
+    if output.first is not None:
+        values = values[:, 0 if output.first else 1 :: 2]
+    if output.heads:
+        halves = values.reshape(output.heads, 2, -1, *values.shape[1:])
+        values = halves.swapaxes(1, 2).reshape(values.shape)
+    values = np.ascontiguousarray(values + np.float32(output.offset))
+    if not np.isfinite(values).all():
+        raise InputError(f"{output.name}: has values that are not finite, which GGUF cannot have")
+    if output.type == "f16" and np.abs(values).max(initial=0.0) > LARGEST_F16:
+        raise InputError(f"{output.name}: has a value of {np.abs(values).max()}, too large for f16; choose bf16")
+    return gguf.quants.quantize(values, encoding(gguf, output.type))
+
+
+def plan_outputs(pieces: Mapping[str, Shape], stored: Stored, heads: Mapping[str, int]) -> list[Output]:
+    """The tensors of the file, in the order in which their first parts come. Raises InputError."""
+    outputs: dict[str, Output] = {}
+    for hub, shape in pieces.items():
+        offset = stored.norm_offset if hub.endswith("norm.weight") else 0.0
+        projection = hub.split(".self_attn.")[-1].split(".")[0]
+        for name, first, stacked in gguf_names(hub, stored):
+            if stacked and name in outputs:
+                earlier = outputs[name]
+                outputs[name] = replace(earlier, hub=(*earlier.hub, hub), shape=(earlier.shape[0] + 1, *shape))
+                continue
+            rows = shape if first is None else (shape[0], shape[1] // 2, *shape[2:])
+            full = (1, *rows) if stacked else rows
+            outputs[name] = Output(name, (hub,), full, "f32", heads.get(projection, 0), offset, first)
+    return list(outputs.values())
+
+
+def gguf_names(hub: str, stored: Stored) -> list[tuple[str, bool | None, bool]]:
+    """(name, first, stacked) of the tensors that have a tensor of the Hub; see `Output`. Raises InputError."""
+    for pair, pattern in stored.alternating.items():
+        if translate := name_translator(pattern, hub):
+            return [(translate(theirs), theirs == pair[0], False) for theirs in pair]
+    for theirs, pattern in stored.names.items():
+        if translate := name_translator(pattern, hub):
+            return [(translate(theirs), None, pattern.count("{}") > theirs.count("{}"))]
+    raise InputError(f"{hub}: GGUF has no place for it: export a folder instead")
+
+
+def type_of(output: Output, wanted: str, gguf: ModuleType) -> str:
+    """The type in which a tensor is written: `wanted`, or the next one that it can have."""
+    stays = len(output.shape) == 1 or any(part in output.name for part in ("_norm.", ".bias", ROUTER, SINKS))
+    if stays:
+        return "f32"
+    if wanted == "mxfp4" and not output.name.endswith(EXPERTS):
+        wanted = "q8_0"
+    choices = [wanted, "q8_0", "f16"]
+    if output.name in ENDS and wanted not in WITH_8_BITS:
+        choices.remove(wanted)
+    return next(kind for kind in choices if output.shape[-1] % gguf.GGML_QUANT_SIZES[encoding(gguf, kind)][0] == 0)
+
+
+def encoding(gguf: ModuleType, kind: str) -> Any:
+    return gguf.GGMLQuantizationType[kind.upper()]
+
+
+def add_info(writer: Any, output: Output, gguf: ModuleType) -> None:
+    kind = encoding(gguf, output.type)
+    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    size = math.prod(output.shape) // block * block_bytes
+    dtype = {"f32": np.dtype(np.float32), "f16": np.dtype(np.float16)}.get(output.type, np.dtype(np.uint8))
+    shape = output.shape if dtype != np.uint8 else gguf.quant_shape_to_byte_shape(output.shape, kind)
+    writer.add_tensor_info(output.name, shape, dtype, size, raw_dtype=kind)
+
+
+def add_value(writer: Any, key: str, value: Any) -> None:
+    """Adds an entry of metadata: whole numbers with 32 bits, as llama.cpp expects them."""
+    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    add.get(type(value), writer.add_array)(key, value)
