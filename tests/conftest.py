@@ -52,6 +52,7 @@ SLOW = (
     *("test_recipes", "test_round_trip", "test_sabotage", "test_verify"),
     *("kernels/test_compiled_kernels", "kernels/test_contracts", "kernels/test_cross_entropy"),
     *("kernels/test_experts", "kernels/test_expert_updates"),
+    *("gguf/test_families", "gguf/test_training"),
     *("integrations/test_transformers", "interop/test_generation", "interop/test_trainer", "interop/test_trl"),
     *("kernels/test_grouped_gemm", "kernels/test_linear_cross_entropy", "kernels/test_linear_divergence"),
     *("interop/test_exports", "kernels/test_qk_norm_rope", "kernels/test_row_sharding"),
