@@ -331,7 +331,8 @@ def refuse_without_config(name: str, folder: Path, token: str | None) -> None:
     with hub_errors(name, folder.name, token):
         files = gguf_names(name, folder.name, token)
     if files:
-        raise HubError(f"{name}: has GGUF files; name one of them: {shortened([f'{name}:{file}' for file in files])}")
+        named = shortened([f"{name}:{file}" for file in files])
+        raise HubError(f"{name}: has no {CONFIG_FILE}, but GGUF; name one of its files: {named}")
     raise HubError(f"{name}: has no {CONFIG_FILE}; only models in the transformers format, or GGUF, can be read")
 
 
