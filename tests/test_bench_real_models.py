@@ -10,6 +10,7 @@ import ligermodels
 from benchmarks.real_models import measure, run
 from benchmarks.real_models.brief import brief
 from benchmarks.real_models.data import calls, data_sets, topics, write
+from benchmarks.real_models.gather import compact, thinned
 from benchmarks.real_models.measure import Sequences, of_chats, sums
 from benchmarks.real_models.recipes import SETS, Recipe
 from ligermodels.training import TrainConfig, train
@@ -113,6 +114,20 @@ def test_names_of_recipes_differ():
     for model in ("smollm2", "gemma3"):
         names = [recipe.name for kind in SETS.values() for recipe in kind(model)]
         assert len(names) == len(set(names)) > 60
+
+
+def test_compact_results_have_the_margin_that_training_gained():
+    run_of_trl = {
+        "model": "m", "data": "pairs", "label": "default", "library": "trl", "settings": {"objective": "dpo"},
+        "steps": 100, "seconds": 2.4, "curves": {"loss": [[step, float(step)] for step in range(1, 101)]},
+        "validations": [{"step": 0, "differences": [50.0, 50.0]}, {"step": 100, "differences": [54.0, 58.0]}],
+        "after": {"loss": 3.0, "prose_perplexity": 57.0, "differences": [54.0, 58.0]},
+    }  # fmt: skip
+    found = compact("trl", run_of_trl, {"m": 50.0})
+    assert found["margin"] == pytest.approx(0.6) and found["validation"] == [[0, 0.0], [100, 0.6]]
+    assert found["curves"]["loss"][:2] == [[3, 2.0], [6, 5.0]] and found["curves"]["loss"][-1] == [100, 100.0]
+    assert "curves" not in compact("sweep", run_of_trl, {"m": 50.0})
+    assert thinned([[1, 4.0]]) == [[1, 4.0]]
 
 
 def test_prose_is_prose(folder):

@@ -107,8 +107,8 @@ def save(figure: Any, path: Path) -> None:
     image.quantize(COLOURS, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
-def rates(runs: Sequence[Record], model: str, lora: bool, quantity: str) -> Points:
-    """[[learning rate, value], …] of the questions, where nothing else was varied."""
+def rates(runs: Sequence[Record], model: str, lora: bool, quantity: str) -> dict[float, float]:
+    """{learning rate: value} of the questions, where nothing else was varied."""
     wanted = {"lora_rank", "learning_rate"} if lora else {"learning_rate"}
     found = {
         run["settings"]["learning_rate"]: run[quantity]
@@ -117,26 +117,27 @@ def rates(runs: Sequence[Record], model: str, lora: bool, quantity: str) -> Poin
         and set(run["settings"]) - {"objective"} == wanted
         and run["settings"].get("lora_rank", 16) == 16
     }
-    return sorted(found.items())
+    return dict(sorted(found.items()))
 
 
 def draw_rates(runs: Sequence[Record], path: Path) -> None:
     """What was learned and what was forgotten, against the learning rate."""
-    figure, panels = figure_of(2, 2, 6.2)
+    models = [model for model in MODELS if rates(runs, model, False, "loss")]
+    figure, panels = figure_of(2, len(models), 6.2)
     quantities = {"loss": "validation loss, nats a token", "prose_perplexity": "perplexity of other text (prose)"}
     for row, (quantity, about) in zip(panels, quantities.items(), strict=True):
-        for axes, (model, title) in zip(row, MODELS.items(), strict=True):
+        for axes, model in zip(row, models, strict=True):
             for kind, (colour, default) in RATES.items():
                 points = rates(runs, model, kind == "LoRA", quantity)
-                axes.plot(*zip(*points, strict=True), marker="o", color=colour, label=kind)
-                chosen = dict(points)[default]
-                axes.plot([default], [chosen], marker="*", markersize=17, color=colour, label=f"{kind}, default")
+                axes.plot(list(points), list(points.values()), marker="o", color=colour, label=kind)
+                star = {"marker": "*", "markersize": 17, "color": colour, "label": f"{kind}, default"}
+                axes.plot([default], [points[default]], **star)
             axes.set_xscale("log")
-            axes.set_title(f"{title}: {about}", fontsize=10)
+            axes.set_title(f"{MODELS[model]}: {about}", fontsize=10)
             axes.grid(alpha=0.3)
             if quantity == "prose_perplexity":
-                before = next(r[quantity] for r in runs if r["set"] == "sweep" and r["model"] == model)
-                axes.axhline(before, color="black", linestyle=":", label="before training")
+                before = [r[quantity] for r in runs if r["label"] == "before" and r["model"] == model]
+                axes.axhline(before[-1], color="black", linestyle=":", label="before training")
                 axes.set_yscale("log")
                 axes.set_yticks(PERPLEXITIES[model], map(str, PERPLEXITIES[model]))
                 axes.minorticks_off()
