@@ -117,7 +117,7 @@ def test_a_way_to_split_text_that_has_no_name_is_refused(tmp_path):
 def test_a_tokenizer_that_the_format_cannot_carry_is_refused(tmp_path):
     tokenizer = tokenizers.Tokenizer.from_str(new_tokenizer().tokenizer.to_str())
     tokenizer.normalizer = normalizers.Lowercase()
-    with pytest.raises(InputError, match=r"as GGUF it would give '.+' other token ids"):
+    with pytest.raises(InputError, match=r"as GGUF it would give .+ other token ids"):
         tokenizer_metadata(TokenizerParts(tmp_path, tokenizer, NAMED, {}), "m", 1024, [])
 
 
@@ -150,7 +150,7 @@ def test_the_name_by_which_llama_cpp_knows_phi_3_is_used_for_its_tokenizer_alone
     read, _ = read_back(metadata)
     text = "<|user|>\n a <|endoftext|> b"
     assert read.encode(text).ids == tokenizer.encode(text).ids
-    assert read.encode("<|user|>  a", add_special_tokens=False).tokens == ["<|user|>", "▁a"]
+    assert read.encode("<|user|>  a").ids == read.encode("<|user|>a").ids != read.encode("<s>  a").ids
 
 
 BROKEN = {

@@ -4,7 +4,6 @@ import json
 import multiprocessing
 import os
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ from ligermodels import hub
 from ligermodels.cli import main
 from ligermodels.errors import CheckpointError, ConfigError, HubError, InputError
 from tests.cases import LLAMA
-from tests.hub.hub_server import INVALID, HubServer, etag
+from tests.hub.hub_server import INVALID, etag
 
 NAME = "owner/model"
 SMALL = {
@@ -67,28 +66,6 @@ def files(checkpoint):
     own = {str(path.relative_to(checkpoint)): path.read_bytes() for path in checkpoint.rglob("*") if path.is_file()}
     assert {len(content) > 10_000 for name, content in own.items() if name.endswith(".safetensors")} == {True}
     return own | {name: f"not to be read: {name}".encode() for name in OTHERS}
-
-
-@pytest.fixture
-def server(monkeypatch, tmp_path):
-    """A test server; the client uses it with an empty cache, without a token, and without waiting between retries."""
-    server = HubServer()
-    settings = {
-        "ENDPOINT": server.endpoint,
-        "HUGGINGFACE_CO_URL_TEMPLATE": server.endpoint + "/{repo_id}/resolve/{revision}/{filename}",
-        "HF_HUB_CACHE": str(tmp_path / "hub"),
-        "HF_TOKEN_PATH": str(tmp_path / "token"),
-        "HF_HUB_OFFLINE": False,
-        "HF_HUB_DISABLE_XET": True,
-        "DOWNLOAD_CHUNK_SIZE": 1024,
-    }
-    for name, value in settings.items():
-        monkeypatch.setattr(constants, name, value)
-    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    yield server
-    server.stop()
 
 
 @pytest.fixture

