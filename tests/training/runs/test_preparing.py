@@ -9,9 +9,10 @@ import ligermodels
 from ligermodels import distributed
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
+from ligermodels.layers import host_memory
 from ligermodels.training import TrainConfig
 from ligermodels.training.objectives import Objective
-from ligermodels.training.runs import contradictions, plan, preparing
+from ligermodels.training.runs import plan, preparing
 from ligermodels.training.runs.contradictions import refuse_unfit_offload
 from ligermodels.training.runs.placement import Device
 from ligermodels.training.runs.preparing import prepare
@@ -68,7 +69,7 @@ def test_offloading_that_cannot_work_is_refused(monkeypatch):
     run = prepared(offload=("optimizer",))
     with pytest.raises(InputError, match="--offload optimizer: runs on one process; 2 ranks share the states already"):
         refuse_unfit_offload(run.config, 2, run.plan.memory, 0)
-    monkeypatch.setattr(contradictions, "available_host_memory", lambda: 2**20)
+    monkeypatch.setattr(host_memory, "available_host_memory", lambda: 2**20)
     with pytest.raises(InputError, match=r"--offload optimizer: takes .* of host memory, which has .* available; use"):
         prepared(offload=("optimizer",))
     assert prepared().plan.memory.host == 0
@@ -84,7 +85,7 @@ def test_offloading_that_cannot_work_is_refused(monkeypatch):
     ],
 )
 def test_of_states_without_room_on_the_host_the_advice_is_what_is_not_set_yet(offload, optimizer, remedy, monkeypatch):
-    monkeypatch.setattr(contradictions, "available_host_memory", lambda: 2**20)
+    monkeypatch.setattr(host_memory, "available_host_memory", lambda: 2**20)
     monkeypatch.setattr(plan, "available_host_memory", lambda: 2**20)
     with pytest.raises(InputError) as refused:
         prepared(activation_checkpointing="full", offload=offload, optimizer=optimizer)
@@ -98,7 +99,7 @@ def test_where_the_host_has_room_for_one_of_the_two_the_advice_is_to_offload_one
     states, inputs = (prepared(**full, offload=(name,)) for name in ("optimizer", "activations"))
     one = inputs.plan.memory.host // len(inputs.model.blocks)
     available = inputs.plan.checkpoint + one
-    for module in (plan, contradictions):
+    for module in (plan, host_memory):
         monkeypatch.setattr(module, "available_host_memory", lambda: available)
     for run in (states, inputs):
         prepared(**full, offload=run.config.offload)
