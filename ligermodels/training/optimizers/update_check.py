@@ -20,8 +20,8 @@ STEPS = 10  # that are checked
 RUNS, RUN = 16, 256  # at most this many parameters of a rank are sampled, and neighbouring elements of each
 ENOUGH = 0.5  # of the weights that should change, and of the size of their change
 TOO_MUCH = 2.0
-CHANGED, EXACT, SIZE = "updates/changed", "updates/changed_exactly", "updates/relative_size"
-CHECKED_SUMS = tuple(f"updates/sum_{name}" for name in ("sampled", "changed", "exact", "square", "exact_square"))
+CHANGED, CHANGED_EXACTLY, SIZE = "updates/changed", "updates/changed_exactly", "updates/relative_size"
+SUMMED = tuple(f"updates/sum_{name}" for name in ("sampled", "changed", "exact", "square", "exact_square"))
 
 
 class UpdateCheck:
@@ -35,7 +35,7 @@ class UpdateCheck:
         self.runs = sample_runs(shards)
         self.first, self.checked = first, 0
         device = next(iter(shards.values())).device
-        self.totals = torch.zeros(len(CHECKED_SUMS), device=device)
+        self.totals = torch.zeros(len(SUMMED), device=device)
         self.before: dict[nn.Parameter, Tensor] = {}
         self.exact: dict[nn.Parameter, Tensor] = {}
 
@@ -61,24 +61,24 @@ class UpdateCheck:
         and when they have been reported."""
         if not self.checked or step > self.first + STEPS:
             return {}
-        return dict(zip(CHECKED_SUMS, self.totals.clone().unbind(), strict=True))  # an update in backward adds to them
+        return dict(zip(SUMMED, self.totals.clone().unbind(), strict=True))  # an update in backward adds to them
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
         """The shares of weights that changed and that should have, and the RMS of their change beside the exact one.
 
         sums: of all ranks, from which those of the check are removed.
         """
-        sampled, changed, exact, square, exact_square = (sums.pop(name, 0.0) for name in CHECKED_SUMS)
+        sampled, changed, exact, square, exact_square = (sums.pop(name, 0.0) for name in SUMMED)
         if not exact_square:
             return {}
-        return {CHANGED: changed / sampled, EXACT: exact / sampled, SIZE: math.sqrt(square / exact_square)}
+        return {CHANGED: changed / sampled, CHANGED_EXACTLY: exact / sampled, SIZE: math.sqrt(square / exact_square)}
 
     def warnings(self, step: int, metrics: Mapping[str, float], lossy_rounding: str | None) -> list[str]:
         """A line after the last checked update, if updates vanish or drown. step: as for `sums`. lossy_rounding: of
         bf16 parameters; None where updates have the precision of float32."""
         if step != self.first + STEPS or not metrics:
             return []
-        changed, exact, size = metrics[CHANGED], metrics[EXACT], metrics[SIZE]
+        changed, exact, size = metrics[CHANGED], metrics[CHANGED_EXACTLY], metrics[SIZE]
         if changed >= ENOUGH * exact and ENOUGH <= size <= TOO_MUCH:
             return []
         remedy = (

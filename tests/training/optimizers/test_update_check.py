@@ -10,7 +10,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from ligermodels.training import TrainConfig, train
 from ligermodels.training.optimizers import OPTIMIZERS, OptimizerInBackward, build_optimizer, set_learning_rate
 from ligermodels.training.optimizers.adamw import AdamW
-from ligermodels.training.optimizers.update_check import CHANGED, EXACT, RUN, RUNS, SIZE, STEPS, UpdateCheck
+from ligermodels.training.optimizers.update_check import CHANGED, CHANGED_EXACTLY, RUN, RUNS, SIZE, STEPS, UpdateCheck
 from tests.conftest import DEVICE
 from tests.training.optimizers.test_in_backward import IDS, new_run, steps_in_backward, usual_steps
 
@@ -47,16 +47,16 @@ def checked_run(optimizer, dtype, rounding, *, learning_rate=1e-5, in_backward=F
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_nothing_is_lost_of_fp32_and_exact_parameters(optimizer, mode):
     metrics, warnings = checked_run(optimizer, *MODES[mode])
-    assert metrics[CHANGED] == pytest.approx(metrics[EXACT], rel=0.01) and metrics[EXACT] > 0.4
+    assert metrics[CHANGED] == pytest.approx(metrics[CHANGED_EXACTLY], rel=0.01) and metrics[CHANGED_EXACTLY] > 0.4
     assert metrics[SIZE] == pytest.approx(1, rel=2e-3) and not warnings
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_updates_that_vanish_are_warned_of(optimizer):
     metrics, (warning,) = checked_run(optimizer, *MODES["nearest"])
-    assert metrics[CHANGED] < 0.15 * metrics[EXACT] and metrics[SIZE] < 0.5
+    assert metrics[CHANGED] < 0.15 * metrics[CHANGED_EXACTLY] and metrics[SIZE] < 0.5
     assert "--param-rounding nearest loses small updates; use --param-rounding exact" in warning
-    assert f"{metrics[EXACT]:.1%}" in warning and f"{metrics[CHANGED]:.1%}" in warning
+    assert f"{metrics[CHANGED_EXACTLY]:.1%}" in warning and f"{metrics[CHANGED]:.1%}" in warning
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
@@ -67,7 +67,7 @@ def test_updates_that_drown_in_noise_are_warned_of(optimizer):
 
 def test_updates_that_are_too_small_for_float32_are_warned_of():
     metrics, (warning,) = checked_run("adamw", *MODES["float32"], learning_rate=1e-10)
-    assert metrics[CHANGED] < 0.5 * metrics[EXACT] and "raise --learning-rate" in warning
+    assert metrics[CHANGED] < 0.5 * metrics[CHANGED_EXACTLY] and "raise --learning-rate" in warning
 
 
 def test_updates_that_are_large_enough_for_bf16_are_not_warned_of():
@@ -134,4 +134,4 @@ def test_a_run_says_within_its_first_steps_that_its_updates_vanish(rounding, tmp
     warnings = [warning["text"] for warning in json.loads((tmp_path / "run/run.json").read_text())["warnings"]]
     about_updates = [text for text in warnings if "updates changed" in text]
     assert len(about_updates) == (rounding == "nearest")
-    assert (last[CHANGED] > 0.95 * last[EXACT]) == (rounding == "exact")
+    assert (last[CHANGED] > 0.95 * last[CHANGED_EXACTLY]) == (rounding == "exact")
