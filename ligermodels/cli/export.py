@@ -19,7 +19,7 @@ from ligermodels.errors import InputError
 from ligermodels.hub.names import refuse_mistyped
 from ligermodels.units import byte_size, counted
 from ligermodels.weights.gguf.finding import SUFFIX, is_gguf
-from ligermodels.weights.gguf.types import TYPES
+from ligermodels.weights.gguf.types import GGUF_TYPES
 from ligermodels.weights.shard_size import MAX_SHARD_SIZE, size_in_bytes
 
 
@@ -40,7 +40,9 @@ def add_to(commands: Commands) -> None:
     add_dtype(parser, "dtype of the written weights (default: the stored dtype)")
     parser.add_argument("--max-shard-size", help=f"bytes per file, such as 500MB or 2GiB (default: {MAX_SHARD_SIZE})")
     parser.add_argument(
-        "--gguf-type", choices=TYPES, help=f"of the matrices of a {SUFFIX} file (default: that of the stored dtype)"
+        "--gguf-type",
+        choices=GGUF_TYPES,
+        help=f"of the matrices of a {SUFFIX} file (default: by the stored dtype)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace the model that is in the output")
     add_adapter(parser, "to merge into the weights")
