@@ -22,7 +22,7 @@ FAMILIES = {
     "gemma2": GEMMA_HEADS,
     "gemma3_text": GEMMA_HEADS | {"sliding_window_pattern": 6, "num_hidden_layers": 7,
                                   "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
-    "phi3": {"partial_rotary_factor": 0.75, "sliding_window": 16, "original_max_position_embeddings": 128,
+    "phi3": {"partial_rotary_factor": 0.75, "sliding_window": 16, "original_max_position_embeddings": 256,
              "rope_scaling": {"rope_type": "longrope", "short_factor": [1.0 + 0.125 * i for i in range(12)],
                               "long_factor": [1.0 + 0.5 * i for i in range(12)]}},
     "granite": {"attention_bias": True, "mlp_bias": True},

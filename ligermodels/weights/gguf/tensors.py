@@ -24,6 +24,7 @@ from ligermodels.weights.stored import Checkpoint, StoredTensor
 
 # What config.json has in place of them; see rope.py.
 ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+DECODED_ELEMENTS = 2**17  # at a time
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 
 
@@ -96,15 +97,24 @@ def read_rows(source: TensorInfo, rows: np.ndarray, read_run: ReadRun) -> np.nda
     first, last = int(rows.min()), int(rows.max())
     data = np.empty((last - first + 1, source.row_bytes), np.uint8)
     read_run(source.file, source.begin + first * source.row_bytes, data.reshape(-1).data)
-    values = decode(data, source.type)
+    values = decode(data, source)
     return values if len(values) == len(rows) and (np.diff(rows) == 1).all() else values[rows - first]
 
 
-def decode(data: np.ndarray, kind: int) -> np.ndarray:
-    """Rows of bytes of an encoding -> their values, fp32 [rows, columns]."""
+def decode(data: np.ndarray, source: TensorInfo) -> np.ndarray:
+    """Rows of bytes -> their values, fp32 [rows, columns].
+
+    Blocks are decoded in groups that stay in a processor's cache, however long the rows are.
+    """
     import gguf
 
-    return gguf.quants.dequantize(data, gguf.GGMLQuantizationType(kind)).astype(np.float32, copy=False)
+    kind = gguf.GGMLQuantizationType(source.type)
+    blocks = data.reshape(-1, source.block_bytes)
+    values = np.empty((len(blocks), source.block), np.float32)
+    for start in range(0, len(blocks), step := max(1, DECODED_ELEMENTS // source.block)):
+        group = blocks[start : start + step]
+        values[start : start + step] = gguf.quants.dequantize(group.reshape(1, -1), kind).reshape(-1, source.block)
+    return values.reshape(len(data), -1)
 
 
 def open_gguf(header: GgufHeader, folder: Path) -> Checkpoint:
@@ -112,7 +122,7 @@ def open_gguf(header: GgufHeader, folder: Path) -> Checkpoint:
     stored = stored_as(header)
     tensors: dict[str, StoredTensor] = {}
     for name, info in header.tensors.items():
-        if not can_decode(info.type, info.block_bytes):
+        if not can_decode(info.type):
             raise CheckpointError(f"{info.file}: tensor {name} has the type {info.type}, which gguf cannot decode")
         for hub, tensor in tensors_on_the_hub(header, stored, name, info):
             if hub in tensors:
@@ -140,9 +150,12 @@ def stored_as(header: GgufHeader) -> Stored:
 
 
 @cache
-def can_decode(kind: int, block_bytes: int) -> bool:
+def can_decode(kind: int) -> bool:
+    import gguf
+
+    _, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     try:
-        decode(np.zeros((1, block_bytes), np.uint8), kind)
+        gguf.quants.dequantize(np.zeros((1, block_bytes), np.uint8), gguf.GGMLQuantizationType(kind))
     except NotImplementedError:
         return False
     return True
