@@ -85,35 +85,38 @@ def available_modules() -> Iterator[ModuleType]:
 
 
 def documented() -> dict[str, str]:
-    """{name: the first paragraph of its docstring, and how it is called} of public functions, classes and methods."""
-    found: dict[str, str] = {}
+    """{name: the first paragraph of its docstring, and how it is called} of public functions, classes and methods.
+
+    Of several with one paragraph, the first stays.
+    """
+    found: dict[str, tuple[str, Any]] = {}  # by the paragraph
+    for name, thing in public_things():
+        paragraph = " ".join((inspect.getdoc(thing) or "").split("\n\n")[0].split())
+        if len(paragraph) in ANSWER_CHARACTERS and paragraph[0].isalpha():
+            found.setdefault(paragraph, (name, thing))
+    return {name: answer(paragraph, name, thing) for paragraph, (name, thing) in found.items()}
+
+
+def public_things() -> Iterator[tuple[str, Any]]:
+    """The names and values of functions and classes, each class followed by its methods."""
     for module in available_modules():
         prefix = "" if module.__name__ == "builtins" else f"{module.__name__}."
         for name, thing in sorted(vars(module).items()):
             if name.startswith("_") or not (inspect.isclass(thing) or inspect.isroutine(thing)):
                 continue
-            add_answer(found, prefix + name, thing)
+            yield prefix + name, thing
             for part, member in sorted(vars(thing).items()) if inspect.isclass(thing) else ():
                 if not part.startswith("_") and inspect.isroutine(member):
-                    add_answer(found, f"{prefix}{name}.{part}", member)
-    return found
+                    yield f"{prefix}{name}.{part}", member
 
 
-def add_answer(found: dict[str, str], name: str, thing: Any) -> None:
-    """Adds an answer unless its docstring is missing, too short, too long, or already that of another name."""
-    doc = inspect.getdoc(thing)
-    text = " ".join((doc or "").split("\n\n")[0].split())
-    if (
-        len(text) not in ANSWER_CHARACTERS
-        or not text[0].isalpha()
-        or text in {a.split("\n\n")[0] for a in found.values()}
-    ):
-        return
+def answer(paragraph: str, name: str, thing: Any) -> str:
+    """The paragraph, and the signature where Python knows one that is short and the same in every process."""
     try:
         called = f"{name.rsplit('.', 1)[-1]}{inspect.signature(thing)}"
     except (TypeError, ValueError):
-        called = ""
-    found[name] = f"{text}\n\nCall: `{called}`" if called and " at 0x" not in called and len(called) < 120 else text
+        return paragraph
+    return f"{paragraph}\n\nCall: `{called}`" if " at 0x" not in called and len(called) < 120 else paragraph
 
 
 def chat(question: str, answer: str) -> Record:

@@ -15,8 +15,8 @@ OURS, TRL = "ligermodels", "trl"
 
 @dataclass(frozen=True)
 class Recipe:
-    """settings: of `TrainConfig`, or of TRL's config; `objective` chooses TRL's trainer too. teacher: the name of the
-    recipe whose model is the teacher, or the one to continue with `start`."""
+    """settings: of `TrainConfig`; or of TRL's config, where `objective` chooses the trainer and `lora` adds PEFT's
+    default adapter. teacher: the name of the recipe whose model is the teacher of distillation."""
 
     model: str
     data: str
@@ -47,7 +47,7 @@ LORA = {"lora_rank": 16}
 
 
 def varied(model: str, data: str, base: dict[str, Any], **lists: list[Any]) -> Iterator[Recipe]:
-    """A recipe for each value of the settings in `lists`, one setting at a time... of all combinations."""
+    """A recipe for each combination of the values in `lists`."""
     combinations: list[dict[str, Any]] = [{}]
     for name, values in lists.items():
         combinations = [found | {name: value} for found in combinations for value in values]

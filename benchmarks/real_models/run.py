@@ -183,7 +183,7 @@ def run(recipe: Recipe, place: Place, measure: Any, keep: bool) -> Record:
 def train_with_ours(recipe: Recipe, place: Place, output: Path, measure: Any) -> Record:
     from ligermodels.training import train
 
-    settings = recipe.settings | dict(item.split("=", 1) for item in place.given)
+    settings = recipe.settings | dict(map(parsed, place.given))
     if place.steps:
         settings = {name: value for name, value in settings.items() if name != "epochs"} | {"steps": place.steps}
         settings |= TRIAL_GRPO if settings.get("objective") == "grpo" else {}
@@ -199,6 +199,15 @@ def train_with_ours(recipe: Recipe, place: Place, output: Path, measure: Any) ->
         "exported": str(result.exported), "seconds": time.monotonic() - began, "steps": result.step,
         **curves(result.metrics), "chosen": chosen(output),
     }  # fmt: skip
+
+
+def parsed(item: str) -> tuple[str, Any]:
+    """KEY=VALUE, as on the command line: numbers are numbers."""
+    name, value = item.split("=", 1)
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
 
 
 def with_few_validations(settings: Record) -> Any:
