@@ -52,7 +52,7 @@ def shorten_compilation():
 # Files whose tests start processes, compile, train, or try what other tests notice. Single tests are marked `slow`.
 SLOW = (
     *("board/test_browser", "board/test_form", "board/test_processes", "images/test_sabotage"),
-    *("test_adapters", "test_bench", "test_bench_train_curve", "test_docs", "test_examples"),
+    *("test_adapters", "test_bench", "test_bench_real_models", "test_bench_train_curve", "test_docs", "test_examples"),
     *("test_recipes", "test_sabotage", "test_verify", "tokenizer/test_template_process", "vision/test_sabotage"),
     *("gguf/test_families", "gguf/test_training", "kernels/test_compiled_kernels", "kernels/test_row_sharding"),
     *("real/test_conversion", "real/test_generation", "real/test_logits", "real/test_quantised"),
