@@ -210,7 +210,8 @@ CALLS_SYSTEM = "Answer with the tool call that the request means, as one JSON ob
 
 def calls(count: int) -> list[Record]:
     """Requests that all differ."""
-    draw, records = random.Random(0), {}
+    draw = random.Random(0)
+    records: dict[str, Record] = {}
     while len(records) < count:
         request, call = draw.choice(TOOLS)(draw)
         messages = [{"role": "system", "content": CALLS_SYSTEM}, *chat(request, json.dumps(call))["messages"]]

@@ -109,7 +109,9 @@ class GgufHeader:
         """The value of a key. Raises CheckpointError if there is none."""
         if key not in self.metadata:
             raise CheckpointError(f"{self.file}: {key} is missing; convert it again with a newer converter")
-        return self.get(key, kind, None)  # type: ignore[arg-type]
+        value = self.get(key, kind, None)
+        assert value is not None
+        return value
 
 
 def as_read(metadata: Mapping[str, Any]) -> dict[str, Any]:
