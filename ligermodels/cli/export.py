@@ -21,7 +21,7 @@ from ligermodels.tokenizer.files import has_tokenizer
 from ligermodels.units import byte_size, counted
 from ligermodels.weights.exporting import EXPORTED_FILES, MAX_SHARD_SIZE, replace_tokenizer, size_in_bytes
 from ligermodels.weights.gguf.finding import SUFFIX, is_gguf
-from ligermodels.weights.gguf.writing import TYPES
+from ligermodels.weights.gguf.writing import GGUF_TYPES
 from ligermodels.weights.writing import refuse_in_use
 
 
@@ -42,7 +42,9 @@ def add_to(commands: Commands) -> None:
     add_dtype(parser, "dtype of the written weights (default: the stored dtype)")
     parser.add_argument("--max-shard-size", help=f"bytes per file, such as 500MB or 2GiB (default: {MAX_SHARD_SIZE})")
     parser.add_argument(
-        "--gguf-type", choices=TYPES, help=f"of the matrices of a {SUFFIX} file (default: that of the stored dtype)"
+        "--gguf-type",
+        choices=GGUF_TYPES,
+        help=f"of the matrices of a {SUFFIX} file (default: that of the stored dtype)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace the model that is in the output")
     add_adapter(parser, "to merge into the weights")

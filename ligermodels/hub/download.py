@@ -156,7 +156,7 @@ def indexed_files(folder: Path) -> list[str]:
     return sorted(set(read_weight_map(folder).values())) if (folder / INDEX_FILE).exists() else []
 
 
-def list_files(name: str, revision: str, token: str | None) -> dict[str, int | None]:
+def list_files(name: str, revision: str | None, token: str | None) -> dict[str, int | None]:
     """The entries of a repository's root: files with their bytes, folders with None.
 
     Raises the same errors as `snapshot_download`.

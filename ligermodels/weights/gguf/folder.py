@@ -42,14 +42,14 @@ def gguf_content(parts: Sequence[Path]) -> dict[str, str]:
     header = read_gguf_header(parts)
     vocabulary = Vocabulary(header)
     configs = {
-        CONFIG_FILE: hub_config(header, vocabulary, partial(read_values, header)),
+        CONFIG_FILE: hub_config(header, vocabulary, partial(read_small_tensor, header)),
         GENERATION_CONFIG_FILE: hub_generation_config(vocabulary),
     }
     written = {name: json.dumps(config, indent=2, ensure_ascii=False) + "\n" for name, config in configs.items()}
     return written | tokenizer_files(header, vocabulary)
 
 
-def read_values(header: GgufHeader, name: str) -> np.ndarray:
+def read_small_tensor(header: GgufHeader, name: str) -> np.ndarray:
     """The values of a tensor of the file, fp32. Raises CheckpointError."""
     return read_tensors({name: one_tensor(header.tensors[name])})[name].float().numpy().ravel()
 

@@ -44,7 +44,7 @@ def llama3_scaling(metadata: Metadata, config: Mapping[str, Any], factors: np.nd
 
     Raises CheckpointError if they are not those of all published models.
     """
-    scaling = LLAMA3_ROPE | {"factor": float(factors.max())}
+    scaling: dict[str, Any] = LLAMA3_ROPE | {"factor": float(factors.max())}
     rope = Rope(rope_theta=config["rope_theta"], **scaling)
     expected = llama3_factors(rope, 2 * len(factors))
     if not np.allclose(factors, expected, rtol=FACTORS_TOLERANCE, atol=0.0):

@@ -153,9 +153,10 @@ def stored_as(header: GgufHeader) -> Stored:
 def can_decode(kind: int) -> bool:
     import gguf
 
-    _, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    encoding = gguf.GGMLQuantizationType(kind)
+    _, block_bytes = gguf.GGML_QUANT_SIZES[encoding]
     try:
-        gguf.quants.dequantize(np.zeros((1, block_bytes), np.uint8), gguf.GGMLQuantizationType(kind))
+        gguf.quants.dequantize(np.zeros((1, block_bytes), np.uint8), encoding)
     except NotImplementedError:
         return False
     return True

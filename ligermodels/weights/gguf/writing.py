@@ -28,18 +28,18 @@ from ligermodels.weights.gguf.tokenizer_metadata import TokenizerParts, tokenize
 from ligermodels.weights.mapping import Rule, name_translator, plan_pieces
 from ligermodels.weights.module import HubModule
 
-TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "mxfp4", "tq2_0", "tq1_0")
+GGUF_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "mxfp4", "tq2_0", "tq1_0")
 TYPE_OF_DTYPE = {torch.float32: "f32", torch.float64: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 WITH_8_BITS = ("f32", "f16", "bf16", "q8_0")
 FILE_TYPES = {"f32": "ALL_F32", "mxfp4": "MOSTLY_MXFP4_MOE"}  # of others, MOSTLY_ and the type
 QUANTISATION_VERSION = 2
 LARGEST_F16 = 65504.0
-ENDS = ("token_embd.weight", "output.weight")
+EMBEDDING_AND_HEAD = ("token_embd.weight", "output.weight")
 ROUTER, SINKS, EXPERTS = ".ffn_gate_inp.", ".attn_sinks.", "_exps.weight"
 
 
 @dataclass(frozen=True)
-class Output:
+class GgufOutput:
     """A tensor of the file. hub: the Hub's tensors that it has, one, or those of all experts.
 
     type: its encoding. heads: whose rotary pairs are interleaved; 0 if they are not. offset: is added to its values.
@@ -60,8 +60,8 @@ def known_type(name: str | None, dtype: torch.dtype) -> str:
     """The type of a file's matrices, by its name; None for that of the model's dtype. Raises InputError."""
     if name is None:
         return TYPE_OF_DTYPE[dtype]
-    if name.lower() not in TYPES:
-        raise InputError(f"gguf_type is {name!r}{suggest(name.lower(), TYPES)}")
+    if name.lower() not in GGUF_TYPES:
+        raise InputError(f"gguf_type is {name!r}{suggest(name.lower(), GGUF_TYPES)}")
     return name.lower()
 
 
@@ -99,17 +99,18 @@ class GgufFile:
     architecture: str
     metadata: Mapping[str, Any]
     factors: Mapping[str, np.ndarray]
-    outputs: Sequence[Output]
+    outputs: Sequence[GgufOutput]
     rules: tuple[Rule, ...]
 
     def header(self, file: Path, gguf: ModuleType) -> GgufHeader:
         """What a reader finds in the file, but for the places of tensors."""
         shapes = {name: ("f32", values.shape) for name, values in self.factors.items()}
         shapes |= {output.name: (output.type, output.shape) for output in self.outputs}
-        infos = {
-            name: TensorInfo(file, int(kind := encoding(gguf, type_name)), *gguf.GGML_QUANT_SIZES[kind], shape, 0)
-            for name, (type_name, shape) in shapes.items()
-        }
+        infos = dict[str, TensorInfo]()
+        for name, (type_name, shape) in shapes.items():
+            kind = encoding(gguf, type_name)
+            block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+            infos[name] = TensorInfo(file, int(kind), block, block_bytes, shape, begin=0)
         return GgufHeader(file, {"general.architecture": self.architecture} | as_read(self.metadata), infos)
 
     def write(self, file: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
@@ -133,10 +134,10 @@ class GgufFile:
 
 
 def encoded_outputs(
-    outputs: Sequence[Output], tensors: Iterator[tuple[str, Tensor]], gguf: ModuleType
+    outputs: Sequence[GgufOutput], tensors: Iterator[tuple[str, Tensor]], gguf: ModuleType
 ) -> Iterator[np.ndarray]:
     """The bytes of all outputs, in order. Raises InputError for a value that its type cannot have."""
-    of_hub: dict[str, list[Output]] = {}
+    of_hub: dict[str, list[GgufOutput]] = {}
     for output in outputs:
         for name in output.hub:
             of_hub.setdefault(name, []).append(output)
@@ -151,7 +152,7 @@ def encoded_outputs(
             yield done[0] if len(done) == 1 else np.stack(done)
 
 
-def encode(values: np.ndarray, output: Output, gguf: ModuleType) -> np.ndarray:
+def encode(values: np.ndarray, output: GgufOutput, gguf: ModuleType) -> np.ndarray:
     """The bytes of a tensor of the Hub in an output."""
     if output.first is not None:
         values = values[:, 0 if output.first else 1 :: 2]
@@ -166,25 +167,25 @@ def encode(values: np.ndarray, output: Output, gguf: ModuleType) -> np.ndarray:
     return gguf.quants.quantize(values, encoding(gguf, output.type))
 
 
-def plan_outputs(pieces: Mapping[str, Shape], stored: Stored, heads: Mapping[str, int]) -> list[Output]:
+def plan_outputs(pieces: Mapping[str, Shape], stored: Stored, heads: Mapping[str, int]) -> list[GgufOutput]:
     """The tensors of the file, in the order in which their first parts come. Raises InputError."""
-    outputs: dict[str, Output] = {}
+    outputs: dict[str, GgufOutput] = {}
     for hub, shape in pieces.items():
         offset = stored.norm_offset if hub.endswith("norm.weight") else 0.0
         projection = hub.split(".self_attn.")[-1].split(".")[0]
-        for name, first, stacked in gguf_names(hub, stored):
+        for name, first, stacked in names_in_gguf(hub, stored):
             if stacked and name in outputs:
                 earlier = outputs[name]
                 outputs[name] = replace(earlier, hub=(*earlier.hub, hub), shape=(earlier.shape[0] + 1, *shape))
                 continue
             rows = shape if first is None else (shape[0], shape[1] // 2, *shape[2:])
             full = (1, *rows) if stacked else rows
-            outputs[name] = Output(name, (hub,), full, "f32", heads.get(projection, 0), offset, first)
+            outputs[name] = GgufOutput(name, (hub,), full, "f32", heads.get(projection, 0), offset, first)
     return list(outputs.values())
 
 
-def gguf_names(hub: str, stored: Stored) -> list[tuple[str, bool | None, bool]]:
-    """(name, first, stacked) of the tensors that have a tensor of the Hub; see `Output`. Raises InputError."""
+def names_in_gguf(hub: str, stored: Stored) -> list[tuple[str, bool | None, bool]]:
+    """(name, first, stacked) of the tensors that have a tensor of the Hub; see `GgufOutput`. Raises InputError."""
     for pair, pattern in stored.alternating.items():
         if translate := name_translator(pattern, hub):
             return [(translate(theirs), theirs == pair[0], False) for theirs in pair]
@@ -194,16 +195,16 @@ def gguf_names(hub: str, stored: Stored) -> list[tuple[str, bool | None, bool]]:
     raise InputError(f"{hub}: GGUF has no place for it: export a folder instead")
 
 
-def wanted_type(output: Output, kind: str) -> str:
+def wanted_type(output: GgufOutput, kind: str) -> str:
     """The type of a tensor in a file whose matrices are of type `kind`."""
     if len(output.shape) == 1 or any(part in output.name for part in ("_norm.", ".bias", ROUTER, SINKS)):
         return "f32"
     if kind == "mxfp4":
         return kind if output.name.endswith(EXPERTS) else "q8_0"
-    return "q8_0" if output.name in ENDS and kind not in WITH_8_BITS else kind
+    return "q8_0" if output.name in EMBEDDING_AND_HEAD and kind not in WITH_8_BITS else kind
 
 
-def with_types(outputs: Sequence[Output], kind: str, gguf: ModuleType) -> list[Output]:
+def with_types(outputs: Sequence[GgufOutput], kind: str, gguf: ModuleType) -> list[GgufOutput]:
     """The outputs with their types. Rows that are no whole blocks get the next type, and a warning says so."""
     typed, others = [], dict[tuple[str, str], int]()
     for output in outputs:
@@ -226,7 +227,7 @@ def encoding(gguf: ModuleType, kind: str) -> Any:
     return gguf.GGMLQuantizationType[kind.upper()]
 
 
-def add_info(writer: Any, output: Output, gguf: ModuleType) -> None:
+def add_info(writer: Any, output: GgufOutput, gguf: ModuleType) -> None:
     kind = encoding(gguf, output.type)
     block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     size = math.prod(output.shape) // block * block_bytes
