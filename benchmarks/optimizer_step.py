@@ -2,15 +2,17 @@
 
     python -m benchmarks.optimizer_step --model llama-3-8b
 
-bf16 weights and gradients, random. A provider is a function from parameters to an optimizer; each runs in its own
-process. The limit is the time to copy the bytes that a step reads and writes at least, at the rate measured in the same
-run.
+bf16 weights and gradients, random; ours are exact, where a provider does not say "nearest". A provider is a function
+from parameters to an optimizer; each runs in its own process. The limit is the time to copy the bytes that a step reads
+and writes at least, at the rate measured in the same run.
 """
 
 import argparse
 import json
 import statistics
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +25,16 @@ from benchmarks.train_step import MODELS
 OPTIONS: dict[str, Any] = {"lr": 1e-5, "betas": (0.9, 0.95), "weight_decay": 0.1}
 
 
-def our_adamw(params):
+def our_adamw(params, **options):
     from ligermodels.training.optimizers.adamw import AdamW
 
-    return AdamW(params, **OPTIONS)
+    return AdamW(params, **OPTIONS, **options)
 
 
-def our_adamw8bit(params):
+def our_adamw8bit(params, **options):
     from ligermodels.training.optimizers.adamw8bit import AdamW8bit
 
-    return AdamW8bit(params, **OPTIONS)
+    return AdamW8bit(params, **OPTIONS, **options)
 
 
 def torch_adamw(params):
@@ -52,12 +54,14 @@ def bitsandbytes_adamw8bit(params):
 
 
 # The optimizer, and the bytes that a step moves at least for each bf16 weight.
-PROVIDERS = {
+PROVIDERS: dict[str, tuple[Callable[..., Any], int]] = {
     "pytorch, AdamW": (torch_adamw, 14),
-    "ligermodels, AdamW": (our_adamw, 14),
+    "ligermodels, AdamW": (our_adamw, 18),
+    "ligermodels, AdamW, nearest": (partial(our_adamw, param_rounding="nearest"), 14),
     "torchao, AdamW8bit": (torchao_adamw8bit, 10),
     "bitsandbytes, AdamW8bit": (bitsandbytes_adamw8bit, 10),
-    "ligermodels, AdamW8bit": (our_adamw8bit, 10),
+    "ligermodels, AdamW8bit": (our_adamw8bit, 14),
+    "ligermodels, AdamW8bit, nearest": (partial(our_adamw8bit, param_rounding="nearest"), 10),
 }
 
 

@@ -15,8 +15,13 @@ PANELS = {"share": "% of the limit", "peak_mib": "peak memory, MiB"}
 SCALE = {"share": 100.0, "peak_mib": 1.0}
 
 STEP_MODEL = "llama-3-8b"
-STEP_PROVIDERS = ("hugging face", "hugging face + liger", "ligermodels", "ligermodels and its AdamW")
-STEP_COLOURS = ("C6", "C0", "C3", "C1")
+STEP_PROVIDERS = {  # and what their charts call them: bf16 weights that are rounded to nearest lose small updates
+    "hugging face": "Hugging Face, bf16 weights",
+    "hugging face + liger": "+ Liger, bf16 weights",
+    "hugging face + liger, fp32 weights": "+ Liger, fp32 weights",
+    "ligermodels and its AdamW": "ligermodels, exact bf16 weights",
+}
+STEP_COLOURS = ("C6", "C0", "C9", "C1")
 STEP_PANELS = {"tokens_per_second": "tokens/s (higher is better)", "peak_gib": "peak memory, GiB (lower is better)"}
 CHECKPOINTING = {"none": "no activation checkpointing", "full": "every block checkpointed"}
 
@@ -72,7 +77,7 @@ def training_step_report(folder: Path) -> dict | None:
 
 
 def draw_training_step(report: dict, path: Path) -> None:
-    """Two panels of grouped bars, speed and memory. A provider that ran out of memory gets a label and no bar."""
+    """Two panels of grouped bars, speed and memory. A provider without a result gets a label and no bar."""
     from matplotlib.figure import Figure
 
     rows = {(row["provider"], row["recompute"]): row for row in report["rows"]}
@@ -80,17 +85,20 @@ def draw_training_step(report: dict, path: Path) -> None:
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     for axes, (quantity, title) in zip(figure.subplots(1, 2), STEP_PANELS.items(), strict=True):
         for index, provider in enumerate(STEP_PROVIDERS):
-            values = [rows[provider, mode].get(quantity) for mode in CHECKPOINTING]
+            measured = [rows.get((provider, mode)) for mode in CHECKPOINTING]
+            values = [row and row.get(quantity) for row in measured]
             places = [group + (index - (len(STEP_PROVIDERS) - 1) / 2) * width for group in range(len(CHECKPOINTING))]
-            bars = axes.bar(places, [value or 0 for value in values], width, label=provider, color=STEP_COLOURS[index])
-            labels = ["out of\nmemory" if value is None else f"{value:,}" for value in values]
+            heights, colour = [value or 0 for value in values], STEP_COLOURS[index]
+            bars = axes.bar(places, heights, width, label=STEP_PROVIDERS[provider], color=colour)
+            missing = ["not run" if row is None else "out of\nmemory" for row in measured]
+            labels = [f"{value:,}" if value else text for value, text in zip(values, missing, strict=True)]
             axes.bar_label(bars, labels, fontsize=7, padding=2)
         axes.set_xticks(range(len(CHECKPOINTING)), CHECKPOINTING.values(), fontsize=8)
         axes.set_title(title, fontsize=9)
         axes.margins(y=0.12)
         axes.spines[["top", "right"]].set_visible(False)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(STEP_PROVIDERS), fontsize=8)
-    shape = f"{report['batch']} × {report['length']} tokens a step, bf16"
+    shape = f"{report['batch']} × {report['length']} tokens a step, computed in bf16"
     figure.suptitle(
         f"Full fine-tuning of {report['model']}, {shape} ({report['gpu']}, {report['date'][:10]})", fontsize=10
     )

@@ -3,10 +3,12 @@
     python -m benchmarks.train_step --model llama-3-8b --batch 8 --length 2048
     python -m benchmarks.train_step --supervised 0.2  # chats: the last fifth of each sequence is the answer
 
-Each provider runs in its own process on the same GPU. Weights and AdamW states are bf16 for all providers, except for
-those whose states have 8 bits. Weights and tokens are random, and the time is the median of the timed steps after a
-warm-up. A provider is a function from the content of a config.json to a model whose output has `.loss`. A provider that
-is not installed or fails is listed with its error.
+Each provider runs in its own process on the same GPU. Weights and the moments of AdamW are bf16, except where the
+provider's name says otherwise. Our AdamW keeps the 16 bits that rounding a weight to bf16 loses, so that it learns as
+with fp32 weights; PyTorch's, on bf16 weights, rounds to nearest and loses small updates: beside it stands "rounded to
+nearest", and beside ours a peer with fp32 weights, which autocast computes with in bf16. Weights and tokens are random,
+and the time is the median of the timed steps after a warm-up. A provider is a function from the content of a
+config.json to a model whose output has `.loss`. A provider that is not installed or fails is listed with its error.
 """
 
 import argparse
@@ -127,13 +129,13 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def hugging_face(raw, checkpointing, attention=None):
+def hugging_face(raw, checkpointing, attention=None, dtype=torch.bfloat16):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(**raw, use_cache=False)
-    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_dtype(dtype)
     with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
     torch.set_default_dtype(torch.float32)
     if checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -145,13 +147,21 @@ def hugging_face_eager(raw, checkpointing):
     return hugging_face(raw, checkpointing, "eager")
 
 
-def liger(raw, checkpointing, attention=None):
+def liger(raw, checkpointing, attention=None, dtype=torch.bfloat16):
     import liger_kernel.transformers as patches
 
     kind = raw["model_type"]  # Liger patches the texts of some vision models under the name of the whole
     names = f"apply_liger_kernel_to_{kind}", f"apply_liger_kernel_to_{kind.removesuffix('_text')}"
     getattr(patches, names[0] if hasattr(patches, names[0]) else names[1])()
-    return hugging_face(raw, checkpointing, attention)
+    return hugging_face(raw, checkpointing, attention, dtype)
+
+
+def hugging_face_fp32(raw, checkpointing):
+    return hugging_face(raw, checkpointing, dtype=torch.float32)
+
+
+def liger_fp32(raw, checkpointing):
+    return liger(raw, checkpointing, dtype=torch.float32)
 
 
 def liger_eager(raw, checkpointing):
@@ -200,6 +210,7 @@ def ligermodels_with_low_memory_loss(raw, checkpointing):
 
 
 OURS = "ligermodels and its AdamW"
+OURS_NEAREST = f"{OURS}, rounded to nearest"  # as --param-rounding nearest
 OURS_8BIT = f"{OURS} in 8 bits"
 OURS_IN_BACKWARD = f"{OURS}, in backward"  # as --optimizer-in-backward
 OURS_OFFLOADED = f"{OURS_IN_BACKWARD}, offloaded states"  # as --offload optimizer
@@ -211,13 +222,17 @@ OFFLOADED_BOTH = f"{IN_BACKWARD_LOW_MEMORY}, offloaded states and inputs"
 PACKED = f"{OURS}, packed"  # each sequence is a document of one row, as `ligermodels train` gives them
 PACKED_BEFORE = f"{PACKED}, without flash-attn-4"
 PACKED_ROWS = f"{PACKED}, supervised rows"  # they alone meet the head, as in `ligermodels train` on chats
+FP32_WEIGHTS = ", fp32 weights"  # computed with in bf16, by autocast
 PROVIDERS = {
     "hugging face": hugging_face,
     "hugging face + liger": liger,
+    f"hugging face{FP32_WEIGHTS}": hugging_face_fp32,
+    f"hugging face + liger{FP32_WEIGHTS}": liger_fp32,
     "hugging face, eager attention": hugging_face_eager,
     "hugging face + liger, eager attention": liger_eager,
     "ligermodels": ligermodels,
     OURS: ligermodels,
+    OURS_NEAREST: ligermodels,
     OURS_8BIT: ligermodels,
     OURS_IN_BACKWARD: ligermodels,
     OURS_OFFLOADED: ligermodels,
@@ -240,7 +255,8 @@ def make_optimizer(provider: str, model):
     from ligermodels.training.optimizers.adamw8bit import AdamW8bit
 
     make = AdamW8bit if provider.startswith(OURS_8BIT) else AdamW
-    optimizer = make(model.parameters(), lr=1e-5, betas=(0.9, 0.999), weight_decay=0.01)
+    rounding = "nearest" if provider == OURS_NEAREST else "exact"
+    optimizer = make(model.parameters(), lr=1e-5, betas=(0.9, 0.95), weight_decay=0.01, param_rounding=rounding)
     if "offloaded states" in provider:
         optimizer.offload_states()
     optimizer.create_states()
@@ -265,7 +281,8 @@ def training_step(provider: str, model, optimizer, inputs: dict[str, Any]) -> Ca
     """Forward, backward and the optimizer's step, within the backward pass for the providers that say so."""
 
     def step():
-        loss = model(**inputs).loss
+        with torch.autocast("cuda", torch.bfloat16, enabled=provider.endswith(FP32_WEIGHTS)):
+            loss = model(**inputs).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -57,7 +57,9 @@ class TrainingMemory:
     loss: additional memory at the start of backward: both gradients of the head and a chunk of logits, or the
     recomputation of the last block, whichever is larger.
     block: additional memory at the end of backward: the largest block while it is recomputed or runs backward, the
-    gradient of the residual stream, and a quantised weight of the block while it is dequantised.
+    gradient of the residual stream, a quantised weight of the block while it is dequantised, and, where gradients are
+    accumulated, a new gradient beside the sum.
+    accumulated: additional memory at the start of backward: the gradients of the micro-batches before.
     offloaded_states: optimizer states in host memory, which are not in `optimizer_states`.
     offloaded_inputs: inputs of every k-th checkpointed block in host memory, which are not in `activations`.
     offloads_every: that k; 0 where no input is offloaded.
@@ -80,6 +82,7 @@ class TrainingMemory:
     offloaded_states: int = 0
     offloaded_inputs: int = 0
     offloads_every: int = 0
+    accumulated: int = 0
 
     @property
     def host(self) -> int:
@@ -89,7 +92,7 @@ class TrainingMemory:
     @property
     def backward_start(self) -> int:
         """Memory at the start of backward, without weights and optimizer states."""
-        return self.activations + self.loss + self.unsharded_at_start
+        return self.activations + self.loss + self.unsharded_at_start + self.accumulated
 
     @property
     def backward_end(self) -> int:
@@ -100,9 +103,9 @@ class TrainingMemory:
     def peak(self) -> int:
         """The largest amount of memory in use at any time.
 
-        At the start of backward all activations exist and no gradient of a block; at the end it is the reverse. The
-        peak is never between: the backward of a block frees its activations and adds its gradients, and the blocks with
-        activation checkpointing come last.
+        At the start of backward all activations exist and, of the first micro-batch, no gradient of a block; at the end
+        it is the reverse. The peak is never between: the backward of a block frees its activations and adds its
+        gradients, and the blocks with activation checkpointing come last.
         """
         return self.weights + self.beside + self.optimizer_states + max(self.backward_start, self.backward_end)
 
@@ -173,6 +176,7 @@ def training_memory(
     head_op: str = "linear_cross_entropy",
     low_memory_loss: bool = False,
     step_in_backward: bool = False,
+    micro_batches: int = 1,
 ) -> TrainingMemory:
     """The memory of a training step with micro-batches of [batch_size, sequence_length] tokens, computed in `dtype`.
 
@@ -193,6 +197,7 @@ def training_memory(
     head_op: the op of the head and its loss, as for `head_memory.loss_bytes`.
     low_memory_loss: as that of `LMHead`.
     step_in_backward: parameters are updated, and their gradients freed, during backward.
+    micro_batches: of a step of one rank. From the second one on, all gradients exist beside all activations.
     """
     tokens, size = batch_size * sequence_length // context, dtype.itemsize
     text, trained, head = decoder_blocks(model), trained_parameters(model), model.head.weight
@@ -222,18 +227,20 @@ def training_memory(
         saved[index] = on_device + rows[index] * sum(tensor.nbytes(size) for tensor in kept)
     vocab, columns = head.shape
     loss = loss_bytes(head_op, tokens, columns, vocab, dtype, head.requires_grad, low_memory_loss)
-    if checkpointed_blocks == len(saved):
-        head_gradient = head.numel() * head.itemsize if head.requires_grad else 0
-        if step_in_backward:  # the head's is freed by then, and so are those of the block that are complete
-            head_gradient = largest_gradient_of_block(model)
-        loss = max(loss, head_gradient + last - saved[-1])
+    accumulates = micro_batches > 1
+    beside_last = last - saved[-1] if checkpointed_blocks == len(saved) else 0
+    if step_in_backward or accumulates:  # the head's is freed by then, and so are those of the block that are complete
+        loss = max(loss, beside_last + largest_gradient_of_block(model))
+    elif beside_last:
+        loss = max(loss, beside_last + head.nbytes * head.requires_grad)
     experts = distributed_experts(model) if expert_ranks > 1 else set()
     replicated: set[Tensor] = set(model.replicated_parameters(replicate_quantised))
     ranks: dict[Tensor, int] = dict.fromkeys(model.parameters(), shards)  # over which each one is distributed
     ranks |= dict.fromkeys(experts, expert_ranks) | dict.fromkeys(replicated, 1)
     owned: dict[Tensor, int] = {p: shard_bytes(p, count) for p, count in ranks.items()}
     if optimizer_states is None:
-        states = sum(2 * owned[p] + FP32_BYTES for p in trained)  # AdamW's: two moments and a step count
+        # AdamW's: two moments, the low bits of a bf16 parameter, and a step count.
+        states = sum((3 if p.dtype == torch.bfloat16 else 2) * owned[p] + FP32_BYTES for p in trained)
     else:  # those of some parameters are their part of the trained elements
         total, by_ranks = elements(trained), Counter[int]()
         for parameter in trained:
@@ -244,9 +251,16 @@ def training_memory(
     )
     gradients = sum(owned[p] for p in trained)
     at_end = largest + hidden + arriving + largest_dequantised(model)
-    if step_in_backward:  # those of one block, or behind the last block the embedding's
+    embedding = hidden + gradients_at_embedding(model)  # behind the last block
+    if step_in_backward:  # those of one block are gradients, and there are no others
         gradients = largest_gradients_of_block(model)
-        at_end = max(at_end, largest_gradient_outside(model) - gradients + hidden)
+        at_end = max(at_end, embedding - gradients)
+    elif accumulates:
+        sharded = unsharded_at_end > 0  # FSDP2 adds the shards of a block's gradients at once
+        new = max(sum(owned[p] for p in trained_parameters(block)) for block in model.blocks)
+        at_end = max(at_end + (new if sharded else largest_gradient_of_block(model)), embedding)
+    elif tied := gradient_of_tied_head(model):
+        at_end = max(at_end, embedding - tied)
     not_recomputed = [p for block in model.blocks[checkpointed_blocks:] for p in block.parameters() if p in experts]
     widened = elements(p for p in not_recomputed if p.itemsize != size) * size // expert_ranks
     return TrainingMemory(
@@ -264,6 +278,7 @@ def training_memory(
         offloaded_states=offloaded_states,
         offloaded_inputs=sum(offloaded),
         offloads_every=every,
+        accumulated=gradients if accumulates else 0,
     )
 
 
@@ -284,12 +299,12 @@ def gradient_of_tied_head(model: CausalLM) -> int:
     return head.nbytes if head is model.model.embed_tokens.weight and head.requires_grad else 0
 
 
-def largest_gradient_outside(model: CausalLM) -> int:
-    """Bytes of the largest gradient outside of the blocks, the embedding's as a rule; a tied one has a second, the
-    head's."""
+def gradients_at_embedding(model: CausalLM) -> int:
+    """Bytes of the largest new gradient outside of the blocks, the embedding's as a rule; of a tied one those of the
+    embedding, of the head, and their sum."""
     inside = {id(parameter) for block in model.blocks for parameter in block.parameters()}
     outside = (p.nbytes for p in trained_parameters(model) if id(p) not in inside)
-    return max(outside, default=0) + gradient_of_tied_head(model)
+    return max(outside, default=0) + 2 * gradient_of_tied_head(model)
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:

@@ -27,7 +27,11 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TENS_OF_GIB = pytest.mark.usefixtures("turn")
 
 
-def pytest_configure():
+def pytest_configure(config):
+    """A file that is named runs with its slow tests, unless -m says otherwise."""
+    named = not hasattr(config, "workerinput") and config.args_source == config.ArgsSource.ARGS
+    if named and not any(argument.startswith("-m") for argument in config.invocation_params.args):
+        config.option.markexpr = ""
     if DEVICE == "cpu":
         gc.set_threshold(10_000, 10, 20)  # on a GPU what waits in cycles of references could be GiB
         shorten_compilation()
@@ -45,27 +49,25 @@ def shorten_compilation():
     guards.profile_guard_manager = lambda *_: 0.0  # microseconds, which it logs
 
 
-# Files whose tests start processes, compile, or train. `-m "not slow"` leaves them out: two thirds of the time.
+# Files whose tests start processes, compile, train, or try what other tests notice. Single tests are marked `slow`.
 SLOW = (
-    *("board/test_browser", "board/test_form", "board/test_processes"),
-    *("test_adapters", "test_bench", "test_bench_train_curve", "test_docs", "test_examples", "test_parity"),
-    *("test_recipes", "test_round_trip", "test_sabotage", "test_verify"),
-    *("kernels/test_compiled_kernels", "kernels/test_contracts", "kernels/test_cross_entropy"),
-    *("kernels/test_experts", "kernels/test_expert_updates"),
-    *("gguf/test_families", "gguf/test_training"),
-    *("integrations/test_transformers", "interop/test_generation", "interop/test_trainer", "interop/test_trl"),
-    *("kernels/test_grouped_gemm", "kernels/test_linear_cross_entropy", "kernels/test_linear_divergence"),
-    *("interop/test_exports", "kernels/test_qk_norm_rope", "kernels/test_row_sharding"),
-    *("layers/test_activation_checkpointing", "layers/test_autocast", "layers/test_compile", "layers/test_fused"),
-    *("interop/test_accelerate", "interop/test_distributed_tools", "interop/test_lightning"),
-    *("interop/test_torch_tools", "layers/test_forward"),
-    *("layers/test_moe", "layers/test_saved_bytes", "training/test_against_transformers", "training/test_proof"),
-    *("training/objectives/test_ranks", "training/objectives/test_runs"),
+    *("board/test_browser", "board/test_form", "board/test_processes", "images/test_sabotage"),
+    *("test_adapters", "test_bench", "test_bench_real_models", "test_bench_train_curve", "test_docs", "test_examples"),
+    *("test_recipes", "test_sabotage", "test_verify", "tokenizer/test_template_process", "vision/test_sabotage"),
+    *("gguf/test_families", "gguf/test_training", "kernels/test_compiled_kernels", "kernels/test_row_sharding"),
+    *("real/test_conversion", "real/test_generation", "real/test_logits", "real/test_quantised"),
+    *("real/test_tokenizers", "real/test_training"),
+    *("integrations/test_transformers", "interop/test_accelerate", "interop/test_distributed_tools"),
+    *("interop/test_generation", "interop/test_lightning", "interop/test_torch_tools", "interop/test_trainer"),
+    "interop/test_trl",
+    *("layers/test_activation_checkpointing", "layers/test_compile"),
+    *("training/test_against_transformers", "training/test_proof"),
+    *("training/objectives/test_grpo_steps", "training/objectives/test_ranks", "training/objectives/test_runs"),
     *("stress/test_stress", "training/test_train", "training/test_train_stopped", "training/checkpoints/test_killing"),
-    *("training/checkpoints/test_saving", "training/data/test_embedded_stories", "training/reporting/test_curves"),
-    *("training/reporting/test_loggers", "training/scaling/test_compilation", "training/scaling/test_fsdp"),
-    *("training/scaling/test_lost_ranks", "weights/test_fuzz", "weights/test_sharded_loading"),
+    *("training/reporting/test_curves", "training/scaling/test_compilation", "training/scaling/test_fsdp"),
+    "training/scaling/test_lost_ranks",
 )
+QUICK = "not slow"  # what pyproject.toml selects
 ROOT = Path(__file__).parent
 
 
@@ -74,9 +76,18 @@ def pytest_xdist_auto_num_workers(config):
     return usual_num_workers(config) + 1
 
 
+def is_slow(path):
+    return path.is_relative_to(ROOT) and path.relative_to(ROOT).with_suffix("").as_posix() in SLOW
+
+
+def pytest_ignore_collect(collection_path, config):
+    """The quick suite does not import slow files, whose libraries take each worker half a minute."""
+    return True if config.option.markexpr == QUICK and is_slow(collection_path) else None
+
+
 def pytest_collection_modifyitems(items):
     for item in items:
-        if item.path.relative_to(ROOT).with_suffix("").as_posix() in SLOW:
+        if is_slow(item.path):
             item.add_marker(pytest.mark.slow)
     if torch.cuda.is_available():
         return

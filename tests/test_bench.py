@@ -407,7 +407,7 @@ def test_the_training_step_chart_takes_the_newest_report_with_every_provider_and
     for date, providers in (
         ("2026-01-02T03:04:05", plot.STEP_PROVIDERS),
         ("2026-01-03T00:00:00", plot.STEP_PROVIDERS),
-        ("2026-01-04T00:00:00", plot.STEP_PROVIDERS[1:]),
+        ("2026-01-04T00:00:00", list(plot.STEP_PROVIDERS)[1:]),
     ):
         results.save(tmp_path, "train-step", report(date, providers))
     chosen = plot.training_step_report(tmp_path)

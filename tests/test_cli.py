@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from unittest.mock import Mock
 
 import pytest
 import tokenizers
@@ -17,7 +18,7 @@ from tokenizers.pre_tokenizers import Whitespace
 
 import ligermodels
 from ligermodels import memory
-from ligermodels.cli import generate, info, main
+from ligermodels.cli import generate_text, info_report, main
 from ligermodels.hub.description import architecture_lines
 from ligermodels.units import memory_size
 from ligermodels.weights.files import tensor_hashes
@@ -332,7 +333,7 @@ def test_an_interrupt_is_one_line_and_exits_with_130(folder, capsys, monkeypatch
     def interrupted(*args, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(generate, "engine_for", interrupted)
+    monkeypatch.setattr(generate_text, "engine_for", interrupted)
     assert main(["generate", str(folder), "--prompt", "w5", "--device", "cpu"]) == 130
     assert capsys.readouterr().err == "ligermodels: interrupted\n"
 
@@ -399,14 +400,14 @@ def test_host_memory_that_the_system_does_not_give_is_one_line(allocate, monkeyp
     def describe(*_, **__):
         next(allocate())
 
-    monkeypatch.setattr(info, "describe", describe)
+    monkeypatch.setattr(info_report, "describe", describe)
     error = error_line(["info", "qwen2:tiny"], capsys)
     assert error.startswith("ligermodels: out of memory on the host; take a smaller batch, prompt or dtype; ")
 
 
 def test_another_error_is_a_bug_and_keeps_its_traceback(monkeypatch):
     for error in (RuntimeError("broken"), OSError(13, "Permission denied")):
-        monkeypatch.setattr(info, "describe", lambda *_, error=error, **__: (_ for _ in ()).throw(error).send(None))
+        monkeypatch.setattr(info_report, "describe", Mock(side_effect=error))
         with pytest.raises(type(error)):
             main(["info", "qwen2:tiny"])
 

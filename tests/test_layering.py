@@ -3,9 +3,14 @@
 import ast
 from collections import defaultdict
 from graphlib import TopologicalSorter
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
+
 import ligermodels
+from ligermodels.lazy_names import names_of_stub
 
 PACKAGE = Path(ligermodels.__file__).parent
 # The rooms from the lowest floor up: a file imports its own room and those below it, as far as they are listed.
@@ -14,6 +19,7 @@ MAY_IMPORT = {
     "units": set(),
     "aliases": set(),
     "pictures": set(),
+    "lazy_names": set(),
     "distributed": {"errors"},
     "kernels": {"losses"},  # a fused op's reference is the loss of the logits
     "losses": {"errors"},
@@ -21,19 +27,19 @@ MAY_IMPORT = {
     "nn": {"kernels", "ops"},
     "configs": {"errors"},
     "weights": {"errors", "distributed", "configs", "kernels"},  # how stored numbers are decoded
-    "generation": {"errors", "units", "configs", "kernels", "weights"},
+    "generation": {"errors", "units", "lazy_names", "configs", "kernels", "weights"},
     "layers": {"errors", "configs", "kernels", "weights", "generation"},
     "image_memory": {"configs", "layers"},
     "block_memory": {"kernels", "layers"},
     "head_memory": {"kernels"},
     "memory": {"configs", "layers", "generation", "weights", "image_memory", "block_memory", "head_memory"},
     "architectures": {"configs", "layers", "weights"},
-    "tokenizer": {"errors", "weights"},
+    "tokenizer": {"errors", "lazy_names", "weights"},
     "images": {"errors", "weights", "tokenizer"},
-    "hub": {"errors", "units", "architectures", "configs", "layers", "weights", "tokenizer", "images"},
+    "hub": {"errors", "units", "lazy_names", "architectures", "configs", "layers", "weights", "tokenizer", "images"},
     "training": {
         *("errors", "units", "distributed", "kernels", "layers", "architectures", "weights", "hub", "generation"),
-        *("tokenizer", "images", "memory", "aliases", "losses", "pictures"),
+        *("tokenizer", "images", "memory", "aliases", "losses", "pictures", "lazy_names"),
     },
     "verify": {"errors", "pictures", "configs", "layers", "weights", "hub", "generation", "tokenizer"},
     "board": {"errors", "aliases", "hub", "generation", "layers", "tokenizer", "training", "weights"},
@@ -54,7 +60,7 @@ MAY_IMPORT = {
     },
     "integrations": {"errors", "distributed", "architectures", "generation", "hub", "layers", "weights"},
     "__main__": {"cli"},
-    "__init__": set(),
+    "__init__": {"lazy_names"},
 }
 
 
@@ -157,8 +163,13 @@ def test_a_name_has_one_meaning():
     assert not {name: sorted(files) for name, files in places.items() if len(files - face) > 1}
 
 
-def test_type_checkers_see_the_names_that_the_package_imports_on_first_use():
-    stub = ast.parse((PACKAGE / "__init__.pyi").read_text())
-    seen = {alias.name: node.module for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names}
-    homes = {name: f"ligermodels.{home}" for name, home in ligermodels.HOMES.items()}
-    assert seen == homes | dict.fromkeys(ligermodels.MODULES, "ligermodels")
+@pytest.mark.parametrize("stub", sorted(PACKAGE.rglob("__init__.pyi")), ids=lambda stub: stub.parent.name)
+def test_a_package_has_the_names_of_its_stub(stub):
+    package = import_module(".".join(stub.parent.relative_to(PACKAGE.parent).parts))
+    names = names_of_stub(package.__file__)
+    assert names and {*names} <= {*dir(package)}
+    assert all(callable(getattr(package, name)) or home == package.__name__ for name, home in names.items())
+    # Importing a submodule makes it an attribute of its package, in place of the name.
+    assert not [n for n, home in names.items() if home != package.__name__ and find_spec(f"{package.__name__}.{n}")]
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        package.nothing  # noqa: B018

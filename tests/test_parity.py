@@ -13,6 +13,7 @@ from tests.conftest import DEVICE
 from tests.kernels.error_budget import relative_error
 from tests.parity import FP32_FACTOR, HALF, check_half_precision, moved, reference_results, results
 from tests.reference_model import labels_of, prompt_of, save_reference, tokens
+from tests.suites import of_families, quick
 
 VANISHING = 1e-12  # gradients that are smaller in fp64 are 0, and rounding is left of them
 FEW_NUMBERS = 16  # the reference's error of fewer may be tiny by chance: they are allowed that of a typical tensor
@@ -24,6 +25,7 @@ ON_KERNELS = [
     "phi3-longrope-partial", "granite", "mixtral", "qwen2_moe-mlp-only-layers", "gpt_oss", "qwen3_5_text", "qwen3_5",
     "qwen3_next", "deepseek_v3", "lfm2", "gemma4_text-moe", "granitemoehybrid",
 ]  # fmt: skip
+ON_FEW_KERNELS = ["llama", "gemma2", "mixtral", "qwen3_next", "deepseek_v3", "granitemoehybrid"]
 # Every kind of norm, QK-norm, RoPE and experts. Every token uses all experts: otherwise rounding can flip the choice
 # between two nearly equal experts, an error that cannot be bounded.
 IN_HALF_PRECISION = [
@@ -36,15 +38,16 @@ IN_HALF_PRECISION = [
     "deepseek_v3-every-expert", "glm4_moe_lite-every-expert", "gemma4_text", "gemma4_text-keys-are-values",
     "gemma4_text-every-expert",
 ]  # fmt: skip
+FEW_IN_HALF_PRECISION = ["llama-attention-bias", "gemma2", "gpt_oss-every-expert", "qwen3_5", "granitemoehybrid-dense"]
 GENERATING = [
-    *(name for name in CASES if "-" not in name), "llama-rope-llama3", "llama-tied", "qwen2-sliding",
+    *of_families(CASES), "llama-rope-llama3", "llama-tied", "qwen2-sliding",
     "qwen2-layer-types", "qwen3-sliding", "mistral-no-window", "mixtral-window", "qwen2_moe-sliding",
     "qwen3_moe-sliding", "phi3-window", "smollm3-sliding", "olmo3-rope-yarn", "gemma2-untied", "gemma3_text-untied",
     "deepseek_v3-no-query-latent", "deepseek_v3-rope-yarn", "gemma4_text-own-keys", "gemma4_text-keys-are-values",
     "gemma4_text-moe", "granitemoehybrid-groups",
 ]  # fmt: skip
 PACKED = [
-    *(name for name in CASES if "-" not in name), "llama-tied", "qwen2-sliding", "smollm3-sliding", "olmo3-rope-yarn",
+    *of_families(CASES), "llama-tied", "qwen2-sliding", "smollm3-sliding", "olmo3-rope-yarn",
     "phi3-window",
 ]  # fmt: skip
 
@@ -82,14 +85,14 @@ def test_fp32_results_equal_those_of_the_reference(name):
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("name", ON_KERNELS)
+@pytest.mark.parametrize("name", quick(ON_KERNELS, ON_FEW_KERNELS))
 def test_fp32_results_of_the_kernels_equal_those_of_the_reference(name):
     # The interpreter runs one program after another, most of them for one token. LongRoPE changes behind 20.
     check_parity(name, length=23 if DEVICE == "cuda" or "longrope" in name else 10)
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("name", IN_HALF_PRECISION)
+@pytest.mark.parametrize("name", quick(IN_HALF_PRECISION, FEW_IN_HALF_PRECISION))
 def test_half_precision_is_within_the_error_budget(name, tmp_path):
     reference = save_reference(CASES[name], tmp_path)
     model = ligermodels.load(tmp_path, dtype=HALF, device=DEVICE)
@@ -106,7 +109,7 @@ def continued(reference, prompt, count, use_cache=True):
     return reference.generate(row, attention_mask=every, **options)[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("name", GENERATING)
+@pytest.mark.parametrize("name", quick(GENERATING, of_families(GENERATING)))
 def test_greedy_generation_gives_the_tokens_of_the_reference(name, tmp_path):
     """Prompts longer and shorter than the window, in one batch; the reference runs them separately."""
     reference = save_reference(CASES[name], tmp_path)
@@ -132,7 +135,7 @@ def test_generation_is_right_across_the_length_where_rope_frequencies_change(nam
     assert ligermodels.generate(model, [prompt], max_new_tokens=12, stop_tokens=()) == [truth]
 
 
-@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("name", quick(PACKED, of_families(PACKED)))
 def test_packed_documents_give_the_results_of_separate_runs(name):
     model = ligermodels.create(CASES[name], device=DEVICE)
     with torch.no_grad():

@@ -17,6 +17,7 @@ from ligermodels.errors import (
     silence_closed_stdout,
 )
 
+SPINS = "1000"  # some microseconds: most threads of a short operation arrive within them
 INTERRUPTED = 130  # the exit status that a shell reports for SIGINT
 # Command -> its file. Only the file of the given command is imported: `list` does not wait for torch.
 COMMANDS = {
@@ -33,6 +34,7 @@ COMMANDS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status: 2, after one line on stderr, for invalid input."""
     prepare_streams()
+    wait_without_spinning()
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         args = build_parser(COMMANDS.keys() & set(arguments[:1]) or COMMANDS).parse_command(arguments)
@@ -84,6 +86,17 @@ def prepare_streams() -> None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # of characters that its encoding does not have
+
+
+def wait_without_spinning() -> None:
+    """Lets threads of OpenMP sleep while they wait for each other, unless the environment says how they wait.
+
+    OpenMP reads it when torch is imported. By default they spin for milliseconds: beside another busy process they then
+    keep the core that the thread they wait for needs, and training takes ten times as long.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # of GCC's library, in torch's wheels
+        os.environ.setdefault("KMP_BLOCKTIME", "0")  # milliseconds, of Intel's
 
 
 def can_print() -> bool:

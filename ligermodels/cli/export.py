@@ -16,13 +16,11 @@ from ligermodels.cli.parsing import (
     resolve_model,
 )
 from ligermodels.errors import InputError
-from ligermodels.hub.gguf import refuse_target
-from ligermodels.tokenizer.files import has_tokenizer
+from ligermodels.hub.names import refuse_mistyped
 from ligermodels.units import byte_size, counted
-from ligermodels.weights.exporting import EXPORTED_FILES, MAX_SHARD_SIZE, replace_tokenizer, size_in_bytes
 from ligermodels.weights.gguf.finding import SUFFIX, is_gguf
-from ligermodels.weights.gguf.writing import GGUF_TYPES
-from ligermodels.weights.writing import refuse_in_use
+from ligermodels.weights.gguf.types import GGUF_TYPES
+from ligermodels.weights.shard_size import MAX_SHARD_SIZE, size_in_bytes
 
 
 def add_to(commands: Commands) -> None:
@@ -44,7 +42,7 @@ def add_to(commands: Commands) -> None:
     parser.add_argument(
         "--gguf-type",
         choices=GGUF_TYPES,
-        help=f"of the matrices of a {SUFFIX} file (default: that of the stored dtype)",
+        help=f"of the matrices of a {SUFFIX} file (default: by the stored dtype)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace the model that is in the output")
     add_adapter(parser, "to merge into the weights")
@@ -64,6 +62,9 @@ def export_to_gguf(args: argparse.Namespace) -> None:
     given = [flag for flag, value in unused.items() if value is not None]
     if given:
         raise InputError(f"{given[0]} is for folders; --gguf-type says how the matrices of {args.output} are written")
+    refuse_mistyped(args.source)
+    from ligermodels.hub.gguf import refuse_target
+
     refuse_target(args.output, args.overwrite)  # before the weights are read
     folder, adapter = resolve_model(args.source, args)
     tokenizer = hub.load_tokenizer(folder, adapter=adapter)
@@ -78,8 +79,13 @@ def export_to_folder(args: argparse.Namespace) -> None:
     if args.quantize and args.dtype is not None:
         raise InputError("--quantize and --dtype both say how weights are written; leave one out")
     shard_size = args.max_shard_size or MAX_SHARD_SIZE
-    refuse_in_use(args.output.absolute(), EXPORTED_FILES if args.overwrite else ())  # before the weights are read
     size_in_bytes(shard_size)
+    refuse_mistyped(args.source)
+    from ligermodels.tokenizer.files import has_tokenizer
+    from ligermodels.weights.exporting import EXPORTED_FILES, replace_tokenizer
+    from ligermodels.weights.writing import refuse_in_use
+
+    refuse_in_use(args.output.absolute(), EXPORTED_FILES if args.overwrite else ())  # before the weights are read
     folder, adapter = resolve_model(args.source, args)
     if args.quantize and adapter:
         raise InputError(

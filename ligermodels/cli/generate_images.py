@@ -11,8 +11,6 @@ from ligermodels.images.inputs import Processor, image_tokens, refuse_image_toke
 from ligermodels.images.prefixes import PREFIX_END
 from ligermodels.tokenizer import Tokenizer
 
-IMAGE_COMMAND = "/image"  # begins a line that names an image of the next message
-
 
 class PromptInputs(NamedTuple):
     """images: the pixel inputs, under the names of a model's arguments; None for none. end: text that was put behind

@@ -1,9 +1,9 @@
-"""`ligermodels list`: lists the architectures and their presets with numbers of parameters. Imports no torch."""
+"""`ligermodels list`: lists the architectures and their presets with numbers of parameters."""
 
 import argparse
-from importlib.resources import files
 
 from ligermodels.cli.flags import Commands, add_command
+from ligermodels.hub.names import architecture_list
 
 
 def add_to(commands: Commands) -> None:
@@ -12,8 +12,3 @@ def add_to(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> None:
     print(architecture_list(), end="")
-
-
-def architecture_list() -> str:
-    """One line per architecture: its presets with their numbers of parameters, as `hub.description` computes them."""
-    return files("ligermodels").joinpath("hub", "architectures.txt").read_text(encoding="utf-8")

@@ -1,16 +1,22 @@
-"""Options that several commands have, and loading the model that they name."""
+"""Options that several commands have, and loading the model that they name.
+
+Torch is imported where a command runs, not where its flags are declared: help and errors of usage do not wait for it.
+"""
 
 import argparse
+import re
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from ligermodels import hub
-from ligermodels.errors import printable
-from ligermodels.layers.decoder import CausalLM
-from ligermodels.layers.quantising import FORMATS
+from ligermodels.configs.quantisation import FORMATS
+from ligermodels.errors import InputError, printable
 from ligermodels.units import counted
+
+if TYPE_CHECKING:
+    import torch
+
+    from ligermodels.layers.decoder import CausalLM
 
 DTYPE_CHOICES = ("float32", "bfloat16", "float16")
 
@@ -21,20 +27,25 @@ def print_line(line: str) -> None:
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
-    """Adds --device."""
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", type=parse_device, default=default, help="device to run on")
+    """Adds --device, which `chosen_device` reads."""
+    parser.add_argument("--device", type=parse_device, help="device to run on (default: a GPU if there is one)")
 
 
-def parse_device(text: str) -> torch.device:
-    """A device that this machine has."""
-    try:
-        device = torch.device(text)
-    except RuntimeError:
-        raise argparse.ArgumentTypeError(f"is {text!r}; must be cpu, cuda or cuda:NUMBER") from None
+def parse_device(text: str) -> str:
+    if not re.fullmatch(r"cpu|cuda(:\d{1,4})?", text):
+        raise argparse.ArgumentTypeError(f"is {text!r}; must be cpu, cuda or cuda:NUMBER")
+    return text
+
+
+def chosen_device(args: argparse.Namespace) -> "torch.device":
+    """The device of --device. Raises InputError for a GPU that this machine does not have."""
+    import torch
+
+    device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise argparse.ArgumentTypeError(
-            f"is {text!r}, but torch {torch.__version__} sees {counted(torch.cuda.device_count(), 'GPU')}; use cpu"
+        raise InputError(
+            f"--device: is {args.device!r}, but torch {torch.__version__} sees "
+            f"{counted(torch.cuda.device_count(), 'GPU')}; use cpu"
         )
     return device
 
@@ -58,7 +69,7 @@ def resolve_model(model: str, args: argparse.Namespace) -> tuple[Path, Path | No
     return hub.resolve_with_adapter(model, args.adapter, revision=args.revision, remedy=remedy)
 
 
-def load_with_adapter(model: Path, adapter: Path | None, **options: Any) -> CausalLM:
+def load_with_adapter(model: Path, adapter: Path | None, **options: Any) -> "CausalLM":
     """Loads the model of a folder, and the adapter in another. Raises InputError."""
     loaded = hub.load(model, **options)
     if adapter:
@@ -67,7 +78,7 @@ def load_with_adapter(model: Path, adapter: Path | None, **options: Any) -> Caus
 
 
 def add_dtype(parser: argparse.ArgumentParser, meaning: str) -> None:
-    """Adds --dtype. meaning: its help."""
+    """Adds --dtype, the name of a dtype. meaning: its help."""
     parser.add_argument("--dtype", type=parse_dtype, metavar="{" + ",".join(DTYPE_CHOICES) + "}", help=meaning)
 
 
@@ -76,8 +87,7 @@ def add_quantize(parser: argparse.ArgumentParser, meaning: str) -> None:
     parser.add_argument("--quantize", choices=FORMATS, help=meaning)
 
 
-def parse_dtype(name: str) -> torch.dtype:
-    """The torch dtype of a name in DTYPE_CHOICES."""
+def parse_dtype(name: str) -> str:
     if name not in DTYPE_CHOICES:
         raise argparse.ArgumentTypeError(f"invalid choice: {name!r} (choose from {', '.join(DTYPE_CHOICES)})")
-    return getattr(torch, name)
+    return name

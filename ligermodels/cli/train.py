@@ -1,18 +1,18 @@
 """`ligermodels train`: one training run. Its flags are the fields of TrainConfig and override a settings file."""
 
 import argparse
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import Field
 from pathlib import Path
 from typing import Any
 
-from ligermodels import distributed
 from ligermodels.aliases import TRAIN_ALIASES, flag_of
 from ligermodels.cli.flags import NAMES_OF_VALUES, UNUSABLE_INPUT, Commands
-from ligermodels.cli.listing import architecture_list
 from ligermodels.errors import InputError
-from ligermodels.training import plan, train
+from ligermodels.hub.names import architecture_list
 from ligermodels.training.config import FIELDS, TrainConfig, type_of
+from ligermodels.training.runs.contradictions import refuse_contradictions
 from ligermodels.training.runs.settings import config_from_file, config_of_run
 from ligermodels.training.setting_fields import help_text
 from ligermodels.training.setting_values import choices_of, parsed_item
@@ -61,7 +61,7 @@ def flag_options(field: Field) -> dict[str, Any]:
         "metavar": field.metadata["metavar"] or names_of(choices) or NAMES_OF_VALUES.get(kind, field.name.upper()),
     }  # fmt: skip
     if several:
-        options["nargs"] = "*" if field.default == () else "+"
+        options["nargs"] = "*" if field.metadata["may_be_empty"] else "+"
     if kind is bool and not field.default:
         options |= {"nargs": "?", "const": True}
     return options
@@ -87,10 +87,27 @@ def run(args: argparse.Namespace) -> int | None:
         return None
     try:
         config = config_from_flags(args)
-        if args.dry_run:
-            print_plan(config)
-        else:
+        if config.adapter is None:  # which may name the model
+            refuse_contradictions(config)
+    except InputError:
+        if os.environ.get("RANK", "0") == "0":
+            raise
+        return UNUSABLE_INPUT  # a rank of torchrun, of which the first reports the error
+    return make_run(config, args.dry_run)
+
+
+def make_run(config: TrainConfig, dry_run: bool) -> int | None:
+    """Trains, or prints the plan. Returns the exit status of a rank whose error another one reports."""
+    from ligermodels import distributed  # imports torch, as training does
+    from ligermodels.training import plan, train
+
+    try:
+        if not dry_run:
             train(config)
+            return None
+        text = plan(config).text()
+        if distributed.is_first():
+            print(text)
     except InputError:
         if distributed.first_to_fail():
             raise
@@ -115,9 +132,3 @@ def config_from_flags(args: argparse.Namespace) -> TrainConfig:
         if value == [] and choices:  # meant as a switch; there is no file whose list it would replace
             raise InputError(f"{flag_of(name)}: is given without a value; give {' or '.join(choices)}, or leave it out")
     return TrainConfig(**given)
-
-
-def print_plan(config: TrainConfig) -> None:
-    text = plan(config).text()
-    if distributed.is_first():
-        print(text)

@@ -4,7 +4,8 @@ import argparse
 from pathlib import Path
 
 from ligermodels.cli.flags import Commands, add_command, positive
-from ligermodels.cli.parsing import add_device, print_line
+from ligermodels.cli.parsing import add_device, chosen_device, print_line
+from ligermodels.hub.names import refuse_mistyped
 
 
 def add_to(commands: Commands) -> None:
@@ -19,9 +20,10 @@ def add_to(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    refuse_mistyped(args.model)
     from ligermodels.verify import verify  # no other command needs it
 
-    certificate = verify(args.model, args.output, device=args.device, new_tokens=args.tokens)
+    certificate = verify(args.model, args.output, device=str(chosen_device(args)), new_tokens=args.tokens)
     for check in certificate.checks:
         print_line(f"{check.outcome:8} {check.name}: {check.result}")
     for subject, line in certificate.scope.items():

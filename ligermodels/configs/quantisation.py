@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from ligermodels.errors import ConfigError
 
+FORMATS = ("nf4", "fp8", "mxfp4")  # in which a model keeps quantised weights
 FIELD = "quantization_config"
 BITSANDBYTES = {
     "load_in_4bit": (True,),

@@ -1,8 +1,5 @@
-"""Text generation with a paged key-value cache. Must not know files, training or any model family."""
+"""Text generation with a paged key-value cache."""
 
-from ligermodels.generation.decoding import generate, stream
-from ligermodels.generation.engine import Engine
-from ligermodels.generation.requests import GeneratedSample
-from ligermodels.generation.sampling import Sampling
+from ligermodels.lazy_names import import_on_first_use
 
-__all__ = ["Engine", "GeneratedSample", "Sampling", "generate", "stream"]
+__getattr__, __dir__, __all__ = import_on_first_use(__name__, __file__)

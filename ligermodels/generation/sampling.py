@@ -6,8 +6,6 @@ from functools import cached_property
 from numbers import Integral, Real
 from typing import Any, NamedTuple, TypedDict
 
-import torch
-
 from ligermodels.errors import InputError
 
 
@@ -123,7 +121,11 @@ class SamplingOptions:
 
     def resolved_seed(self) -> int:
         """The seed, or else a new one of torch's default generator, which torch.manual_seed makes reproducible."""
-        return int(torch.randint(2**63 - 1, ())) if self.seed is None else int(self.seed)
+        if self.seed is not None:
+            return int(self.seed)
+        import torch  # not to read options, as command lines do
+
+        return int(torch.randint(2**63 - 1, ()))
 
 
 def check_option(name: str, value: Any) -> None:

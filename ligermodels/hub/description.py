@@ -10,7 +10,8 @@ import torch
 from ligermodels.architectures import ARCHITECTURES
 from ligermodels.errors import HubError
 from ligermodels.hub import models
-from ligermodels.hub.download import indexed_files, local_folder, weight_sizes
+from ligermodels.hub.download import indexed_files, weight_sizes
+from ligermodels.hub.names import local_folder
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.units import parameter_count
 from ligermodels.weights.config_file import CONFIG_FILE, DTYPE_KEYS, read_config

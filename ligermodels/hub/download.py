@@ -18,14 +18,12 @@ from huggingface_hub import HfApi, constants, errors, get_token, snapshot_downlo
 from tqdm import tqdm
 
 from ligermodels.errors import HubError, InputError, first_line
-from ligermodels.hub.known_models import nearest_model
+from ligermodels.hub.names import local_folder, suggestion
 from ligermodels.weights.adapter_config import ADAPTER_CONFIG_FILE
 from ligermodels.weights.adapters import ADAPTER_FILE
 from ligermodels.weights.config_file import CONFIG_FILE, GENERATION_CONFIG_FILE
 from ligermodels.weights.exporting import COPIED_FILES, TOKENIZER_FILES
 from ligermodels.weights.files import INDEX_FILE, SINGLE_FILE, read_weight_map, shortened
-from ligermodels.weights.gguf.finding import gguf_files, is_gguf
-from ligermodels.weights.gguf.folder import gguf_folder
 
 # All files except weights: those that a model is built from, those that an export copies, and the one that shows that a
 # repository has an adapter.
@@ -42,41 +40,6 @@ class SilentProgress(tqdm):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs | {"disable": True})
-
-
-def local_folder(name_or_folder: str | Path, revision: str | None) -> Path | None:
-    """The local folder, or None if the name may be a Hub id. A GGUF file is the folder that shows it.
-
-    Raises HubError if it can be neither, or if a revision of a local folder is requested. A Path is never a Hub id. A
-    string that looks like a path, such as ./model, is refused later by huggingface_hub, before it contacts the Hub.
-    """
-    folder = os.path.expanduser(name_or_folder)
-    if os.path.exists(folder):  # unlike Path.exists, this returns False for invalid paths
-        if revision:
-            kind = "folder" if os.path.isdir(folder) else "file"
-            raise HubError(f"{folder}: is a {kind} and has no revision {revision!r}; leave it out, or pass a Hub id")
-        return shown_folder(Path(folder))
-    name = str(name_or_folder)
-    if "://" in name:
-        raise HubError(f"{name}: is a URL; pass the Hub name instead, such as 'owner/model'")
-    if isinstance(name_or_folder, Path):
-        raise HubError(f"{name}: is neither a folder nor a Hub name such as 'owner/model'{suggestion(name, ())}")
-    return None
-
-
-def shown_folder(path: Path) -> Path:
-    """A folder itself; one that has only a GGUF file, or such a file, as the folder that shows it.
-
-    Raises HubError for another file, CheckpointError for a GGUF file that is damaged or not supported.
-    """
-    if not path.is_dir():
-        if not is_gguf(path):
-            raise HubError(f"{path}: is a file; pass the folder that contains it, or a .gguf file")
-        return gguf_folder(path)
-    if any((path / name).exists() for name in (CONFIG_FILE, ADAPTER_CONFIG_FILE, SINGLE_FILE, INDEX_FILE)):
-        return path
-    files = gguf_files(path)
-    return gguf_folder(files[0]) if files else path
 
 
 def fetch_files(
@@ -277,13 +240,6 @@ def not_cached(error: Exception, revision: str | None, missing: str) -> str:
         missing = f"all of it: {first_line(error)}"  # this error lists the files
     what = missing or f"revision {revision or constants.DEFAULT_REVISION!r}"
     return f"{why}, and the cache {constants.HF_HUB_CACHE} does not hold {what}; {remedy}, or pass a folder"
-
-
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """The end of an error message: the most similar known name, or folder beside the path `name`, if any is similar."""
-    beside = [str(path) for path in Path(os.path.expanduser(name)).parent.glob("*") if os.path.isdir(path)]
-    meant = nearest_model(name, [*beside, *known])
-    return f"; did you mean {meant!r}?" if meant and meant != name else ""
 
 
 def hub_page(name: str) -> str:

@@ -40,7 +40,7 @@ def export_gguf(
     """
     file = Path(file).expanduser().absolute()
     refuse_target(file, overwrite)
-    parts = tokenizer_parts(tokenizer or tokenizer_of_source(model))
+    parts = tokenizer_parts(tokenizer or stored_tokenizer(model))
     planned = prepare_gguf(model, file, known_type(gguf_type, model.dtype), parts, end_ids_of(model))
     tensors = hub_weights(model, torch.float32, planned.rules)
     sharded = any(isinstance(tensor, DTensor) for tensor in model.stored_tensors().values())
@@ -60,7 +60,7 @@ def refuse_target(file: Path, overwrite: bool) -> None:
         raise CheckpointError(f"{file}: exists; export to another file, or overwrite it")
 
 
-def tokenizer_of_source(model: CausalLM) -> Tokenizer:
+def stored_tokenizer(model: CausalLM) -> Tokenizer:
     """The tokenizer of the folder that a model was loaded from. Raises InputError if there is none."""
     if model.source is None or not has_tokenizer(model.source):
         raise InputError(f"{model.source or 'the model'}: has no tokenizer, which a GGUF file needs; pass one")

@@ -9,7 +9,7 @@ from ligermodels.weights.files import shortened
 from ligermodels.weights.gguf.finding import is_gguf, names_of_parts
 from ligermodels.weights.gguf.folder import gguf_folder
 
-VISION_TOWER = "mmproj"  # in the names of files that have a vision tower alone
+TOWER_FILES = "mmproj"  # in the names of files that have a vision tower alone
 
 
 def hub_gguf(name: str, revision: str | None, token: str | None) -> Path | None:
@@ -42,7 +42,7 @@ def find_gguf(repository: str, wanted: str, revision: str | None, token: str | N
 def gguf_names(repository: str, revision: str | None, token: str | None) -> list[str]:
     """The GGUF models in the root of a repository, each by its first part."""
     files = [
-        file for file in list_files(repository, revision, token) if is_gguf(Path(file)) and VISION_TOWER not in file
+        file for file in list_files(repository, revision, token) if is_gguf(Path(file)) and TOWER_FILES not in file
     ]
     return sorted({names_of_parts(file)[0] for file in files})
 

@@ -17,9 +17,10 @@ from ligermodels.configs.base import Config
 from ligermodels.configs.parts import check_objects
 from ligermodels.configs.quantisation import scheme_of
 from ligermodels.errors import CheckpointError, HubError, InputError, suggest
-from ligermodels.hub.download import MODEL_FILES, adapter_folder, fetch_files, fetch_weights, hub_errors, local_folder
+from ligermodels.hub.download import MODEL_FILES, adapter_folder, fetch_files, fetch_weights, hub_errors
 from ligermodels.hub.gguf_files import gguf_names, hub_gguf
 from ligermodels.hub.known_models import KNOWN_MODELS
+from ligermodels.hub.names import local_folder
 from ligermodels.images.inputs import Processor
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.initialization import NoInitialization
@@ -29,7 +30,7 @@ from ligermodels.tokenizer import Tokenizer, check_vocabulary
 from ligermodels.tokenizer.files import has_tokenizer
 from ligermodels.weights.adapter_config import ADAPTER_CONFIG_FILE
 from ligermodels.weights.config_file import CONFIG_FILE, read_config, read_generation_config
-from ligermodels.weights.exporting import MAX_SHARD_SIZE, export_weights
+from ligermodels.weights.exporting import export_weights
 from ligermodels.weights.files import open_checkpoint, shortened
 from ligermodels.weights.gguf.folder import shown_file
 from ligermodels.weights.loading import (
@@ -40,14 +41,10 @@ from ligermodels.weights.loading import (
     most_common_dtype,
     plan_loading,
 )
+from ligermodels.weights.shard_size import MAX_SHARD_SIZE
 from ligermodels.weights.stored import Checkpoint
 
 MIN_TENSORS_PER_LAYER = 4  # in any layout: a norm, the input and output of attention, a feed-forward layer
-
-
-def list_architectures() -> list[str]:
-    """The supported values of config.json's model_type."""
-    return sorted(ARCHITECTURES)
 
 
 def load(
@@ -243,7 +240,7 @@ def select_architecture(
     origin: names the configuration in errors. reward_model: as for `create`.
     """
     model_type = raw.get("model_type")
-    if model_type not in list_architectures():
+    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         raise HubError(f"{origin}: model_type {model_type!r} is not supported{suggest(str(model_type), ARCHITECTURES)}")
     check_objects(raw)
     architecture = ARCHITECTURES[model_type].of_config(raw)

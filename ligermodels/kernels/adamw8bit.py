@@ -5,10 +5,9 @@ is scale · map[code], code the nearest of 256: seven decades, of which each has
 equal distances; 0; and 1. Signed for m, unsigned for v, which has twice the values in a decade. But no v is rounded to
 0: where the next gradients are small, m / (0 + eps) would be a step of hundreds of learning rates.
 param, grad: fp32, bf16 or fp16 each; exp_avg, exp_avg_sq: uint8, in the same shape; their scales: fp32, one a block.
-Computed in fp32. Reads four tensors and writes three, 10 bytes an element in bf16, and 16 of scales a block: bound by
-memory bandwidth. A code is decoded by a lookup, and encoded without one: lookups and logarithms would take longer than
-memory does.
-Must not know which parameters are quantised, nor who counts the steps.
+Computed in fp32. Reads four tensors and writes three, 10 bytes an element in bf16, 14 with low_bits, and 16 of scales a
+block: bound by memory bandwidth. A code is decoded by a lookup, and encoded without one: lookups and logarithms would
+take longer than memory does.
 Method: Dettmers et al. 2021, https://arxiv.org/abs/2110.02861; map and blocks as in torchao.optim.AdamW8bit.
 """
 
@@ -23,14 +22,16 @@ from ligermodels.kernels.adamw import ADAMW_DTYPES, bias_correction, log_of_beta
 from ligermodels.kernels.dispatch import register_op, runs_kernels, widen
 from ligermodels.kernels.launch import cdiv, kernel, multiprocessors
 from ligermodels.kernels.param_rounding import (
-    KAHAN,
+    EXACT,
     STOCHASTIC,
     check_rounding,
+    join_master,
+    master_reference,
     mode_of,
     random_words,
     round_param_reference,
     round_stochastically,
-    round_to_nearest,
+    split_master,
 )
 
 DECADES = 7  # from 1e-7 to 1
@@ -78,17 +79,15 @@ def adamw8bit_reference(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_scale: Tensor, exp_avg_sq: Tensor, exp_avg_sq_scale: Tensor,
     lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
     step: Tensor, grad_scale: Tensor | None = None, found_inf: Tensor | None = None,
-    compensation: Tensor | None = None, seed: int | None = None, stream: int = 0, first: int = 0,
+    low_bits: Tensor | None = None, seed: int | None = None, stream: int = 0, first: int = 0,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Returns the updated (param, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale), and the compensation."""
-    tensors = param, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale, compensation
+    """Returns the updated (param, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale), and low_bits if there are."""
+    tensors = param, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale, low_bits
     old = tuple(x for x in tensors if x is not None)
     blocks = exp_avg_scale.numel()
     if not blocks:
         return tuple(x.clone() for x in old)
-    p, g = (widen(x).reshape(blocks, -1) for x in (param, grad))
-    if compensation is not None:
-        p = p + widen(compensation).reshape(blocks, -1)
+    p, g = (x.reshape(blocks, -1) for x in (master_reference(param, low_bits), widen(grad)))
     if grad_scale is not None:
         g = g / grad_scale
     m = decode_reference(exp_avg.reshape(blocks, -1), exp_avg_scale.reshape(-1, 1), True).to(g.dtype).lerp(g, 1 - beta1)
@@ -97,8 +96,8 @@ def adamw8bit_reference(
     count = step.double()
     corrections = [(1 - beta**count).to(p.dtype) for beta in (beta1, beta2)]
     p = p - lr * weight_decay * p - lr * (m / corrections[0]) / (v.sqrt() / corrections[1].sqrt() + eps)
-    p, left_over = round_param_reference(p.view(param.shape), param.dtype, step, compensation, seed, stream, first)
-    updated = p, *encode_reference(m, signed=True), *encode_reference(v, signed=False), left_over
+    p, low = round_param_reference(p.view(param.shape), param.dtype, step, low_bits, seed, stream, first)
+    updated = p, *encode_reference(m, signed=True), *encode_reference(v, signed=False), low
     new = [x for x in updated if x is not None]
     shaped = tuple(x.reshape(before.shape).to(before.dtype) for x, before in zip(new, old, strict=True))
     if found_inf is not None:
@@ -183,7 +182,7 @@ def _scale(x, NEIGHBOURS: tl.constexpr, GROUPS: tl.constexpr):
 @kernel(do_not_specialize=["seed", "stream", "group"])
 def _update_kernel(
     param_ptr, grad_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr, values_ptr, step_ptr,
-    grad_scale_ptr, found_inf_ptr, compensation_ptr,
+    grad_scale_ptr, found_inf_ptr, low_bits_ptr,
     blocks, lr, decay, rate1, rate2, log_beta1, log_beta2, eps, seed, stream, group,
     SCALED: tl.constexpr, GUARDED: tl.constexpr, ROUNDING: tl.constexpr, BLOCK: tl.constexpr, NEIGHBOURS: tl.constexpr,
     TILE: tl.constexpr,
@@ -211,8 +210,8 @@ def _update_kernel(
         codes2 = tl.load(exp_avg_sq_ptr + offset, mask, other=0).to(tl.int32)
         scale1 = tl.load(exp_avg_scale_ptr + block, exists, other=0.0)
         scale2 = tl.load(exp_avg_sq_scale_ptr + block, exists, other=0.0)
-        if ROUNDING == KAHAN:
-            param += tl.load(compensation_ptr + offset, mask, other=0.0).to(tl.float32)
+        if ROUNDING == EXACT:
+            param = join_master(param, tl.load(low_bits_ptr + offset, mask, other=0))
         if SCALED:
             grad *= grad_factor
         exists &= first_of_group % BLOCK == 0
@@ -229,10 +228,9 @@ def _update_kernel(
         if ROUNDING == STOCHASTIC:
             groups = group + start // 4 + tl.arange(0, TILE // 4).to(tl.int64)
             param = round_stochastically(param, tl.reshape(random_words(seed, groups, step, stream), [TILE]))
-        elif ROUNDING == KAHAN:
-            rounded = round_to_nearest(param)
-            tl.store(compensation_ptr + offset, round_to_nearest(param - rounded).to(tl.bfloat16), mask)
-            param = rounded
+        elif ROUNDING == EXACT:
+            param, low_bits = split_master(param)
+            tl.store(low_bits_ptr + offset, low_bits, mask)
         tl.store(param_ptr + offset, param.to(param_ptr.dtype.element_ty), mask)
         scale1 = _scale(tl.abs(exp_avg), NEIGHBOURS, BLOCK // NEIGHBOURS)
         scale2 = _scale(exp_avg_sq, NEIGHBOURS, BLOCK // NEIGHBOURS)
@@ -253,13 +251,13 @@ def _launch_(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_scale: Tensor, exp_avg_sq: Tensor, exp_avg_sq_scale: Tensor,
     lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
     step: Tensor, grad_scale: Tensor | None, found_inf: Tensor | None,
-    compensation: Tensor | None, seed: int | None, stream: int, first: int,
+    low_bits: Tensor | None, seed: int | None, stream: int, first: int,
 ) -> None:  # fmt: skip
     blocks = exp_avg_scale.numel()
     if blocks:
         block = param.numel() // blocks
         launch = _update_kernel.bind(
-            SCALED=grad_scale is not None, GUARDED=found_inf is not None, ROUNDING=mode_of(compensation, seed),
+            SCALED=grad_scale is not None, GUARDED=found_inf is not None, ROUNDING=mode_of(low_bits, seed),
             BLOCK=block, NEIGHBOURS=NEIGHBOURS, TILE=TILE, num_warps=WARPS,
         )  # fmt: skip
         programs = TILE_PROGRAMS * multiprocessors(param.device)
@@ -268,7 +266,7 @@ def _launch_(
             param, grad, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale,
             map_and_thresholds(param.device)[0], step, step if grad_scale is None else grad_scale,
             step if found_inf is None else found_inf,
-            param if compensation is None else compensation, blocks,
+            param if low_bits is None else low_bits, blocks,
             float(lr), float(lr * weight_decay), 1.0 - beta1, 1.0 - beta2, log_of_beta(beta1), log_of_beta(beta2),
             float(eps), seed or 0, stream, first // 4,
         )  # fmt: skip
@@ -276,7 +274,7 @@ def _launch_(
 
 def _fake_(
     param, grad, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale, lr, beta1, beta2, eps, weight_decay, step,
-    grad_scale, found_inf, compensation, seed, stream, first,
+    grad_scale, found_inf, low_bits, seed, stream, first,
 ):  # fmt: skip
     return None
 
@@ -285,7 +283,7 @@ adamw8bit_update_ = register_op(
     "adamw8bit_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_scale, Tensor(d!) exp_avg_sq,"
     " Tensor(e!) exp_avg_sq_scale, float lr, float beta1, float beta2, float eps, float weight_decay, Tensor step,"
     " Tensor? grad_scale, Tensor? found_inf,"
-    " Tensor(z!)? compensation, int? seed, int stream, int first) -> ()",
+    " Tensor(z!)? low_bits, int? seed, int stream, int first) -> ()",
     _launch_,
     _fake_,
 )
@@ -295,15 +293,15 @@ def adamw8bit_(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_scale: Tensor, exp_avg_sq: Tensor, exp_avg_sq_scale: Tensor,
     lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
     step: Tensor, grad_scale: Tensor | None = None, found_inf: Tensor | None = None,
-    compensation: Tensor | None = None, seed: int | None = None, stream: int = 0, first: int = 0,
+    low_bits: Tensor | None = None, seed: int | None = None, stream: int = 0, first: int = 0,
 ) -> None:  # fmt: skip
     """One step of AdamW with moments in 8 bits, in place; call it under torch.no_grad.
 
     param, grad, exp_avg, exp_avg_sq: equal shapes; the moments are uint8 codes, with scales of 0 at the beginning.
     exp_avg_scale, exp_avg_sq_scale: fp32, one element a block, blocks in the order of the flattened parameter. The
     kernel runs if all are contiguous, param and grad no wider than fp32, and blocks have 64, 128 or 256 elements; the
-    reference otherwise. step, grad_scale, found_inf, compensation, seed, stream and first
-    as in `adamw_`; first is a multiple of 4.
+    reference otherwise. step, grad_scale, found_inf, low_bits, seed, stream and first as in `adamw_`; first is a
+    multiple of 4.
     Raises ValueError if shapes differ or the scales do not divide the parameter into blocks.
     """
     tensors = param, grad, exp_avg, exp_avg_sq
@@ -317,12 +315,12 @@ def adamw8bit_(
         raise ValueError(f"adamw8bit_: {blocks} scales do not divide {numel} elements into blocks of equal size")
     if not numel:
         return
-    check_rounding("adamw8bit_", param, compensation, seed)
+    check_rounding("adamw8bit_", param, low_bits, seed)
     arguments = (
         param, grad, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale, lr, beta1, beta2, eps, weight_decay, step,
-        grad_scale, found_inf, compensation, seed, stream, first,
+        grad_scale, found_inf, low_bits, seed, stream, first,
     )  # fmt: skip
-    written = [x for x in (param, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale, compensation) if x is not None]
+    written = [x for x in (param, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale, low_bits) if x is not None]
     fits = all(x.is_contiguous() for x in (grad, *written)) and {param.dtype, grad.dtype} <= {*ADAMW_DTYPES}
     if runs_kernels(param) and fits and numel // blocks in BLOCKS_OF_KERNEL:
         adamw8bit_update_(*arguments)

@@ -1,13 +1,19 @@
-"""How an optimizer step rounds an updated parameter from fp32 to bf16: stochastically, or with a compensation.
+"""How an optimizer step keeps an updated fp32 parameter in bf16: exactly, rounded to nearest, or stochastically.
 
-To nearest, an update below half a unit in the last place of a bf16 weight is lost. Stochastic rounding goes to either
-neighbour with a probability that makes the mean exact. Kahan's compensation is a second bf16 tensor: what rounding left
-over, a part of the weight in its next update.
+Exactly: the fp32 number, the master, is the bf16 weight and 16 more bits, low_bits, int16 in the weight's shape:
+
+    bits of the master = (bits of the weight << 16) + low_bits
+The weight is the master rounded to nearest, ties away from zero, (bits + 0x8000) & 0xFFFF0000: then low_bits is in
+[-0x8000, 0x7FFF]. Ties to even would need one value more, 0x8000, for the ties that are rounded down. The bits of a
+number are its sign and its magnitude, so that the same holds below zero. A master beyond the largest bf16 number has
+an infinite weight, and stays finite itself. NaN stays NaN, with other bits. With low_bits 0 the master is the weight.
+
+To nearest, an update below half a unit in the last place of the weight is lost. Stochastic rounding goes to either
+neighbour with a probability that makes the mean exact: updates far below one unit become noise of whole units.
 
 Random bits are words of Philox 4x32-10 (philox.py), one a weight. Word i of the counter (n, step, stream) is that of
 the weight 4 n + i; the key is the seed; the stream is the parameter's number. They depend neither on the sharding nor
 on earlier steps. `first` is the number of a shard's first weight in the whole parameter.
-Sources: Zamirai et al. 2020, https://arxiv.org/abs/2010.06192. Must not know the optimizer.
 """
 
 import torch
@@ -15,19 +21,38 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ligermodels.kernels.dispatch import widen
 from ligermodels.kernels.philox import WORD, philox_reference
 
-NEAREST, STOCHASTIC, KAHAN = (tl.constexpr(i) for i in range(3))
+NEAREST, STOCHASTIC, EXACT = (tl.constexpr(i) for i in range(3))
 UPPER = -65536  # the upper 16 bits of an fp32 number, which are a bf16 number
+HALF_UNIT = 0x8000  # in the last place of a bf16 number
+
+
+def master_reference(param: Tensor, low_bits: Tensor | None) -> Tensor:
+    """The fp32 number of which `param` and `low_bits` are the parts; without low_bits, `param` in fp32 or wider.
+
+    Where something else has set a weight to zero, the bits below it must not make it a NaN.
+    """
+    if low_bits is None:
+        return widen(param)
+    low = torch.where(param == 0, low_bits.clamp_min(0), low_bits)
+    return (param.float().view(torch.int32) + low).view(torch.float32)
+
+
+def split_reference(master: Tensor) -> tuple[Tensor, Tensor]:
+    """A master, fp32, as its weight, bf16, and its low_bits, int16."""
+    bits = master.view(torch.int32)
+    rounded = (bits + HALF_UNIT * (~master.isnan()).int()) & UPPER
+    return rounded.view(torch.float32).bfloat16(), (bits - rounded).to(torch.int16)
 
 
 def round_param_reference(
-    p: Tensor, dtype: torch.dtype, step: Tensor, compensation: Tensor | None, seed: int | None, stream: int, first: int
+    p: Tensor, dtype: torch.dtype, step: Tensor, low_bits: Tensor | None, seed: int | None, stream: int, first: int
 ) -> tuple[Tensor, Tensor | None]:
-    """`p`, fp32, in `dtype`, and the new compensation; the old one is a part of `p` already."""
-    if compensation is not None:
-        rounded = p.to(dtype)
-        return rounded, (p - rounded.to(p.dtype)).to(compensation.dtype)
+    """`p`, fp32, in `dtype`, and the new low_bits if there are old ones."""
+    if low_bits is not None:
+        return split_reference(p.float())  # a scalar has become fp64 by the fp64 step count
     if seed is None or p.dtype != torch.float32:
         return p.to(dtype), None
     bits = p.view(torch.int32) + (words_reference(p.numel(), step, seed, stream, first).view(p.shape) & 0xFFFF)
@@ -60,22 +85,32 @@ def round_stochastically(param, words):
 
 
 @triton.jit
-def round_to_nearest(param):
-    """The same to nearest, ties to even."""
-    bits = param.to(tl.int32, bitcast=True)
-    bits += 0x7FFF + ((bits >> 16) & 1)
-    return (bits & -65536).to(tl.float32, bitcast=True)
+def join_master(param, low_bits):
+    """`master_reference` of a bf16 weight as fp32."""
+    bits, low = param.to(tl.int32, bitcast=True), low_bits.to(tl.int32)
+    low = tl.where((bits & 0x7FFFFFFF) == 0, tl.maximum(low, 0), low)
+    return (bits + low).to(tl.float32, bitcast=True)
 
 
-def mode_of(compensation: Tensor | None, seed: int | None) -> tl.constexpr:
-    return KAHAN if compensation is not None else NEAREST if seed is None else STOCHASTIC
+@triton.jit
+def split_master(master):
+    """`split_reference`; the weight is a fp32 number that bf16 can represent."""
+    bits = master.to(tl.int32, bitcast=True)
+    rounded = (bits + tl.where(master == master, 0x8000, 0)) & -65536
+    return rounded.to(tl.float32, bitcast=True), (bits - rounded).to(tl.int16)
 
 
-def check_rounding(op: str, param: Tensor, compensation: Tensor | None, seed: int | None) -> None:
+def mode_of(low_bits: Tensor | None, seed: int | None) -> tl.constexpr:
+    return EXACT if low_bits is not None else NEAREST if seed is None else STOCHASTIC
+
+
+def check_rounding(op: str, param: Tensor, low_bits: Tensor | None, seed: int | None) -> None:
     """Raises ValueError for arguments that do not go together."""
-    if compensation is not None and seed is not None:
-        raise ValueError(f"{op}: compensation and seed are two ways to round; give one of them")
-    if (compensation is not None or seed is not None) and param.dtype != torch.bfloat16:
-        raise ValueError(f"{op}: param is {param.dtype}; compensation and seed are for torch.bfloat16")
-    if compensation is not None and compensation.shape != param.shape:
-        raise ValueError(f"{op}: compensation {list(compensation.shape)} must have the shape {list(param.shape)}")
+    if low_bits is not None and seed is not None:
+        raise ValueError(f"{op}: low_bits and seed are two ways to round; give one of them")
+    if (low_bits is not None or seed is not None) and param.dtype != torch.bfloat16:
+        raise ValueError(f"{op}: param is {param.dtype}; low_bits and seed are for torch.bfloat16")
+    if low_bits is not None and (low_bits.shape != param.shape or low_bits.dtype != torch.int16):
+        raise ValueError(
+            f"{op}: low_bits is {low_bits.dtype} {list(low_bits.shape)}; it must be int16 {list(param.shape)}"
+        )

@@ -10,7 +10,7 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from ligermodels.configs.quantisation import Fp8, read_scaled
+from ligermodels.configs.quantisation import FORMATS, Fp8, read_scaled
 from ligermodels.errors import InputError, suggest
 from ligermodels.kernels.fp8 import FP8_BLOCK, Float8
 from ligermodels.kernels.mxfp4 import Mxfp4Layout
@@ -24,8 +24,6 @@ from ligermodels.layers.moe import Experts, QuantisedExperts
 from ligermodels.layers.packed import PackedLinear
 from ligermodels.layers.quantised import QuantisedLinear
 from ligermodels.weights.mapping import Piece, Rule, pieces_of
-
-FORMATS = ("nf4", "fp8", "mxfp4")
 
 
 def quantise(

@@ -12,7 +12,10 @@ know models.
     llama2    Llama 2
 """
 
-from ligermodels.tokenizer.tokenizer import Tokenizer
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # its names are flags of a command line, which does not wait for the library
+    from ligermodels.tokenizer.tokenizer import Tokenizer
 
 REFUSE_TOOLS = r"""{%- if tools %}
     {{- raise_exception('this chat template does not support tools; use a model whose template does') }}
@@ -192,7 +195,7 @@ OWN_TOKENS = {
 }
 
 
-def missing_tokens(name: str, tokenizer: Tokenizer) -> list[str]:
+def missing_tokens(name: str, tokenizer: "Tokenizer") -> list[str]:
     """The tokens of a built-in template that the tokenizer would not read as one token; "eos_token" if it has none."""
     texts = OWN_TOKENS.get(name, ())
     ids = {text: tokenizer.encode(text, add_special_tokens=False) for text in texts}
@@ -201,6 +204,6 @@ def missing_tokens(name: str, tokenizer: Tokenizer) -> list[str]:
     return [*missing, "eos_token"] if needs_eos else missing
 
 
-def fitting_templates(tokenizer: Tokenizer) -> list[str]:
+def fitting_templates(tokenizer: "Tokenizer") -> list[str]:
     """The names of the built-in templates that the tokenizer has all tokens for, the best first."""
     return [name for name in BUILT_IN_TEMPLATES if not missing_tokens(name, tokenizer)]

@@ -1,7 +1,5 @@
 """Training: TrainConfig holds a run's settings, train makes the run, plan says beforehand what it will do and need."""
 
-from ligermodels.training.config import TrainConfig
-from ligermodels.training.loop import TrainResult, train
-from ligermodels.training.runs.preparing import plan
+from ligermodels.lazy_names import import_on_first_use
 
-__all__ = ["TrainConfig", "TrainResult", "plan", "train"]
+__getattr__, __dir__, __all__ = import_on_first_use(__name__, __file__)

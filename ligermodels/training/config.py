@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ligermodels.hub import list_architectures
+from ligermodels.errors import InputError
+from ligermodels.hub.names import list_architectures
 from ligermodels.tokenizer.built_in_templates import BUILT_IN_TEMPLATES
 from ligermodels.training.setting_fields import (
     DISTILL_ALONE,
@@ -96,21 +97,24 @@ class TrainConfig:
     steps: int | None = setting("training", None, "optimizer steps, in place of --epochs", POSITIVE,
         shown="by the epochs; tiny: 1600")
     batch_size: int | None = setting("training", None, "global batch: sequences per step, over all ranks and "
-        "micro-batches", POSITIVE, shown="32,768 tokens, of text 131,072, at most 1/20 of the data; tiny: 4",
+        "micro-batches", POSITIVE, shown="32,768 tokens, of text 131,072, at most 1/40 of the data; tiny: 4",
         objectives=SUPERVISED)
     micro_batch_size: int | None = setting("training", None, "sequences per forward pass of a rank; the rest of its "
         "batch is gradient accumulation", POSITIVE, shown="as many as fit into memory; tiny: no accumulation",
         objectives=SUPERVISED)
-    optimizer: Literal["adamw", "adamw8bit", "muon"] = setting("training", "adamw", "adamw8bit: moments in 8 bits")
+    optimizer: Literal["adamw", "adamw8bit", "muon"] | None = setting("training", None, "adamw8bit: moments in 8 bits",
+        shown="adamw, or adamw8bit to fit into memory")
     optimizer_state_dtype: Literal["float32", "bfloat16"] | None = setting("training", None, "dtype of the optimizer "
-        "states", shown="that of the parameters")
-    optimizer_in_backward: bool = setting("training", False, "update each parameter as soon as its gradient is "
-        "complete, which frees the gradient; clips by the running norm of the steps before", objectives=("sft",))
-    offload: tuple[Literal["optimizer", "activations"], ...] = setting("training", (), "what is kept in pinned host "
-        "memory: optimizer, its states; activations, the inputs of checkpointed blocks")
+        "states; bfloat16 changes an update by 0.4 %", shown="that of the parameters, or bfloat16 to fit into memory")
+    optimizer_in_backward: bool | None = setting("training", None, "update each parameter as soon as its gradient is "
+        "complete, which frees the gradient; clips by the running norm of the steps before",
+        shown="off, or on to fit into memory", objectives=("sft",))
+    offload: tuple[Literal["none", "optimizer", "activations"], ...] | None = setting("training", None, "what is kept "
+        "in pinned host memory: optimizer, its states; activations, the inputs of checkpointed blocks",
+        shown="none, or optimizer to fit into memory", may_be_empty=True)
     learning_rate: float | None = setting("training", None, "peak learning rate", ABOVE_ZERO,
-        shown="1e-5; LoRA: 1e-4; new weights: 4.5e-3 at width 128, with images 1e-3, 1/width; of preferences below a "
-        "tenth of these")
+        shown="2e-5; LoRA: 2e-4; new weights: 4.5e-3 at width 128, with images 1e-3, 1/width; of preferences and "
+        "rewards a quarter to a half of these")
     train_parts: tuple[Literal["vision", "projector", "text"], ...] | None = setting("training", None, "parts of a "
         "model with images that are trained; the others are frozen", shown="all; with LoRA its updates alone",
         objectives=WITH_IMAGES)
@@ -126,8 +130,9 @@ class TrainConfig:
         shown="bfloat16 on a GPU, else float32; tiny: float32")
     param_dtype: Literal["float32", "bfloat16"] | None = setting("training", None, "dtype of the trained parameters",
         shown="bfloat16 for --dtype bfloat16 on one process without LoRA, else float32")
-    param_rounding: Literal["nearest", "stochastic", "kahan"] = setting("training", "nearest", "of updated bfloat16 "
-        "parameters; stochastic: by the seed; kahan: with a compensation, 2 more bytes a parameter")
+    param_rounding: Literal["exact", "nearest", "stochastic"] = setting("training", "exact", "of updated bfloat16 "
+        "parameters; exact: the curve of float32 parameters, 2 more bytes a parameter; nearest: loses small updates; "
+        "stochastic: makes them noise")
     float8: bool = setting("training", False, "float8 matrix products in the blocks, through torchao; needs --compile")
     activation_checkpointing: Literal["none", "auto", "selective", "full"] | None = setting("training", None, "full: "
         "blocks keep only their inputs for the backward pass; selective: attention and the products around it too; "
@@ -139,9 +144,9 @@ class TrainConfig:
     deterministic: bool = setting("training", False, "the same bits in every run on the same devices; slower attention")
 
     pairs: int | None = setting("preferences", None, "pairs of a step, over all ranks", POSITIVE,
-        shown="64, at most 1/20 of the data", objectives=ON_PAIRS)
+        shown="64, at most 1/40 of the data", objectives=ON_PAIRS)
     examples: int | None = setting("preferences", None, "judged completions of a step, over all ranks", LENGTH,
-        shown="64, at most 1/20 of the data", objectives=ON_EXAMPLES)
+        shown="64, at most 1/40 of the data", objectives=ON_EXAMPLES)
     max_length: int = setting("preferences", 1024, "most tokens of a prompt with one completion", LENGTH,
         objectives=ON_GROUPS)
     max_prompt_length: int | None = setting("preferences", None, "a longer prompt loses its beginning", LENGTH,
@@ -309,6 +314,10 @@ class TrainConfig:
         for name in ("lora_targets", "modules_to_save"):
             values = getattr(self, name)
             self._set(name, tuple(" ".join(values).replace(",", " ").split()) or values)
+        if self.offload is not None and "none" in self.offload:
+            if len(self.offload) > 1:
+                raise InputError(f"--offload {' '.join(self.offload)}: none goes without another; leave one out")
+            self._set("offload", ())
         if self.resume is not None and self.output is None:
             self._set("output", self.resume)
 
@@ -345,7 +354,8 @@ class TrainConfig:
 class RunConfig(TrainConfig):
     """The settings of a run, with those chosen that were not given (runs/defaults.py).
 
-    The micro-batch size may still be None: it depends on the devices, and a run may resume on others.
+    Those of its placement are None until the run is fitted into memory (runs/placement.py). The micro-batch size stays
+    so: it depends on the devices, and a run may resume on others.
     """
 
     sequence_length: int
@@ -356,6 +366,14 @@ class RunConfig(TrainConfig):
     param_dtype: Literal["float32", "bfloat16"]
     activation_checkpointing: Literal["none", "auto", "selective", "full"]
     eval_every: int
+    optimizer: Literal["adamw", "adamw8bit", "muon"]
+    optimizer_in_backward: bool
+    offload: tuple[Literal["none", "optimizer", "activations"], ...]  # empty for none
+
+    @property
+    def loses_updates(self) -> bool:
+        """Whether rounding loses updates that are small beside their weight."""
+        return self.param_dtype == "bfloat16" and self.param_rounding != "exact"
 
     @property
     def units(self) -> int:

@@ -29,6 +29,7 @@ from ligermodels.training.data.run_tokenizer import generation_config, write_tok
 from ligermodels.training.objectives import StepTotals
 from ligermodels.training.optimizers import OptimizerInBackward, clip_and_step, set_learning_rate
 from ligermodels.training.optimizers.schedules import learning_rate
+from ligermodels.training.optimizers.update_check import UpdateCheck
 from ligermodels.training.reporting.curves import draw_curves
 from ligermodels.training.reporting.flops import peak_flops
 from ligermodels.training.reporting.loggers import open_loggers
@@ -125,6 +126,7 @@ def train(config: TrainConfig) -> TrainResult:
         if "optimizer" in config.offload:
             optimizer.offload_states()
         in_backward = OptimizerInBackward(optimizer, config.max_grad_norm) if config.optimizer_in_backward else None
+        check = UpdateCheck(optimizer.shards(), first=config.warmup)
         progress = (checkpoints.restore(model, optimizer, say) if config.resume else None) or Progress()
         before = progress.seconds
 
@@ -187,6 +189,8 @@ def train(config: TrainConfig) -> TrainResult:
             step = StepTotals(world.device)
             rate = learning_rate(config.schedule, progress.step, config.steps, config.warmup, config.learning_rate)
             set_learning_rate(optimizer, rate)
+            step.sums |= check.sums(progress.step)
+            optimizer.check = check if check.begins(progress.step) else None
             for number, batch in enumerate(work.batches, 1):
                 fsdp.set_gradient_all_reduce(model, enabled=number == len(work.batches))
                 share = objective.loss(model, batch, work)
@@ -207,12 +211,14 @@ def train(config: TrainConfig) -> TrainResult:
             norm_value, *values = read()
             (loss_value, told_to_stop, failed, overdue), sums, maxima = step.named(values, len(signs))
             finite = math.isfinite(loss_value) and math.isfinite(norm_value)
-            measured = {**work.metrics, **objective.metrics(sums, maxima, progress.step + 1)}
+            updates = check.metrics(sums)
+            measured = {**work.metrics, **objective.metrics(sums, maxima, progress.step + 1), **updates}
             metrics.step(
                 progress.step + 1, loss_value, norm_value, rate, tokens=work.tokens, values=measured,
                 skipped=not finite,
             )  # fmt: skip
-            for warning in objective.warnings(measured):
+            lossy = config.param_rounding if config.loses_updates else None
+            for warning in (*objective.warnings(measured), *check.warnings(progress.step, updates, lossy)):
                 status.warn(progress.step + 1, warning)
             profiler.end(last=progress.step + 1 == config.steps)
             if not finite:

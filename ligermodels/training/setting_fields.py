@@ -33,16 +33,19 @@ def setting(
     *,
     metavar: str | None = None,
     shown: str | None = None,
+    may_be_empty: bool = False,
     objectives: Sequence[str] = OBJECTIVE_NAMES,
 ) -> Any:
     """A field of TrainConfig.
 
     group: the heading of its flag in `--help`. help: one phrase. metavar: the flag's value in the usage. shown: the
-    default as help states it, where the field's own is None or depends on other settings. objectives: those under which
-    the field has an effect; under others it is refused.
+    default as help states it, where the field's own is None or depends on other settings. may_be_empty: whether a list
+    without a value may be given; where the default is one it may. objectives: those under which the field has an
+    effect; under others it is refused.
     """
     metadata = {
-        "group": group, "help": help, "rule": rule, "metavar": metavar, "shown": shown, "objectives": tuple(objectives)
+        "group": group, "help": help, "rule": rule, "metavar": metavar, "shown": shown,
+        "may_be_empty": may_be_empty or default == (), "objectives": tuple(objectives),
     }  # fmt: skip
     return dataclasses.field(default=default, metadata=metadata)
 

@@ -60,7 +60,7 @@ def checked_value(field: dataclasses.Field, kind: Any, several: bool, value: Any
     if not several:
         return checked_item(field, kind, value)
     values = [value] if isinstance(value, str) else value
-    if not isinstance(values, Sequence) or (not values and field.default != ()):
+    if not isinstance(values, Sequence) or (not values and not field.metadata["may_be_empty"]):
         raise InputError(f"{field.name} is {value!r}; must be a list of at least one value")
     return tuple(checked_item(field, kind, item) for item in values)
 

@@ -9,7 +9,6 @@ Knows parameters, rules and folders; must not know model families.
 
 import itertools
 import math
-import re
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,12 +34,11 @@ from ligermodels.weights.mapping import BASE_LAYER, Piece, Rule, foreign_adapter
 from ligermodels.weights.module import HubModule, LowRankModule
 from ligermodels.weights.quantised import fp8_config, fp8_tensors_of, quantised
 from ligermodels.weights.reading import safe_file
+from ligermodels.weights.shard_size import MAX_SHARD_SIZE, size_in_bytes
 from ligermodels.weights.sharding import full_tensor, reshard
 from ligermodels.weights.stored import StoredTensor
 from ligermodels.weights.writing import Blocks, Entry, write_folder, write_json, write_safetensors
 
-MAX_SHARD_SIZE = "5GB"
-SIZE_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])(I?)B", re.IGNORECASE)
 BLOCK_BYTES = 16 * 2**20
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -241,17 +239,6 @@ def config_of_bits(model: HubModule, parameters: Mapping[str, Any], others: Sequ
     skipped = [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
     skipped = list(dict.fromkeys([*skipped, "lm_head"]))
     return fp8_config(FP8_BLOCK, skipped) if scheme == "fp8" else quantisation_config(model.dtype, skipped)
-
-
-def size_in_bytes(size: int | str) -> int:
-    """A number of bytes: the number itself, or parsed from "500MB" (10⁶) or "2GiB" (2³⁰). Raises InputError."""
-    found = SIZE_PATTERN.fullmatch(size.strip()) if isinstance(size, str) else None
-    if found:
-        number, unit, binary = found.groups()
-        size = int(float(number) * (1024 if binary else 1000) ** ("KMGT".index(unit.upper()) + 1))
-    if isinstance(size, str) or size <= 0:
-        raise InputError(f"max_shard_size is {size!r}; must be a number of bytes above zero, such as 5GB or 2GiB")
-    return size
 
 
 def hub_tensors(

@@ -179,7 +179,7 @@ def refused(arguments, capsys):
 
 
 def test_bad_images_are_refused_before_the_weights_are_loaded(folder, images, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("ligermodels.cli.generate.load_with_adapter", None)  # would fail
+    monkeypatch.setattr("ligermodels.cli.generate_text.load_with_adapter", None)  # would fail
     cut, text, missing = tmp_path / "cut.png", tmp_path / "text.png", tmp_path / "missing.png"
     cut.write_bytes(Path(images[0]).read_bytes()[:-200])
     text.write_text("not an image")
@@ -201,14 +201,14 @@ def test_a_token_of_images_in_a_prompt_without_images_is_refused(flags, folder, 
     assert main(["generate", str(folder), *of_file, *flags[:-2], *QUICK]) == 2
     assert capsys.readouterr().err.splitlines()[0] == f"ligermodels: {tmp_path}/prompts.jsonl:1: {said}"
     assert len((tmp_path / "out.jsonl").read_text().splitlines()) == 1
-    monkeypatch.setattr("ligermodels.cli.generate.load_with_adapter", None)  # would fail
+    monkeypatch.setattr("ligermodels.cli.generate_text.load_with_adapter", None)  # would fail
     assert refused([str(folder), *flags, *QUICK], capsys) == f"ligermodels: generate: {said}"
 
 
 def test_a_bad_image_of_a_later_turn_ends_a_script_and_not_a_terminal(folder, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("/image missing.png\nWhat?\n"))
     assert "missing.png" in refused([str(folder), "--chat", *QUICK], capsys)
-    monkeypatch.setattr("ligermodels.cli.generate.typed_lines", lambda: iter(["/image missing.png", "What?"]))
+    monkeypatch.setattr("ligermodels.cli.generate_text.typed_lines", lambda: iter(["/image missing.png", "What?"]))
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     assert main(["generate", str(folder), "--chat", *QUICK]) == 0
     assert "missing.png" in capsys.readouterr().err

@@ -27,11 +27,11 @@ FLAGS = {
     "model": None, "size": "tiny", "revision": None, "data": None, "validation_data": None,
     "validation_fraction": None, "sequence_length": None, "packing": True, "chat_template": None,
     "image_tokens": None, "allow_bad_lines": 0, "epochs": None,
-    "steps": None, "batch_size": None, "micro_batch_size": None, "optimizer": "adamw", "optimizer_state_dtype": None,
+    "steps": None, "batch_size": None, "micro_batch_size": None, "optimizer": None, "optimizer_state_dtype": None,
     "learning_rate": None, "train_parts": None, "vision_learning_rate": None, "projector_learning_rate": None,
     "schedule": "cosine", "warmup": None, "weight_decay": 0.1, "max_grad_norm": 1.0,
-    "dtype": None, "param_dtype": None, "param_rounding": "nearest", "float8": False,
-    "optimizer_in_backward": False, "low_memory_loss": False, "offload": (),
+    "dtype": None, "param_dtype": None, "param_rounding": "exact", "float8": False,
+    "optimizer_in_backward": None, "low_memory_loss": False, "offload": None,
     "activation_checkpointing": None, "compile": False, "seed": 0,
     "deterministic": False, "lora_rank": None, "lora_alpha": None, "lora_dropout": 0.0,
     "lora_targets": ("all-linear",), "modules_to_save": (), "adapter": None, "quantize": None, "lora_export": None,
@@ -118,6 +118,9 @@ def test_a_list_without_a_value_replaces_that_of_a_file(tmp_path):
     (tmp_path / "my.toml").write_text("offload = ['optimizer']")
     assert parse("--config", str(tmp_path / "my.toml")).offload == ("optimizer",)
     assert parse("--config", str(tmp_path / "my.toml"), "--offload").offload == ()
+    assert parse("--config", str(tmp_path / "my.toml"), "--offload", "none").offload == ()
+    (tmp_path / "my.toml").write_text("offload = []")
+    assert parse("--config", str(tmp_path / "my.toml")).offload == ()
 
 
 def test_the_help_says_which_weights_are_quantised_without_a_flag(capsys):
@@ -137,7 +140,11 @@ def test_the_help_says_which_weights_are_quantised_without_a_flag(capsys):
         (["extra.jsonl"], ["extra.jsonl: belongs to no flag"]),
         (["--steps", "-3"], ["--steps: is '-3'; must be a whole number above zero"]),
         (["--steps", "1.5"], ["--steps: is '1.5'"]),
-        (["--model", "qwen2", "--offload"], ["--offload: is given without a value; give optimizer or activations, or"]),
+        (
+            ["--model", "qwen2", "--offload"],
+            ["--offload: is given without a value; give none or optimizer or act"],
+        ),
+        (["--offload", "none", "optimizer"], ["--offload none optimizer: none goes without another"]),
         (["--steps"], ["--steps: expected one argument"]),
         (["--steps", "9" * 5000], ["--steps: is '999", "must be a whole number above zero"]),
         (["--warmup", "x"], ["--warmup: is 'x'; must be a whole number, 0 or more"]),
@@ -199,12 +206,12 @@ def test_the_help_says_which_weights_are_quantised_without_a_flag(capsys):
             ["--validation-fraction is a part of files in --data", "leave it out"],
         ),
         (
-            ["--model", "qwen2", "--param-rounding", "kahan", "--param-dtype", "float32"],
-            ["--param-rounding kahan: is for parameters in bfloat16", "add --param-dtype bfloat16"],
+            ["--model", "qwen2", "--param-rounding", "stochastic", "--param-dtype", "float32"],
+            ["--param-rounding stochastic: is for parameters in bfloat16", "add --param-dtype bfloat16"],
         ),
         (
-            ["--model", "qwen2", "--param-rounding", "kahan", "--optimizer", "muon", "--param-dtype", "bfloat16"],
-            ["--param-rounding kahan: --optimizer muon rounds to nearest"],
+            ["--model", "qwen2", "--param-rounding", "stochastic", "--optimizer", "muon", "--param-dtype", "bfloat16"],
+            ["--param-rounding stochastic: --optimizer muon does not have it"],
         ),
         (
             ["--model", "qwen2", "--optimizer-in-backward", "--on-nan", "skip"],

@@ -14,12 +14,12 @@ from ligermodels.tokenizer.built_in_templates import BUILT_IN_TEMPLATES
 from ligermodels.weights.gguf.header import GgufHeader, as_read
 from ligermodels.weights.gguf.pre_tokenizers import PRE_TOKENIZERS
 from ligermodels.weights.gguf.tokenizer import Vocabulary, split_json, tokenizer_files
-from ligermodels.weights.gguf.tokenizer_metadata import SPLIT_PROBE, TokenizerParts, splitting, tokenizer_metadata
+from ligermodels.weights.gguf.tokenizer_metadata import PROBE_TEXTS, TokenizerParts, splitting, tokenizer_metadata
 from tests.gguf.files import family_model, write_model
 from tests.interop.folders import new_tokenizer
 
 NAMED = new_tokenizer().named
-TEXTS = [SPLIT_PROBE, "", " ", "  two  spaces", "a\n\n\nb", "<s>x</s>", "12 345", "naïve 你好 😀", *SPLIT_PROBE.split()]
+TEXTS = [PROBE_TEXTS, "", " ", "  two  spaces", "a\n\n\nb", "<s>x</s>", "12 345", "naïve 你好 😀", *PROBE_TEXTS.split()]
 
 
 def sentencepiece(prefix: bool) -> tokenizers.Tokenizer:

@@ -4,6 +4,7 @@ vLLM is not installed here: the class that an export names is looked up in a cop
 """
 
 import json
+from functools import cache
 from pathlib import Path
 
 import lm_eval
@@ -17,24 +18,16 @@ from transformers import AutoConfig, AutoTokenizer
 import ligermodels
 from ligermodels.integrations.transformers import wrap
 from tests.interop.folders import export_with_tokenizer, new_tokenizer, tiny_model
+from tests.suites import quick
 
 FAMILIES = ligermodels.list_architectures()
+# What runs a model knows classes of models and tokenizers, not families: one of each kind.
+RUN = ("gemma2", "gpt_oss", "granitemoehybrid", "llama", "qwen2_vl", "qwen3_moe")
 TEXTS = ("Once upon a time there was a fox.", " It had 12 red balls, didn't it?\n\n", "café ½ 你好 <|im_end|>")
 QUESTIONS = [
     {"question": "Tim has a red", "choices": ["ball", "big house", "tree."], "label": 0},
     {"question": "The dog\nand the", "choices": ["cat", "cats and the birds"], "label": 1},
 ]
-NOT_CAUSAL = (  # to transformers, which has these as models of images and text only
-    "Mistral3ForConditionalGeneration",
-    "Qwen2VLForConditionalGeneration",
-    "Qwen2_5_VLForConditionalGeneration",
-    "Qwen3VLForConditionalGeneration",
-    "Qwen3VLMoeForConditionalGeneration",
-    "LlavaForConditionalGeneration",
-    "Idefics3ForConditionalGeneration",
-    "SmolVLMForConditionalGeneration",
-    "PaliGemmaForConditionalGeneration",
-)
 NOT_IN_VLLM = {"mllama"}
 VLLM = json.loads((Path(__file__).parents[1] / "data/vllm_architectures.json").read_text())
 TASK = {
@@ -48,11 +41,16 @@ TASK = {
 }
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def exported(request, tmp_path_factory):
-    """A tiny model, and the folder of its export."""
-    model = tiny_model(request.param)
-    return model, export_with_tokenizer(model, tmp_path_factory.mktemp("exports") / request.param)
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory):
+    """Of a family a tiny model, and the folder of its export."""
+
+    @cache
+    def export(family):
+        model = tiny_model(family)
+        return model, export_with_tokenizer(model, tmp_path_factory.mktemp("exports") / family)
+
+    return export
 
 
 def log_likelihood(model, context, continuation):
@@ -64,8 +62,9 @@ def log_likelihood(model, context, continuation):
     return float(log_probs[torch.arange(first - 1, len(ids) - 1), ids[first:]].sum())
 
 
-def test_transformers_reads_the_configuration_and_the_tokenizer(exported):
-    model, folder = exported
+@pytest.mark.parametrize("family", quick(FAMILIES, RUN))
+def test_transformers_reads_the_configuration_and_the_tokenizer(family, exports):
+    model, folder = exports(family)
     config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     assert config.architectures == [model.hub_class]
     assert getattr(transformers, model.hub_class).config_class is type(config)
@@ -78,8 +77,9 @@ def test_transformers_reads_the_configuration_and_the_tokenizer(exported):
     assert rendered == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_the_text_generation_pipeline_continues_as_generate_does(exported):
-    model, folder = exported
+@pytest.mark.parametrize("family", RUN)
+def test_the_text_generation_pipeline_continues_as_generate_does(family, exports):
+    model, folder = exports(family)
     pipeline = transformers.pipeline("text-generation", model=str(folder), dtype=torch.float32)
     (result,) = pipeline(TEXTS[0], max_new_tokens=8, do_sample=False, return_full_text=False)
     (tokens,) = ligermodels.generate(model, [new_tokenizer().encode(TEXTS[0])], max_new_tokens=8, temperature=0.0)
@@ -110,10 +110,11 @@ def expected_scores(model):
     }
 
 
-def test_lm_eval_scores_answers_as_the_model_does(exported, tmp_path, monkeypatch):
-    model, folder = exported
+@pytest.mark.parametrize("family", RUN)
+def test_lm_eval_scores_answers_as_the_model_does(family, exports, tmp_path, monkeypatch):
+    model, folder = exports(family)
     arguments = {"pretrained": str(folder), "dtype": "float32", "device": "cpu"}
-    if model.hub_class in NOT_CAUSAL:
+    if family == "qwen2_vl":  # to transformers a model of images and text only
         with pytest.raises(ValueError, match="Unrecognized configuration class"):
             scores(tmp_path, monkeypatch, "hf", model_args=arguments)
         return
@@ -129,8 +130,9 @@ def test_lm_eval_scores_the_face_as_the_model(family, tmp_path, monkeypatch):
     assert scores(tmp_path, monkeypatch, evaluated) == pytest.approx(expected_scores(model), rel=1e-5)
 
 
-def test_vllm_knows_the_class_that_an_export_names(exported):
-    _, folder = exported
+@pytest.mark.parametrize("family", quick(FAMILIES, RUN))
+def test_vllm_knows_the_class_that_an_export_names(family, exports):
+    _, folder = exports(family)
     config = json.loads((folder / "config.json").read_text())
     (name,) = config["architectures"]
     known = any(name in names for key, names in VLLM.items() if key != "origin")

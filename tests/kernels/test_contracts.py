@@ -18,6 +18,7 @@ from tests.kernels.error_budget import DTYPES, check, relative_error
 from tests.kernels.ops import OPS, parametrize_ops
 from tests.kernels.ops.attention import attention_case
 from tests.kernels.ops.base import as_list
+from tests.suites import slow
 
 HALF = DTYPES[-1]
 # (batch, length): no other dimension has one of the first sizes, and no two have the same number of rows.
@@ -131,6 +132,7 @@ def mark_dynamic(case, sizes):
             torch._dynamo.mark_dynamic(x, dim)
 
 
+@slow
 @parametrize_ops()
 def test_one_compiled_graph_serves_all_batches_and_lengths_with_equal_gradients(op):
     torch._dynamo.reset()

@@ -12,6 +12,7 @@ from tests.cases import CASES
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import DTYPES, FACTOR, relative_error
 from tests.layers.adapters import adapt
+from tests.suites import slow
 
 HALF = DTYPES[-1]
 
@@ -53,6 +54,7 @@ def test_a_step_is_within_the_error_budget_of_plain_pytorch(name, monkeypatch):
     assert relative_error(loss.cpu(), exact_loss) <= allowed
 
 
+@slow
 @pytest.mark.usefixtures("kernels")
 def test_a_training_step_compiles_to_one_graph_with_equal_gradients():
     model = build("llama").to(DEVICE)

@@ -1,6 +1,7 @@
 """What a model's forward takes besides token ids, its outputs, and its state dict, over every family."""
 
 import json
+import re
 import types
 
 import pytest
@@ -15,9 +16,13 @@ from tests.cases import CASES
 from tests.kernels.error_budget import relative_error
 from tests.parity import FP32_FACTOR
 from tests.reference_model import prompt_of, reference_model, tokens
+from tests.suites import of_families, quick
 
 LENGTH = 14
-FAMILIES = [name for name in CASES if "-" not in name]
+FAMILIES = of_families(CASES)
+# With the switches that padding concerns, of positions and of which tokens see each other; with those of tied tensors.
+PADDED = [*FAMILIES, *(name for name in CASES if re.search("-.*(rope|dynamic|sliding|window|layer-types)", name))]
+TIED = [*FAMILIES, *(name for name in CASES if re.search("-.*tied", name))]
 EXACT = {"rtol": 1e-9, "atol": 1e-12}  # in fp64: only the order of sums differs
 
 
@@ -47,7 +52,7 @@ def gradients(model, loss):
     return torch.autograd.grad(loss, parameters, allow_unused=True)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", quick(PADDED, FAMILIES))
 def test_padded_rows_give_the_results_of_unpadded_rows(name):
     model = build(name, output_router_logits=False)
     ids, mask, places = padded_batch(name)
@@ -168,7 +173,7 @@ def test_embeddings_in_place_of_token_ids(name):
     assert gradient[mask == 1].any() and not gradient[mask == 0].any()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", quick(TIED, FAMILIES))
 def test_the_state_dict_of_the_reference_implementation_gives_its_hidden_states_and_logits(name):
     """Copied, and assigned to a model without memory: its results are then those of the copy, bit by bit."""
     reference, ids = reference_model(CASES[name]), tokens(CASES[name])

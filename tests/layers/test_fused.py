@@ -16,6 +16,7 @@ from ligermodels.layers.packed import PackedLinear
 from tests.cases import CASES, LLAMA
 from tests.conftest import DEVICE
 from tests.layers.adapters import adapt
+from tests.suites import slow
 
 LAYERS = 2
 BIASED = LLAMA | {"num_hidden_layers": LAYERS, "attention_bias": True, "mlp_bias": True}
@@ -172,6 +173,7 @@ def test_a_layer_norm_and_its_projection_are_equal_fused_and_unfused(path, lora,
     torch.testing.assert_close(got, expected, **exact)
 
 
+@slow
 @pytest.mark.usefixtures("kernels")
 def test_a_training_step_with_lora_compiles_to_one_graph_with_equal_gradients():
     assert_equal(gradients(adapt, compiled=True), gradients(adapt), ADAPTERS)

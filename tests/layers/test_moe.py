@@ -14,6 +14,7 @@ from ligermodels.layers.norm import PreNorm, RMSNorm
 from tests.cases import CASES, LLAMA
 from tests.conftest import DEVICE
 from tests.reference_model import labels_of, tokens
+from tests.suites import slow
 
 HIDDEN, INNER, SHARED, NUM_EXPERTS, PER_TOKEN = 48, 20, 28, 6, 2
 
@@ -97,6 +98,7 @@ def test_activation_checkpointing_gives_bit_identical_gradients():
     assert all(torch.equal(a, b) for a, b in zip(plain, recomputed, strict=True))
 
 
+@slow
 @pytest.mark.usefixtures("kernels")
 def test_the_layer_compiles_to_one_graph_with_equal_gradients():
     moe, norm = build(normalize=True, shared=True)

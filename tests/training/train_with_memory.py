@@ -3,8 +3,8 @@
 import sys
 
 from ligermodels.cli import main
-from ligermodels.training.scaling import activation_checkpointing
+from ligermodels.training.runs import preparing
 
 if __name__ == "__main__":
-    activation_checkpointing.usable_memory = lambda world: float(sys.argv[1])
+    preparing.usable_memory = lambda world: float(sys.argv[1])
     sys.exit(main(["train", *sys.argv[2:]]))

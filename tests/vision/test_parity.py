@@ -18,6 +18,7 @@ from tests.conftest import DEVICE
 from tests.kernels.error_budget import relative_error
 from tests.parity import FP32_FACTOR, HALF, check_half_precision, moved, reference_results, results
 from tests.reference_model import save_reference
+from tests.suites import of_families, quick
 from tests.vision.batches import (
     GRIDS,
     VIDEO,
@@ -80,8 +81,12 @@ def check_image_parity(name, patterns, device=DEVICE):
         assert error <= allowed, f"{what}: error {error:.1e}, allowed {allowed:.1e}"
 
 
-FAMILIES = [name for name in VISION_CASES if "-" not in name]
+FAMILIES = of_families(VISION_CASES)
 SWITCHES = [name for name in VISION_CASES if "-" in name]
+OF_TOWERS = [  # a family of each tower and of each mask
+    "gemma3", "idefics3", "llava", "mistral3", "mllama", "paligemma", "qwen2_vl", "qwen2_5_vl", "qwen3_vl",
+]  # fmt: skip
+FEW = ["gemma3", "qwen2_5_vl"]
 
 
 def patterns_of(name):
@@ -90,7 +95,11 @@ def patterns_of(name):
 
 @pytest.mark.parametrize(
     ("name", "patterns"),
-    [(name, patterns) for name in FAMILIES for patterns in patterns_of(name)] + [(name, "row") for name in SWITCHES],
+    quick(
+        [(name, patterns) for name in FAMILIES for patterns in patterns_of(name)]
+        + [(name, "row") for name in SWITCHES],
+        [(name, "images") for name in FAMILIES],
+    ),
 )
 def test_fp32_results_with_images_equal_those_of_the_reference(name, patterns):
     check_image_parity(name, patterns)
@@ -111,13 +120,13 @@ def test_tokens_of_images_without_images_are_refused_in_prompts_and_not_where_a_
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", quick(OF_TOWERS, FEW))
 def test_fp32_results_of_the_kernels_with_images_equal_those_of_the_reference(name):
     check_image_parity(name, "short")
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", quick(OF_TOWERS, FEW))
 def test_half_precision_with_images_is_within_the_error_budget(name, tmp_path):
     reference = save_reference(CASES[name], tmp_path)
     model = ligermodels.load(tmp_path, dtype=HALF, device=DEVICE)

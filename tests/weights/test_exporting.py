@@ -17,9 +17,10 @@ import ligermodels
 from ligermodels.errors import InputError
 from ligermodels.layers.lora_targets import add_lora
 from ligermodels.weights import exporting, writing
-from ligermodels.weights.exporting import export_weights, hub_weights, size_in_bytes, split_into_shards
+from ligermodels.weights.exporting import export_weights, hub_weights, split_into_shards
 from ligermodels.weights.files import INDEX_FILE, SINGLE_FILE, CheckpointError, open_checkpoint
 from ligermodels.weights.loading import load_weights
+from ligermodels.weights.shard_size import size_in_bytes
 from ligermodels.weights.writing import Entry
 from tests.weights.tiny import INNER, RAW, Tiny, TinyConfig, hub_state, randomized
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ligermodels.errors import CheckpointError
+from ligermodels.training.checkpoints.state import RUNNING_NORM
 from ligermodels.weights.files import shortened
 
 
@@ -32,8 +33,11 @@ def check_same_run(checkpoint: Path, record: Mapping[str, Any], optimizer: str, 
 def check_tensors_match(
     checkpoint: Path, stored: Mapping[str, TensorStorageMetadata], expected: Mapping[str, Tensor]
 ) -> None:
-    """Raises CheckpointError if names, shapes or dtypes differ. expected: the tensors of this run."""
+    """Raises CheckpointError if names, shapes or dtypes differ. expected: the tensors of this run, which may go on
+    without the running norm of one with updates in the backward pass."""
     saved = {name: entry for name, entry in stored.items() if not name.startswith("rank-")}
+    if RUNNING_NORM not in expected:
+        saved.pop(RUNNING_NORM, None)
     both = {name: (saved[name], expected[name]) for name in expected if name in saved}
     faults = {
         "missing": [name for name in expected if name not in saved],

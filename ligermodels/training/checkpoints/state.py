@@ -21,6 +21,7 @@ from ligermodels.distributed import rank
 from ligermodels.training.optimizers.adamw import AdamW
 from ligermodels.weights.loading import shard_and_offset
 
+RUNNING_NORM = "optimizer.running_norm"
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer dtypes by their size in bytes
 
 
@@ -62,7 +63,7 @@ def optimizer_state(model: nn.Module, optimizer: AdamW) -> dict[str, Tensor]:
     optimizer.create_states()
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     states = {names[parameter]: state.items() for parameter, state in optimizer.state.items()}
-    running = {} if optimizer.running_norm is None else {"optimizer.running_norm": optimizer.running_norm}
+    running = {} if optimizer.running_norm is None else {RUNNING_NORM: optimizer.running_norm}
     return running | {f"optimizer.{name}.{key}": value for name, state in states.items() for key, value in state}
 
 

@@ -16,7 +16,6 @@ from ligermodels.training.data.records import Conversation, GroupRecord, Record,
 from ligermodels.training.data.split import Selection, all_documents
 from ligermodels.training.data.store import TokenStore
 
-RANDOM = "random"
 EMBEDDED_VOCABULARY = 1024
 TRAINING_STORIES, VALIDATION_STORIES = 24_000, 320
 TRAINING_CHATS, VALIDATION_CHATS = 8_000, 200

@@ -19,11 +19,11 @@ from ligermodels.tokenizer import Tokenizer
 from ligermodels.training.config import TrainConfig
 from ligermodels.training.data.batches import TrainingRows, ValidationRows
 from ligermodels.training.data.decoding import ImageDecoder
-from ligermodels.training.data.embedded import EMBEDDED_VOCABULARY, RANDOM, Question
+from ligermodels.training.data.embedded import EMBEDDED_VOCABULARY, Question
 from ligermodels.training.data.new_image_tokenizer import NewImages
 from ligermodels.training.data.packing import pack_documents
 from ligermodels.training.data.reader import SourceDocuments, SourceReader
-from ligermodels.training.data.sources import SourceSpec, parse_spec
+from ligermodels.training.data.specs import RANDOM, SourceSpec, missing_data, parse_spec
 from ligermodels.training.data.split import Selection, exclude_validation
 from ligermodels.training.data.store import TokenStore
 from ligermodels.units import counted
@@ -137,13 +137,6 @@ def default_source(config: TrainConfig, vocab_size: int) -> str:
     if config.has_new_weights and vocab_size == EMBEDDED_VOCABULARY:
         return "stories"
     raise missing_data(config)
-
-
-def missing_data(config: TrainConfig) -> InputError:
-    return InputError(
-        f"--data is missing: a file, a folder or hub:NAME that {config.title} is trained on; --data {RANDOM} trains on "
-        "random tokens, to measure speed and memory"
-    )
 
 
 def refuse_no_documents(specs: Sequence[SourceSpec], kept: Sequence[Sequence[Selection]]) -> None:

@@ -26,7 +26,6 @@ from ligermodels.training.data.embedded import (
     EMBEDDED,
     EMBEDDED_GROUPS,
     EMBEDDED_VOCABULARY,
-    RANDOM,
     EmbeddedSplit,
     Question,
     random_tokens,
@@ -46,13 +45,13 @@ from ligermodels.training.data.record_formats import FieldNames, RecordFormats
 from ligermodels.training.data.records import BadLines, Conversation, Record
 from ligermodels.training.data.run_tokenizer import use_template
 from ligermodels.training.data.sources import (
-    BUILT_IN_SOURCES,
     NO_RECORD_SUFFIXES,
     TOKEN_SUFFIXES,
     find_files,
     read_records,
     suffix_of,
 )
+from ligermodels.training.data.specs import BUILT_IN_SOURCES, RANDOM
 from ligermodels.training.data.split import Selection, all_documents, default_fraction, split_documents
 from ligermodels.training.data.store import TokenStore, open_store, write_store
 from ligermodels.training.data.token_files import described_end, open_indexed, open_tokens, write_index

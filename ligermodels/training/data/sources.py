@@ -8,10 +8,9 @@ This module knows nothing about tokens.
 import functools
 import glob
 import io
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, TextIO, TypeAlias
+from typing import TextIO, TypeAlias
 
 from ligermodels.errors import InputError
 from ligermodels.training.data.csv_files import read_csv, read_tsv
@@ -23,38 +22,13 @@ from ligermodels.training.data.progress import ReadingProgress
 from ligermodels.training.data.record_formats import KNOWN_FIELDS, RecordFormats
 from ligermodels.training.data.records import BadLines, Conversation, GroupRecord, Record, Text
 from ligermodels.training.data.saved_datasets import read_arrow, saved_dataset_files
+from ligermodels.training.data.specs import BUILT_IN_SOURCES
 from ligermodels.training.data.streams import DECOMPRESSORS, open_text_stream
 
-BUILT_IN_SOURCES = ("stories", "chats", "shapes", "preferences", "sums", "random")  # need no file; see embedded.py
 TOKEN_SUFFIXES = (".bin", ".npy")
 PIECE_CHARACTERS = 2**18  # of one piece of a long text
 LONG_CHARACTERS = 2**22  # a longer text in a record is split into pieces
 CONTEXT_CHARACTERS = 64  # of the text before a piece; more than a token or two
-
-
-class SourceSpec(NamedTuple):
-    """weight: the share of this source in the mixture; None if no weight was given."""
-
-    name: str
-    weight: float | None
-
-
-def parse_spec(text: str) -> SourceSpec:
-    """Parses NAME or NAME=WEIGHT.
-
-    The whole text is the NAME if a file or folder of that name exists, or if no number follows the last "=".
-    Raises InputError if the weight is not above 0.
-    """
-    name, equals, number = text.rpartition("=")
-    try:
-        weight = float(number)
-    except ValueError:
-        return SourceSpec(text, None)
-    if not equals or Path(text).exists():
-        return SourceSpec(text, None)
-    if not name or not 0 < weight < math.inf:
-        raise InputError(f"--data {text}: must be NAME, or NAME=WEIGHT with a weight above 0, such as my.jsonl=0.7")
-    return SourceSpec(name, weight)
 
 
 def find_files(name: str) -> list[Path]:

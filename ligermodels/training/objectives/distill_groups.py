@@ -20,7 +20,7 @@ class GroupDistill(GroupObjective):
     """What distillation on documents of the data shares, and on those that a student samples."""
 
     kind: GroupKind = "distillation"
-    learning_rate = 1e-5
+    learning_rate = 2e-5
 
     def __init__(self, config: TrainConfig, world: World) -> None:
         super().__init__(config, world)

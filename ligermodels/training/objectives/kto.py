@@ -30,7 +30,7 @@ class KTO(Referenced):
     """
 
     kind = "judged"
-    learning_rate = 1e-6
+    learning_rate = 5e-6
 
     def __init__(self, config: TrainConfig, world: World) -> None:
         self.name = "kto" if config.loss is None else " ".join(config.loss)

@@ -88,7 +88,8 @@ class Objective(ABC):
 
     data: what `open` opened. folder: of the run, known from `prepare` on. micro_batch_size: rows of a micro-batch,
     where rows are all of one length. context: the ranks that share this rank's rows, where there are others.
-    head_op: the op of the head and its loss, for the plan (`head_memory.loss_bytes`).
+    head_op: the op of the head and its loss, for the plan (`head_memory.loss_bytes`). takes_rows: whether a step takes
+    rows, which micro-batches divide; else it takes groups, and a micro-batch is one row that is packed with them.
     """
 
     data: Data | PreferenceData
@@ -96,6 +97,7 @@ class Objective(ABC):
     micro_batch_size = 1
     context: ContextGroup | None = None
     head_op = "linear_cross_entropy"
+    takes_rows = False
 
     def __init__(self, config: TrainConfig, world: World) -> None:
         """Raises InputError for options that contradict each other. Reads no file."""
@@ -120,6 +122,16 @@ class Objective(ABC):
     @abstractmethod
     def tokens_per_step(self) -> int:
         """Positions that a step computes over all ranks, about, for the plan."""
+
+    def micro_batches(self, size: int) -> int:
+        """How many micro-batches of `size` rows a rank has in a step; of packed rows about, and 1 only where it is
+        never more. Known when the settings are complete."""
+        config, world = self.config, self.world
+        assert isinstance(config, RunConfig)
+        own = -(-config.units // world.data_size)
+        if self.takes_rows:
+            return -(-own // size)
+        return max(min(own, 2), -(-self.tokens_per_step // (config.sequence_length * world.size)))
 
     @property
     def trains_chats(self) -> bool:

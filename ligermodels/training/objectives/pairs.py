@@ -35,7 +35,6 @@ class PairObjective(GroupObjective):
     """A loss of pairs. `counts` of a step: pairs, tokens of the chosen sides, supervised tokens."""
 
     kind = "pairs"
-    learning_rate = 5e-7
 
     def __init__(self, config: TrainConfig, world: World) -> None:
         super().__init__(config, world)
@@ -89,7 +88,7 @@ class PairObjective(GroupObjective):
 class DPO(Referenced, PairObjective):
     """Direct preference optimisation and its relatives: losses of the log-ratios with a reference."""
 
-    learning_rate = 1e-6
+    learning_rate = 5e-6
     pair_loss = staticmethod(losses.dpo)
 
     def read_options(self) -> dict[str, Any]:
@@ -149,6 +148,7 @@ class DPO(Referenced, PairObjective):
 class ORPO(PairObjective):
     """Odds-ratio preference optimisation: the likelihood of the chosen side, and its odds against the rejected one."""
 
+    learning_rate = 1e-5
     pair_loss = staticmethod(losses.orpo)
 
     def read_options(self) -> dict[str, Any]:
@@ -158,6 +158,7 @@ class ORPO(PairObjective):
 class CPO(PairObjective):
     """Contrastive preference optimisation: DPO with a uniform reference, and the likelihood of the chosen side."""
 
+    learning_rate = 1e-5
     pair_loss = staticmethod(losses.cpo)
 
     def read_options(self) -> dict[str, Any]:
@@ -173,6 +174,7 @@ class CPO(PairObjective):
 class SimPO(PairObjective):
     """Simple preference optimisation: mean log-probabilities and a margin, without a reference."""
 
+    learning_rate = 5e-6
     pair_loss = staticmethod(losses.simpo)
 
     def read_options(self) -> dict[str, Any]:

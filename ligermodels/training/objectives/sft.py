@@ -21,6 +21,7 @@ from ligermodels.training.runs.stopping import Stop
 class SFT(Objective):
     """The loss is the sum over all supervised tokens of the step, divided by their number, in nats."""
 
+    takes_rows = True
     data: Data
     config: RunConfig
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ligermodels.kernels.adamw8bit import adamw8bit_
+from ligermodels.kernels.adamw8bit import adamw8bit_, adamw8bit_reference
 from ligermodels.training.optimizers.adamw import AdamW, local_view
 
 LARGEST_BLOCK, SMALLEST_BLOCK = 256, 64  # elements
@@ -29,7 +29,7 @@ MIN_QUANTIZED_SIZE = 4096  # elements of a parameter
 
 class AdamW8bit(AdamW):
     """The state of a quantised parameter is step, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, and AdamW's
-    compensation.
+    low_bits.
 
     exp_avg, exp_avg_sq: uint8 codes in the shape of the parameter. exp_avg_scale, exp_avg_sq_scale: fp32
     [rows, blocks per row].
@@ -42,7 +42,7 @@ class AdamW8bit(AdamW):
         for name in ("exp_avg", "exp_avg_sq"):
             state[name] = torch.zeros_like(p, dtype=torch.uint8)
             state[f"{name}_scale"] = zero_scales(p)
-        return state | self.new_compensation(p)
+        return state | self.new_low_bits(p)
 
     def update(self, params: Sequence[nn.Parameter], group: dict[str, Any]) -> None:
         super().update([p for p in params if not is_quantized(p)], group)
@@ -59,6 +59,21 @@ class AdamW8bit(AdamW):
                 local_view(p), local_view(p.grad), **states | self.rounding(p), **scalars,
                 grad_scale=self.grad_scale, found_inf=self.found_inf,
             )  # fmt: skip
+
+    def expect_update(self, p: nn.Parameter, group: dict[str, Any]) -> None:
+        if not is_quantized(p):
+            return super().expect_update(p, group)
+        assert self.check is not None
+        state, block, run = self.state_of(p), block_size(p), self.check.runs[p]
+        blocks = slice(run.start // block, run.stop // block)
+        grad, codes1, codes2 = (self.sampled(p, x) for x in (p.grad, state["exp_avg"], state["exp_avg_sq"]))
+        scale1, scale2 = (local_view(state[f"{name}_scale"]).reshape(-1)[blocks] for name in ("exp_avg", "exp_avg_sq"))
+        beta1, beta2 = group["betas"]
+        exact, *_ = adamw8bit_reference(
+            self.check.before[p], grad.double(), codes1, scale1, codes2, scale2, group["lr"], beta1, beta2,
+            group["eps"], group["weight_decay"], state["step"] + 1, self.grad_scale, self.found_inf,
+        )  # fmt: skip
+        self.check.expect(p, exact)
 
 
 def block_size(p: Tensor) -> int:

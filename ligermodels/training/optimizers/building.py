@@ -13,14 +13,14 @@ from ligermodels.training.optimizers.adamw8bit import AdamW8bit
 from ligermodels.training.optimizers.muon import Muon, matrix_views
 
 OPTIMIZERS = ("adamw", "adamw8bit", "muon")
-BETAS = (0.9, 0.95)
+BETAS = (0.9, 0.95)  # at which moments may be in bf16: see AdamW
 RATE_SCALE = "rate_scale"  # key of a parameter group: its learning rate, as a multiple of that of the run
 
 
 def build_optimizer(
     model: nn.Module, name: str = "adamw", *, state_dtype: torch.dtype | None = None, weight_decay: float = 0.1,
     part_scales: Mapping[str, float] | None = None,
-    param_rounding: str = "nearest", seed: int = 0,
+    param_rounding: str = "exact", seed: int = 0,
 ) -> AdamW:  # fmt: skip
     """Builds the optimizer of a model's trainable parameters, sharded or not. The learning rate is 0 until
     `set_learning_rate` sets it.
@@ -28,7 +28,7 @@ def build_optimizer(
     name: one of OPTIMIZERS. state_dtype: dtype of the optimizer state; None for that of each parameter. weight_decay:
     not applied to norms, biases and embeddings. part_scales: by part of a model with images, what `set_learning_rate`
     multiplies its rate by. param_rounding, seed: as in `AdamW`. Raises InputError if the name is unknown, adamw8bit is
-    given a state_dtype, or muon another param_rounding than nearest.
+    given a state_dtype, or muon stochastic rounding.
     """
     scale_of = {
         id(parameter): scale
@@ -50,12 +50,11 @@ def build_optimizer(
             raise InputError(
                 f"optimizer adamw8bit keeps its state in 8 bits, not in {state_dtype}; omit the state dtype"
             )
-        case "muon" if param_rounding != "nearest":
-            raise InputError(
-                f"optimizer muon rounds parameters to nearest, not {param_rounding}: use adamw or adamw8bit"
-            )
+        case "muon" if param_rounding == "stochastic":
+            raise InputError("optimizer muon does not round stochastically: keep parameters exact, or use adamw")
         case "muon":
-            return Muon(groups, matrix_views(model), state_dtype=state_dtype, **options)
+            matrices = matrix_views(model)
+            return Muon(groups, matrices, state_dtype=state_dtype, param_rounding=param_rounding, **options)
     raise InputError(f"optimizer {name!r}: unknown{suggest(name, OPTIMIZERS)}")
 
 

@@ -14,7 +14,7 @@ rank; the rank orthogonalises it, and a second all-to-all returns the rows to th
 and the result is bit-identical to that of a single process.
 Maths: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; the factor: Liu et al. 2025 (Moonlight),
 https://arxiv.org/abs/2502.16982.
-Knows the layers that hold matrices. Must not know architectures.
+Knows the layers that hold matrices.
 """
 
 import itertools
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ligermodels.errors import InputError
+from ligermodels.kernels.param_rounding import master_reference, split_reference
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import LayerInputLayer
 from ligermodels.layers.cross_attention import CrossAttention
@@ -53,8 +54,8 @@ SplitIntoViews = Callable[[Tensor], Sequence[Tensor]]
 class Muon(AdamW):
     """Muon for the parameters in `matrices`, whose state is momentum_buffer; AdamW for all others.
 
-    matrices: for each parameter, the function that splits it into its matrices. Raises InputError if a parameter is
-    sharded along another dimension than the first.
+    matrices: for each parameter, the function that splits it into its matrices. param_rounding: "exact" or "nearest",
+    as in `AdamW`. Raises InputError if a parameter is sharded along another dimension than the first.
     """
 
     def __init__(self, params: Any, matrices: Mapping[nn.Parameter, SplitIntoViews], **options: Any) -> None:
@@ -67,7 +68,7 @@ class Muon(AdamW):
     def new_state(self, p: nn.Parameter) -> dict[str, Tensor]:
         if p not in self.matrices:
             return super().new_state(p)
-        return {"momentum_buffer": torch.zeros_like(p, dtype=self.state_dtype)}
+        return {"momentum_buffer": torch.zeros_like(p, dtype=self.state_dtype)} | self.new_low_bits(p)
 
     def update(self, params: Sequence[nn.Parameter], group: dict[str, Any]) -> None:
         super().update([p for p in params if p not in self.matrices], group)
@@ -81,7 +82,21 @@ class Muon(AdamW):
             for p, direction in zip(batch, directions, strict=True):
                 lr = torch.full((), group["lr"], device=p.device)  # a Python float would be compiled in as a constant
                 descend = compiled_on_gpu(descent_step, p.device)
-                descend(local_view(p).view(-1), direction.view(-1), lr, group["weight_decay"], self.found_inf)
+                if self.check is not None and p in self.check.runs:
+                    self.expect_descent(p, direction, group)
+                low_bits = self.rounding(p).get("low_bits")
+                low_bits = None if low_bits is None else low_bits.view(-1)
+                descend(local_view(p).view(-1), low_bits, direction.view(-1), lr, group["weight_decay"], self.found_inf)
+
+    def expect_update(self, p: nn.Parameter, group: dict[str, Any]) -> None:
+        if p not in self.matrices:  # those whose direction is not known yet: `update` calls `expect_descent`
+            super().expect_update(p, group)
+
+    def expect_descent(self, p: nn.Parameter, direction: Tensor, group: dict[str, Any]) -> None:
+        assert self.check is not None
+        exact, direction = self.check.before[p].clone(), self.sampled(p, direction).double()
+        descent_step(exact, None, direction, group["lr"], group["weight_decay"], self.found_inf)
+        self.check.expect(p, exact)
 
     def update_momentum(self, p: nn.Parameter) -> Tensor:
         """Updates the momentum. Returns this rank's shard of the matrix to orthogonalise, bf16."""
@@ -101,9 +116,16 @@ def nesterov_momentum(gradient: Tensor, buffer: Tensor, grad_scale: Tensor | Non
     return gradient.lerp(momentum, MOMENTUM).bfloat16()
 
 
-def descent_step(weight: Tensor, direction: Tensor, lr: Tensor, weight_decay: float, found_inf: Tensor | None) -> None:
-    """Applies weight decay and the update to the weight, in place."""
-    write_if_finite(weight, weight.float() * (1 - lr * weight_decay) - lr * direction, found_inf)
+def descent_step(
+    weight: Tensor, low_bits: Tensor | None, direction: Tensor, lr: Tensor | float, weight_decay: float,
+    found_inf: Tensor | None,
+) -> None:  # fmt: skip
+    """Applies weight decay and the update to the weight, in place; with low_bits, to the fp32 weight that both are."""
+    new = master_reference(weight, low_bits) * (1 - lr * weight_decay) - lr * direction
+    if low_bits is not None:
+        new, new_low_bits = split_reference(new)
+        write_if_finite(low_bits, new_low_bits, found_inf)
+    write_if_finite(weight, new, found_inf)
 
 
 def orthogonal_update(update: Tensor, split: SplitIntoViews) -> Tensor:

@@ -43,11 +43,12 @@ def default_learning_rate(hidden_size: int, *, pretrained: bool, lora: bool) -> 
     """Returns the default peak learning rate, the same for all optimizers: Muon's update has the size of AdamW's.
 
     New weights: 4.5e-3 at hidden size 128 (the tiny presets), proportional to 1 / hidden_size. Pretrained weights:
-    1e-5; with LoRA ten times that (Schulman et al. 2025, https://thinkingmachines.ai/blog/lora).
+    2e-5, which is near the best of three data sets on two real models (docs/real-models.md); with LoRA ten times that
+    (Schulman et al. 2025, https://thinkingmachines.ai/blog/lora).
     """
     if not pretrained:
         return 4.5e-3 * 128 / hidden_size
-    return 1e-4 if lora else 1e-5
+    return 2e-4 if lora else 2e-5
 
 
 def default_image_learning_rate(hidden_size: int) -> float:

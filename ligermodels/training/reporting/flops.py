@@ -12,10 +12,13 @@ its row, which doubles the attention FLOPs.
 Must not know how a run is trained.
 """
 
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
 import torch
+from torch import Tensor, nn
 
+from ligermodels.layers.block import Block
 from ligermodels.layers.cross_attention import CrossAttention
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mixer import mean_attended_keys
@@ -80,22 +83,33 @@ def flops_per_token(model: CausalLM, sequence_length: int) -> int:
 
 def matrix_flops(model: CausalLM) -> int:
     """Returns the FLOPs per token of the matrix products. Of a mixture of experts, k of E experts count."""
+    layers = enumerate(decoder_blocks(model))
+    left_out = ("embed_tokens", *(f"layers.{n}." for n, block in layers if isinstance(block.mixer, CrossAttention)))
+    products = [
+        (weight, flops) for name, weight, flops in forward_products(model.model) if not name.startswith(left_out)
+    ]
+    products.append((model.head.weight, 2 * model.head.weight.numel()))
+    return sum((3 if weight.requires_grad else 2) * flops for weight, flops in products)
+
+
+def forward_products(module: nn.Module) -> Iterator[tuple[str, Tensor, int]]:
+    """The name of each matrix, the matrix, and its FLOPs per token in a forward pass."""
     routed = {
         f"{prefix}.experts.{name}": (moe.experts_per_token, moe.gate.num_experts)
-        for prefix, moe in model.model.named_modules()
+        for prefix, moe in module.named_modules()
         if isinstance(moe, MoE)
         for name in named_weights(moe.experts)
     }
-    flops = 0
-    layers = enumerate(decoder_blocks(model))
-    left_out = ("embed_tokens", *(f"layers.{n}." for n, block in layers if isinstance(block.mixer, CrossAttention)))
-    weights = {
-        name: weight
-        for name, weight in named_weights(model.model).items()
-        if not (name.endswith("bias") or name.startswith(left_out))
-    }
-    for name, weight in (*weights.items(), ("head", model.head.weight)):
-        if weight.ndim >= 2:
+    for name, weight in named_weights(module).items():
+        if weight.ndim >= 2 and not name.endswith("bias"):
             active, experts = routed.get(name, (1, 1))
-            flops += (6 if weight.requires_grad else 4) * weight.numel() * active // experts
-    return flops
+            yield name, weight, 2 * weight.numel() * active // experts
+
+
+def recomputed_flops(block: Block, sequence_length: int) -> float:
+    """FLOPs per token to compute a block of the text model again for its backward pass: a forward pass without its last
+    product, whose result nothing reads."""
+    products = sum(flops for name, _, flops in forward_products(block) if "down_proj" not in name)
+    mixer = block.mixer
+    pairs = mixer.score_width * mean_attended_keys(sequence_length, mixer.window)
+    return products + 2 * pairs + mixer.state_flops

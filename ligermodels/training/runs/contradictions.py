@@ -1,15 +1,19 @@
-"""Settings that contradict each other, refused before any file is read and any memory is allocated."""
+"""Settings that contradict each other, refused before any file is read and any memory is allocated.
+
+A command line refuses them before it imports torch, which takes seconds.
+"""
+
+from typing import TYPE_CHECKING
 
 from ligermodels.aliases import TRAIN_ALIASES, flag_of
-from ligermodels.distributed import ranks_of_host
 from ligermodels.errors import InputError
-from ligermodels.layers.host_memory import available_host_memory
-from ligermodels.memory import TrainingMemory
+from ligermodels.hub.names import refuse_mistyped
 from ligermodels.training.config import DEFAULT_SIZE, FIELDS, SUPERVISED, UNIT_SETTINGS, RunConfig, TrainConfig
-from ligermodels.training.data.embedded import RANDOM
-from ligermodels.training.data.opening import missing_data
-from ligermodels.training.data.sources import BUILT_IN_SOURCES, parse_spec
+from ligermodels.training.data.specs import BUILT_IN_SOURCES, RANDOM, missing_data, parse_spec
 from ligermodels.units import counted, memory_size
+
+if TYPE_CHECKING:
+    from ligermodels.memory import TrainingMemory
 
 LORA_SETTINGS = ("lora_alpha", "lora_dropout", "lora_targets", "modules_to_save", "lora_export")
 
@@ -20,6 +24,7 @@ def refuse_contradictions(config: TrainConfig) -> None:
         raise InputError("--allow-changes goes with --resume, which is missing")
     if config.model is None:
         raise InputError("--model is missing: a family, a Hub id or a folder; --model list shows the families")
+    refuse_mistyped(config.model)
     refuse_settings_of_other_objectives(config)
     is_family = config.has_new_weights
     if config.size != DEFAULT_SIZE and not is_family:
@@ -52,7 +57,7 @@ def refuse_contradictions(config: TrainConfig) -> None:
             "--on-nan skip: --optimizer-in-backward has updated some parameters before it sees a gradient that is not "
             "finite; leave one of the two out"
         )
-    if "activations" in config.offload:
+    if "activations" in (config.offload or ()):
         refuse_unused_offload(config)
     if config.float8 and not config.compile:
         raise InputError("--float8 takes twice the time of bfloat16 unless blocks are compiled: add --compile")
@@ -113,54 +118,63 @@ def refuse_unused_offload(config: TrainConfig) -> None:
 
 
 def refuse_unused_rounding(config: TrainConfig) -> None:
-    """Raises InputError if --param-rounding has no effect, as far as the parameter dtype is known."""
+    """Raises InputError if --param-rounding stochastic has no effect, as far as the parameter dtype is known."""
     given = f"--param-rounding {config.param_rounding}"
-    if config.param_rounding == "nearest":
+    if config.param_rounding != "stochastic":
         return
     if config.param_dtype == "float32":
         raise InputError(
             f"{given}: is for parameters in bfloat16, but these are in float32: add --param-dtype bfloat16"
         )
     if config.optimizer == "muon":
-        raise InputError(f"{given}: --optimizer muon rounds to nearest; give --optimizer adamw or adamw8bit")
+        raise InputError(f"{given}: --optimizer muon does not have it; leave it out, or give --optimizer adamw")
 
 
-def refuse_unfit_optimizer_in_backward(config: RunConfig, ranks: int, micro_batches: int) -> None:
-    """Raises InputError where parameters cannot be updated during the one backward pass of a step.
+def misfit_of_optimizer_in_backward(config: RunConfig, ranks: int, micro_batches: int) -> str | None:
+    """Why parameters cannot be updated during the one backward pass of a step, with a remedy; None where they can.
 
     config: with its dtypes chosen. micro_batches: of a step of one rank.
     """
-    if not config.optimizer_in_backward:
-        return
-    if ranks > 1:
-        raise InputError(f"--optimizer-in-backward: runs on one process, not on {ranks} ranks; leave it out")
-    if micro_batches > 1:
-        raise InputError(
-            f"--optimizer-in-backward: a step has one backward pass, not {micro_batches} micro-batches; give "
-            f"--micro-batch-size {config.batch_size}, or a smaller --batch-size"
-        )
     compute = "bfloat16" if config.dtype == "bfloat16" else "float32"
-    if config.param_dtype != compute:
-        raise InputError(
-            f"--optimizer-in-backward: parameters in {config.param_dtype} and products in {compute} need FSDP2, which "
-            f"keeps gradients; add --param-dtype {compute}"
+    if ranks > 1:
+        resumed = "; of a run that began with it: --optimizer-in-backward off --allow-changes" if config.resume else ""
+        return f"runs on one process, not on {ranks} ranks; leave it out{resumed}"
+    if micro_batches > 1:
+        return (
+            f"a step has one backward pass, not {micro_batches} micro-batches; give --micro-batch-size "
+            f"{config.batch_size}, or a smaller --batch-size"
         )
+    if config.param_dtype != compute:
+        return (
+            f"parameters in {config.param_dtype} and products in {compute} need FSDP2, which keeps gradients; add "
+            f"--param-dtype {compute}"
+        )
+    return None
 
 
-def refuse_unfit_offload(config: RunConfig, ranks: int, memory: TrainingMemory, checkpointed_blocks: int) -> None:
+def refuse_unfit_optimizer_in_backward(config: RunConfig, ranks: int, micro_batches: int) -> None:
+    """Raises InputError for --optimizer-in-backward where it cannot be."""
+    misfit = misfit_of_optimizer_in_backward(config, ranks, micro_batches) if config.optimizer_in_backward else None
+    if misfit:
+        raise InputError(f"--optimizer-in-backward: {misfit}")
+
+
+def refuse_unfit_offload(config: RunConfig, ranks: int, memory: "TrainingMemory", checkpointed_blocks: int) -> None:
     """Raises InputError where ranks share optimizer states, no block is checkpointed, or the host has no room.
 
     memory: of one rank.
     """
     if "optimizer" in config.offload and ranks > 1:
-        raise InputError(
-            f"--offload optimizer: runs on one process; {ranks} ranks share the states already; leave it out"
-        )
+        out = "give --offload none" if config.resume else "leave it out"
+        raise InputError(f"--offload optimizer: runs on one process; {ranks} ranks share the states already; {out}")
     if "activations" in config.offload and not checkpointed_blocks:
         raise InputError(
             "--offload activations: has no effect, because a step fits into memory without activation checkpointing; "
             "leave it out, or add --activation-checkpointing full"
         )
+    from ligermodels.distributed import ranks_of_host  # these import torch, which is there by now
+    from ligermodels.layers.host_memory import available_host_memory
+
     given, both = f"--offload {' '.join(config.offload)}", {"optimizer", "activations"} <= {*config.offload}
     needed, available = memory.host * ranks_of_host(), available_host_memory()
     if needed > available:

@@ -27,7 +27,7 @@ TINY_GROUPS = {"dtype": "float32", "activation_checkpointing": "none"}  # of a t
 TINY_STEPS = 1600
 SFT_EPOCHS, TEXT_EPOCHS = 3, 1
 SFT_TOKENS_PER_STEP, TEXT_TOKENS_PER_STEP = 2**15, 2**17
-MIN_STEPS_PER_EPOCH = 20  # small data has smaller batches: every epoch should have some updates
+MIN_STEPS_PER_EPOCH = 40  # small data has smaller batches: every epoch should have some updates
 WARMUP_FRACTION = 0.03
 VALIDATIONS = 10
 
@@ -51,7 +51,14 @@ def with_choices(config: TrainConfig, choices: Mapping[str, Choice]) -> tuple[Tr
 
 
 def as_flag_value(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    match value:
+        case bool():
+            return "on" if value else "off"
+        case float():
+            return f"{value:g}"
+        case tuple():
+            return " ".join(value) or "none"
+    return str(value)
 
 
 def precision(config: TrainConfig, world: World) -> dict[str, Choice]:

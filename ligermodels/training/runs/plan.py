@@ -8,9 +8,10 @@ import math
 import os
 import platform
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -36,11 +37,12 @@ from ligermodels.training.optimizers.offloaded import bytes_where_offloaded
 from ligermodels.training.reporting.flops import flops_per_token
 from ligermodels.training.runs.folder import CHECKPOINTS
 from ligermodels.training.runs.image_load import NO_IMAGES, ImageLoad
-from ligermodels.training.scaling.activation_checkpointing import MemoryEstimator
+from ligermodels.training.scaling.activation_checkpointing import MemoryEstimator, device_memory
 from ligermodels.training.scaling.fsdp import dp_shard_size
 from ligermodels.units import counted, memory_size
 
 MANY_EPOCHS = 10
+OFFLOADED = {"optimizer": "optimizer states", "activations": "inputs of blocks"}  # by the values of --offload
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,11 @@ class Plan:
     kept_tensors: int
 
     @property
+    def total(self) -> int | None:
+        """Bytes of the GPU's memory; None for a CPU, which other processes share."""
+        return device_memory(self.world.device) if self.world.device.type == "cuda" else None
+
+    @property
     def accumulated(self) -> int:
         """Micro-batches per step of a rank: gradient accumulation."""
         return split_global_batch(self.config.units, self.micro_batch_size, self.world)[0]
@@ -103,8 +110,21 @@ class Plan:
         trained = "" if self.trained == self.parameters.total else f", {self.trained:,} of them trained"
         return (
             f"{self.title}: {self.parameters.total:,} parameters{trained}; {self.training_data}; "
-            f"{self.steps}; {self.step}"
+            f"{self.steps}; {self.step}{self.placement}"
         )
+
+    @property
+    def placement(self) -> str:
+        """What a step does to fit into memory."""
+        config, blocks = self.config, self.checkpointed_blocks
+        parts = {
+            "8-bit moments": config.optimizer == "adamw8bit",
+            "the update in the backward pass": config.optimizer_in_backward,
+            f"{' and '.join(OFFLOADED[name] for name in config.offload)} in host memory": config.offload,
+            f"{blocks} of {self.blocks} blocks checkpointed": blocks,
+        }
+        named = [part for part, there in parts.items() if there]
+        return f", with {', '.join(named)}" if named else ""
 
     @property
     def training_data(self) -> str:
@@ -165,7 +185,7 @@ class Plan:
         for part, size in self.memory.parts.items():
             if size:
                 yield f"  {part}", f"{memory_size(size):>10}"
-        total = device_memory(self.world.device)
+        total = self.total
         for phase, size in self.phases.items():
             yield (
                 f"  peak{f', {phase}' if len(self.phases) > 1 else ''}",
@@ -239,18 +259,25 @@ class Plan:
             yield f"{flag_of(flag)} {getattr(config, flag)} is more than {made_for}"
         if config.dtype == "bfloat16" and self.world.device.type == "cpu" and not computes_in_bfloat16():
             yield "--dtype bfloat16: this CPU has no bf16 instructions and is many times slower with it; leave it out"
-        total = device_memory(self.world.device)
+        total = self.total
         for phase, size in self.phases.items():
             if total and size > total:
                 where = f"{phase}: " if len(self.phases) > 1 else ""
-                smaller = "--micro-batch-size or --sequence-length" if self.unit == "row" else "--sequence-length"
-                yield (
-                    f"{where}{memory_size(size)} is more than the GPU has; lower {smaller}, or use "
-                    "--activation-checkpointing auto, --lora-rank or more ranks"
-                )
+                yield f"{where}{memory_size(size)} is more than the GPU has; {', '.join(self.remedies())} or more ranks"
         yield from self.advice
         yield from self.host_memory_warnings()
         yield from self.disk_warnings()
+
+    def remedies(self) -> Iterator[str]:
+        """What makes a step smaller that is not chosen by itself, with most effect first."""
+        config = self.config
+        if config.activation_checkpointing != "auto":
+            yield "use --activation-checkpointing auto"
+        if not config.with_lora:
+            yield "use --lora-rank 16"
+        if config.quantize is None and not config.has_new_weights:
+            yield "with LoRA --quantize nf4"
+        yield f"lower {'--micro-batch-size, ' * bool(config.micro_batch_size)}--sequence-length"
 
     def host_memory_warnings(self) -> Iterator[str]:
         """Warns where the host has no room for the copy that each rank makes of its part of a checkpoint."""
@@ -329,11 +356,6 @@ def free_space(folder: Path) -> tuple[Path, int]:
     return there, shutil.disk_usage(there).free
 
 
-def device_memory(device: torch.device) -> int | None:
-    """Bytes of a GPU's memory; None for a CPU, which other processes share."""
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-
-
 def host_memory() -> int:
     """Bytes of this host's memory."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -353,22 +375,35 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU process"
 
 
+class StateBytes(NamedTuple):
+    """Bytes of an optimizer's states, and where they are if they are offloaded: on the device and on the host."""
+
+    all: int
+    on_device: int
+    on_host: int
+
+
+def state_sizes(optimizer: AdamW) -> StateBytes:
+    """optimizer: of a model on the meta device, on which its states are created."""
+    optimizer.create_states()
+    return StateBytes(state_bytes(optimizer), *bytes_where_offloaded(optimizer))
+
+
 def memory_needs(
-    model: CausalLM, optimizer: AdamW, config: RunConfig, world: World, dtype: torch.dtype, beside: int,
-    row_patches: int = 0, head_op: str = "linear_cross_entropy",
+    model: CausalLM, states: StateBytes, config: RunConfig, world: World, dtype: torch.dtype, beside: int,
+    micro_batches: Callable[[int], int], row_patches: int = 0, head_op: str = "linear_cross_entropy",
 ) -> MemoryEstimator:  # fmt: skip
     """The memory of a step of this run as a function of the settings that may still change.
 
-    model: on the meta device, unsharded. optimizer: an optimizer of it, whose states are created on the meta device.
-    beside: bytes of a rank that stay beside the model. row_patches: the most of the images of a row. head_op: as
+    model: on the meta device, unsharded. states: of its optimizer. beside: bytes of a rank that stay beside the model.
+    micro_batches: how many of them a step has, by their rows. row_patches: the most of the images of a row. head_op: as
     that of `training_memory`. The result takes the micro-batch size as `batch_size`.
     """
-    optimizer.create_states()
-    on_device, on_host, room = state_bytes(optimizer), 0, 0
+    on_device, on_host, room = states.all, 0, 0
     # A checkpoint copies weights and states to the host, so that it can be written beside the next steps.
     copied = (sum(p.nbytes for p in trained_parameters(model)) + on_device) // dp_shard_size(world, config.dp_replicate)
     if "optimizer" in config.offload:
-        on_device, on_host = bytes_where_offloaded(optimizer)
+        _, on_device, on_host = states
     if "activations" in config.offload:
         free = torch.tensor(available_host_memory() // ranks_of_host(), dtype=torch.float64, device=world.device)
         room = max(0, int(smallest(free).item()) - copied - on_host)
@@ -378,4 +413,6 @@ def memory_needs(
         room_for_inputs=room, beside=beside, context=world.context, expert_ranks=config.expert_parallel,
         head_op=head_op, low_memory_loss=config.low_memory_loss, step_in_backward=config.optimizer_in_backward,
     )  # fmt: skip
-    return lambda *, batch_size, **options: estimate(batch_size, patches=batch_size * row_patches, **options)
+    return lambda *, batch_size, **options: estimate(
+        batch_size, patches=batch_size * row_patches, micro_batches=micro_batches(batch_size), **options
+    )

@@ -3,10 +3,12 @@
 Everything that can be wrong with a run is refused here, as far as it is known by then. Must not know the loop.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,6 +19,7 @@ from ligermodels.hub import adapter_folder, add_lora_of_adapter, create, quantis
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.lora_targets import add_lora
 from ligermodels.layers.reward_model import RewardModel
+from ligermodels.memory import TrainingMemory
 from ligermodels.training.config import RunConfig, TrainConfig
 from ligermodels.training.data import Data
 from ligermodels.training.data.batches import split_global_batch
@@ -36,19 +39,20 @@ from ligermodels.training.runs.contradictions import (
 from ligermodels.training.runs.defaults import TORCH_DTYPES, completed, precision, with_choices
 from ligermodels.training.runs.image_load import image_load
 from ligermodels.training.runs.model_parts import part_scales, refuse_parts_without_images, train_parts
-from ligermodels.training.runs.plan import Plan, make_plan, memory_needs
+from ligermodels.training.runs.placement import Placement, Search, as_choices, choose_placement, find_device
+from ligermodels.training.runs.plan import Plan, StateBytes, make_plan, memory_needs, state_sizes
 from ligermodels.training.runs.publishing import check_hub_access
 from ligermodels.training.runs.resuming import refuse_finished, refuse_other_settings
 from ligermodels.training.scaling import fsdp
 from ligermodels.training.scaling.activation_checkpointing import (
     MemoryEstimator,
-    apply_activation_checkpointing,
+    checkpointing_of,
     must_reshard_after_forward,
     replicates_quantised,
+    usable_memory,
 )
 from ligermodels.training.scaling.context_parallel import refuse_unfit_length, refuse_unfit_model, share_rows
 from ligermodels.training.scaling.expert_parallel import refuse_unfit_experts
-from ligermodels.training.scaling.micro_batches import micro_batch_size_of
 from ligermodels.units import memory_size
 from ligermodels.weights.module import quantised_bytes
 
@@ -129,9 +133,101 @@ def prepare(config: TrainConfig, world: World) -> Run:
     refuse_unused_profile(config)
     refuse_finished(config)
 
-    # The memory that a step needs. Activation checkpointing takes as many blocks and results as memory demands.
+    images = image_load(model, data)
+    refuse_parts_without_images(model, config, images.tokens)
+    fit = fit_memory(config, model, objective, world, compute_dtype, images.most_patches)
+    config, objective.micro_batch_size = fit.config, fit.placement.micro_batch_size
+    checkpointed_blocks, kept_tensors = fit.placement.checkpointing
+    model.checkpoint_activations(checkpointed_blocks, kept_tensors, config.sequence_length)
+    if fit.memory.offloads_every:
+        model.offload_inputs(checkpointed_blocks, fit.memory.offloads_every)
+    places = places_of_quantised(model, fsdp.dp_shard_size(world, config.dp_replicate), fit.replicate_quantised)
+    made = make_plan(
+        model, config, world, description=data.description, rows=len(data.training),
+        passes=data.training.mixture.rows_per_epoch, validation_rows=len(data.validation),
+        lengths=data.lengths if isinstance(data, Data) else None, micro_batch_size=objective.micro_batch_size,
+        tokens_per_step=objective.tokens_per_step, chosen=[*chosen, *more, *fit.chosen, *places], dtype=compute_dtype,
+        checkpointed_blocks=checkpointed_blocks, kept_tensors=kept_tensors, memory=fit.memory,
+        phases=objective.phases(fit.memory), images=images, facts=objective.facts(), advice=objective.advice(),
+    )  # fmt: skip
+    shard = partial(
+        fsdp.shard, world=world, dtype=compute_dtype, dp_replicate=config.dp_replicate,
+        expert_parallel=config.expert_parallel, replicate_quantised=fit.replicate_quantised,
+        reshard_after_forward=fit.reshard_after_forward,
+    )  # fmt: skip
+    build = optimizer_builder(config, model)
+    return Run(config, world, pretrained, adapter, model, objective, build, fit.estimate, shard, made)
+
+
+@dataclass(frozen=True)
+class MemoryFit:
+    """How a run fits into memory.
+
+    config: with the settings of the placement. chosen: a line for each of them that was not given. placement: with as
+    much checkpointing as the memory demands that is free now. replicate_quantised, reshard_after_forward: as those of
+    `fsdp.shard`. estimate: of the memory, with all of these. memory: by that estimate.
+    """
+
+    config: RunConfig
+    chosen: Sequence[str]
+    placement: Placement
+    replicate_quantised: bool
+    reshard_after_forward: bool
+    estimate: MemoryEstimator
+    memory: TrainingMemory
+
+
+def fit_memory(
+    config: RunConfig, model: CausalLM, objective: Objective, world: World, dtype: torch.dtype, row_patches: int
+) -> MemoryFit:
+    """Chooses the placement of a run. model: on the meta device. dtype: of computation. row_patches: the most of the
+    images of a row. Raises InputError for settings that cannot be."""
+    beside = objective.bytes_beside(model)
+
+    @functools.cache
+    def states(**moments: Any) -> StateBytes:
+        return state_sizes(optimizer_builder(replace(config, **moments), model)(model))
+
+    def needs(changed: RunConfig) -> MemoryEstimator:
+        moments = states(optimizer=changed.optimizer, optimizer_state_dtype=changed.optimizer_state_dtype)
+        further = objective.micro_batches, row_patches, objective.head_op
+        return memory_needs(model, moments, changed, world, dtype, beside, *further)
+
+    search = Search(config, model, world, micro_batch_sizes(config, objective, world), objective.micro_batches, needs)
+    device = find_device(config, model, world)
+    placement = choose_placement(search, device)
+    placed, chosen = with_choices(config, as_choices(placement, search.plain(), device))
+    assert isinstance(placed, RunConfig)
+    micro_batches = objective.micro_batches(placement.micro_batch_size)
+    refuse_unfit_optimizer_in_backward(placed, world.size, micro_batches)
+
+    estimate = search.estimate_of(placement)
+    mode, usable = config.activation_checkpointing, usable_memory(world)
+    blocks, kept_tensors = checkpointing = checkpointing_of(model, mode, estimate, usable)
+    estimate = partial(estimate, kept_tensors=kept_tensors)
+    replicated = replicates_quantised(usable, estimate, blocks)
+    estimate = partial(estimate, replicate_quantised=replicated)
+    reshards = must_reshard_after_forward(usable, estimate, blocks)
+    estimate = partial(estimate, keep_unsharded=not reshards)
+    memory = estimate(checkpointed_blocks=blocks)
+    refuse_unfit_offload(placed, world.size, memory, blocks)
+    placement = replace(placement, checkpointing=checkpointing)
+    return MemoryFit(placed, chosen, placement, replicated, reshards, estimate, memory)
+
+
+def micro_batch_sizes(config: RunConfig, objective: Objective, world: World) -> list[int]:
+    """The sizes that divide a rank's share of a step, the largest first; the given one alone. Raises InputError if
+    ranks cannot share the global batch equally."""
+    if not objective.takes_rows:
+        return [1]
+    share = split_global_batch(config.units, config.micro_batch_size, world)[1]
+    return [share] if config.micro_batch_size else [size for size in range(share, 0, -1) if share % size == 0]
+
+
+def optimizer_builder(config: RunConfig, model: CausalLM) -> Callable[[CausalLM], AdamW]:
+    """Builds the optimizer of a run. model: it, perhaps on the meta device."""
     states = None if config.optimizer_state_dtype is None else TORCH_DTYPES[config.optimizer_state_dtype]
-    build = partial(
+    return partial(
         build_optimizer,
         name=config.optimizer,
         state_dtype=states,
@@ -140,43 +236,6 @@ def prepare(config: TrainConfig, world: World) -> Run:
         param_rounding=config.param_rounding,
         seed=config.seed,
     )
-    images = image_load(model, data)
-    refuse_parts_without_images(model, config, images.tokens)
-    beside = objective.bytes_beside(model)
-    estimate = memory_needs(
-        model, build(model), config, world, compute_dtype, beside, images.most_patches, objective.head_op
-    )
-    micro_batch_size = objective.micro_batch_size = micro_batch_size_of(config, world, len(model.blocks), estimate)
-    micro_batches = split_global_batch(config.units, micro_batch_size, world)[0] if config.optimizer_in_backward else 1
-    refuse_unfit_optimizer_in_backward(config, world.size, micro_batches)
-    estimate = partial(estimate, batch_size=micro_batch_size)
-    checkpointed_blocks, kept_tensors = apply_activation_checkpointing(
-        model, config.activation_checkpointing, world, estimate, config.sequence_length
-    )
-    estimate = partial(estimate, kept_tensors=kept_tensors)
-    replicate_quantised = replicates_quantised(world, estimate, checkpointed_blocks)
-    estimate = partial(estimate, replicate_quantised=replicate_quantised)
-    reshard_after_forward = must_reshard_after_forward(world, estimate, checkpointed_blocks)
-    estimate = partial(estimate, keep_unsharded=not reshard_after_forward)
-    memory = estimate(checkpointed_blocks=checkpointed_blocks)
-    refuse_unfit_offload(config, world.size, memory, checkpointed_blocks)
-    if memory.offloads_every:
-        model.offload_inputs(checkpointed_blocks, memory.offloads_every)
-    places = places_of_quantised(model, fsdp.dp_shard_size(world, config.dp_replicate), replicate_quantised)
-    made = make_plan(
-        model, config, world, description=data.description, rows=len(data.training),
-        passes=data.training.mixture.rows_per_epoch, validation_rows=len(data.validation),
-        lengths=data.lengths if isinstance(data, Data) else None, micro_batch_size=micro_batch_size,
-        tokens_per_step=objective.tokens_per_step, chosen=[*chosen, *more, *places], dtype=compute_dtype,
-        checkpointed_blocks=checkpointed_blocks, kept_tensors=kept_tensors, memory=memory,
-        phases=objective.phases(memory), images=images, facts=objective.facts(), advice=objective.advice(),
-    )  # fmt: skip
-    shard = partial(
-        fsdp.shard, world=world, dtype=compute_dtype, dp_replicate=config.dp_replicate,
-        expert_parallel=config.expert_parallel, replicate_quantised=replicate_quantised,
-        reshard_after_forward=reshard_after_forward,
-    )  # fmt: skip
-    return Run(config, world, pretrained, adapter, model, objective, build, estimate, shard, made)
 
 
 def quantise_base(model: CausalLM, folder: Path, config: TrainConfig) -> None:

@@ -21,7 +21,7 @@ from ligermodels.units import counted
 
 # Settings that decide which tensors a checkpoint has, and in which dtypes.
 CHECKPOINT_SETTINGS = (
-    *("param_dtype", "param_rounding", "optimizer", "optimizer_state_dtype", "optimizer_in_backward"),
+    *("param_dtype", "param_rounding", "optimizer", "optimizer_state_dtype"),
     *("lora_rank", "lora_targets", "modules_to_save", "adapter", "train_parts"),
 )
 

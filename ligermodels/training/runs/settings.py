@@ -15,7 +15,6 @@ from ligermodels.errors import InputError, suggest_closest
 from ligermodels.training.config import FIELDS, TrainConfig, type_of
 from ligermodels.training.runs.settings_file import read_settings
 from ligermodels.training.setting_values import parsed_item
-from ligermodels.weights.writing import replace_file
 
 SETTINGS_FILE = "train.toml"
 # These tell a process what to do and do not describe the run; a run's folder is the one that holds its train.toml.
@@ -89,7 +88,7 @@ def parsed_value(name: str, value: Any, place: str) -> Any:
     values = value if isinstance(value, list) else [value]
     if isinstance(value, list) and not several:
         raise InputError(f"{place} is a list; must be one value")
-    if several and not values and field.default != ():
+    if several and not values and not field.metadata["may_be_empty"]:
         raise InputError(f"{place} is empty; give at least one value, or leave it out")
     if any(not isinstance(item, str | bool | int | float) for item in values):
         raise InputError(f"{place} is {value!r}; must be text, a number, true or false")
@@ -126,6 +125,8 @@ def write_settings(config: TrainConfig, file: Path) -> None:
 
     Raises InputError for the name of a file that is not UTF-8: TOML cannot hold it.
     """
+    from ligermodels.weights.writing import replace_file  # imports torch, which reading settings does not need
+
     lines = [f"{name} = {as_toml(value)}" for name, value in settings(config).items()]
     header = "# All settings of this run. The same run in a new folder: ligermodels train --config train.toml"
     try:

@@ -31,32 +31,30 @@ class Checkpointing(NamedTuple):
     kept_tensors: int  # how many results these keep beside their inputs
 
 
-def apply_activation_checkpointing(
-    model: CausalLM, mode: str, world: World, estimate: MemoryEstimator, sequence_length: int
-) -> Checkpointing:
-    """Applies activation checkpointing to the first blocks of a model, and returns what it has chosen.
+def checkpointing_of(model: CausalLM, mode: str, estimate: MemoryEstimator, usable: float) -> Checkpointing:
+    """What a mode of --activation-checkpointing is for a model.
 
     mode: "none"; "selective" for all blocks, which keep attention and the products of their mixers; "full" for all
-    blocks, which keep only their inputs; "auto" for as little of it as needed for the step to fit into the memory of
-    the fullest GPU, and none on a CPU. The choice is the same on every rank.
+    blocks, which keep only their inputs; "auto" for as little of it as needed for the step to fit into `usable` bytes.
     """
     blocks = len(model.blocks)
     match mode:
         case "none":
-            chosen = Checkpointing(0, 0)
+            return Checkpointing(0, 0)
         case "selective":
-            chosen = Checkpointing(blocks, keepable_in(model, blocks))
+            return Checkpointing(blocks, keepable_in(model, blocks))
         case "full":
-            chosen = Checkpointing(blocks, 0)
-        case _:
-            chosen = least_checkpointing(model, estimate, usable_memory(world))
-    model.checkpoint_activations(*chosen, sequence_length)
-    return chosen
+            return Checkpointing(blocks, 0)
+    return least_checkpointing(model, estimate, usable)
 
 
 def least_checkpointing(model: CausalLM, estimate: MemoryEstimator, usable: float) -> Checkpointing:
     """What recomputes least and fits: as few blocks as possible; if it must be all, they keep as much as possible."""
     blocks = len(model.blocks)
+    if estimate(checkpointed_blocks=0).peak <= usable:
+        return Checkpointing(0, 0)
+    if estimate(checkpointed_blocks=blocks, kept_tensors=0).peak > usable:
+        return Checkpointing(blocks, 0)
     count = fewest_checkpointed_blocks(blocks, partial(estimate, kept_tensors=None), usable)
     most = keepable_in(model, count)
     if count < blocks:
@@ -73,26 +71,23 @@ def keepable_in(model: CausalLM, blocks: int) -> int:
     return sum(map(len, choose_kept(model.blocks[:blocks], None, 1)))
 
 
-def replicates_quantised(world: World, estimate: MemoryEstimator, checkpointed_blocks: int) -> bool:
+def replicates_quantised(usable: float, estimate: MemoryEstimator, checkpointed_blocks: int) -> bool:
     """Whether every rank has the bytes of all quantised weights, because they fit or take no more memory than shards.
 
-    The result is the same on every rank. On a CPU, whose free memory is unknown, they are sharded unless that takes
-    more.
+    usable: bytes; infinite on a CPU, whose free memory is unknown: there they are sharded unless that takes more.
     """
     sharded, replicated = (
         estimate(checkpointed_blocks=checkpointed_blocks, replicate_quantised=each).peak for each in (False, True)
     )
-    usable = usable_memory(world)
     return replicated <= sharded or replicated <= usable < math.inf
 
 
-def must_reshard_after_forward(world: World, estimate: MemoryEstimator, checkpointed_blocks: int) -> bool:
+def must_reshard_after_forward(usable: float, estimate: MemoryEstimator, checkpointed_blocks: int) -> bool:
     """Whether FSDP2 must reshard a block's weights after forward, because not all blocks fit unsharded into memory.
 
-    The result is the same on every rank. On a CPU it is True: the free memory is unknown, and a second all-gather is
-    only a copy.
+    usable: bytes; infinite on a CPU, where it is True: the free memory is unknown, and a second all-gather is only a
+    copy.
     """
-    usable = usable_memory(world)
     if math.isinf(usable):
         return True
     return estimate(checkpointed_blocks=checkpointed_blocks, keep_unsharded=True).peak > usable
@@ -112,7 +107,13 @@ def usable_memory(world: World) -> float:
         return float("inf")
     free, _ = torch.cuda.mem_get_info(world.device)
     cached = torch.cuda.memory_reserved(world.device) - torch.cuda.memory_allocated(world.device)
-    return usable_share(free + cached, world)
+    return usable_share(min(free + cached, device_memory(world.device)), world)
+
+
+def device_memory(device: torch.device) -> int:
+    """Bytes of a GPU's memory that this process may allocate: all, or `set_per_process_memory_fraction`'s part."""
+    total = torch.cuda.get_device_properties(device).total_memory
+    return round(total * torch.cuda.get_per_process_memory_fraction(device))
 
 
 def usable_share(memory: int, world: World) -> float:

@@ -12,9 +12,12 @@ from pathlib import Path
 
 import numpy as np
 
+from ligermodels.errors import HubError
+from ligermodels.weights.adapter_config import ADAPTER_CONFIG_FILE
 from ligermodels.weights.config_file import CONFIG_FILE, GENERATION_CONFIG_FILE
+from ligermodels.weights.files import INDEX_FILE, SINGLE_FILE
 from ligermodels.weights.gguf.config import hub_config, hub_generation_config
-from ligermodels.weights.gguf.finding import all_parts, gguf_files
+from ligermodels.weights.gguf.finding import all_parts, gguf_files, is_gguf
 from ligermodels.weights.gguf.header import GgufHeader, read_gguf_header
 from ligermodels.weights.gguf.tensors import one_tensor
 from ligermodels.weights.gguf.tokenizer import Vocabulary, tokenizer_files
@@ -22,6 +25,21 @@ from ligermodels.weights.streaming import read_tensors
 from ligermodels.weights.user_cache import code_hash, fill_once, user_cache
 
 HASH_CHARACTERS = 16
+
+
+def shown_folder(path: Path) -> Path:
+    """A folder itself; one that has only a GGUF file, or such a file, as the folder that shows it.
+
+    Raises HubError for another file, CheckpointError for a GGUF file that is damaged or not supported.
+    """
+    if not path.is_dir():
+        if not is_gguf(path):
+            raise HubError(f"{path}: is a file; pass the folder that contains it, or a .gguf file")
+        return gguf_folder(path)
+    if any((path / name).exists() for name in (CONFIG_FILE, ADAPTER_CONFIG_FILE, SINGLE_FILE, INDEX_FILE)):
+        return path
+    files = gguf_files(path)
+    return gguf_folder(files[0]) if files else path
 
 
 def gguf_folder(file: Path) -> Path:
@@ -42,14 +60,14 @@ def gguf_content(parts: Sequence[Path]) -> dict[str, str]:
     header = read_gguf_header(parts)
     vocabulary = Vocabulary(header)
     configs = {
-        CONFIG_FILE: hub_config(header, vocabulary, partial(read_small_tensor, header)),
+        CONFIG_FILE: hub_config(header, vocabulary, partial(read_metadata, header)),
         GENERATION_CONFIG_FILE: hub_generation_config(vocabulary),
     }
     written = {name: json.dumps(config, indent=2, ensure_ascii=False) + "\n" for name, config in configs.items()}
     return written | tokenizer_files(header, vocabulary)
 
 
-def read_small_tensor(header: GgufHeader, name: str) -> np.ndarray:
+def read_metadata(header: GgufHeader, name: str) -> np.ndarray:
     """The values of a tensor of the file, fp32. Raises CheckpointError."""
     return read_tensors({name: one_tensor(header.tensors[name])})[name].float().numpy().ravel()
 

@@ -1,6 +1,6 @@
 """The metadata of a tokenizer: the inverse of `tokenizer.py`, which it uses to check that nothing is lost.
 
-The tokenizer's way to split text is found by what it does with SPLIT_PROBE, because llama.cpp knows names alone.
+The tokenizer's way to split text is found by what it does with PROBE_TEXTS, because llama.cpp knows names alone.
 """
 
 import json
@@ -33,7 +33,7 @@ from ligermodels.weights.gguf.tokenizer import (
 NORMAL, UNKNOWN, BYTE = 1, 2, 6  # llama.cpp's types of tokens
 NO_SCORE = -1e6  # of tokens that no merge makes
 # Its words show how a tokenizer splits: contractions, capitals, digits, spaces, line ends, marks, scripts, signs.
-SPLIT_PROBE = (
+PROBE_TEXTS = (
     "Hello world, it's I'LL we'Ve don't 1 12 123 1234567 a1b2  two   three\tTab\n\nlines\r\n \n  end   "
     "CamelCase HTMLParser naïve cafe\u0301 नमस्ते 你好世界ひらカタ 한국어 Привет ½ Ⅷ ²³ _under_ --- === /path//to/x\n"
     "x=1;y+=2 # $3.50 50% <tag> (a) [b] {c} \"q\" 'q' !!!\n...\n 😀👩‍👧 ﷽ \u00a0 \u3000 tail "
@@ -127,8 +127,8 @@ def begins_with_space(content: Mapping[str, Any]) -> bool:
 
 def pre_tokenizer_name(parts: TokenizerParts, content: Mapping[str, Any]) -> str:
     """llama.cpp's name for how a byte-level tokenizer splits text. Raises InputError if it has none."""
-    wanted = words_of_probe(parts.tokenizer)
-    found = [name for name, pre in PRE_TOKENIZERS.items() if words_of_probe(splitting(split_json(pre))) == wanted]
+    wanted = words_in(parts.tokenizer)
+    found = [name for name, pre in PRE_TOKENIZERS.items() if words_in(splitting(split_json(pre))) == wanted]
     if not found:
         raise InputError(
             f"{parts.file}: splits text as none of llama.cpp's tokenizers does, so that no GGUF can have it: export a "
@@ -150,11 +150,11 @@ def splitting(pre_tokenizer: Mapping[str, Any]) -> tokenizers.Tokenizer:
     return tokenizers.Tokenizer.from_str(json.dumps(empty | {"pre_tokenizer": pre_tokenizer}))
 
 
-def words_of_probe(tokenizer: tokenizers.Tokenizer) -> list[str]:
-    """The words into which a tokenizer splits SPLIT_PROBE, in the spelling of bytes."""
+def words_in(tokenizer: tokenizers.Tokenizer) -> list[str]:
+    """The words into which a tokenizer splits PROBE_TEXTS, in the spelling of bytes."""
     if tokenizer.pre_tokenizer is None:
-        return [SPLIT_PROBE]
-    return [word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(SPLIT_PROBE)]
+        return [PROBE_TEXTS]
+    return [word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(PROBE_TEXTS)]
 
 
 def special_tokens(parts: TokenizerParts, end_ids: list[int]) -> dict[str, Any]:
@@ -179,10 +179,10 @@ def template_metadata(templates: Mapping[str, str]) -> dict[str, Any]:
 
 
 def refuse_other_ids(parts: TokenizerParts, metadata: Mapping[str, Any]) -> None:
-    """Raises InputError if a reader of the metadata would encode SPLIT_PROBE otherwise than the tokenizer."""
+    """Raises InputError if a reader of the metadata would encode PROBE_TEXTS otherwise than the tokenizer."""
     vocabulary = Vocabulary(GgufHeader(parts.file, as_read(metadata), {}))
     read = tokenizers.Tokenizer.from_str(json.dumps(tokenizer_json(vocabulary)))
-    for text in SPLIT_PROBE, SPLIT_PROBE.replace(" ", "\n"), *SPLIT_PROBE.split():
+    for text in PROBE_TEXTS, PROBE_TEXTS.replace(" ", "\n"), *PROBE_TEXTS.split():
         if read.encode(text).ids != parts.tokenizer.encode(text).ids:
             raise InputError(
                 f"{parts.file}: as GGUF it would give {shorten(text, 40)!r} other token ids, because the format lacks "

@@ -25,10 +25,10 @@ from ligermodels.weights.gguf.metadata import architecture_of, config_metadata, 
 from ligermodels.weights.gguf.names import Stored
 from ligermodels.weights.gguf.rope import rope_factors
 from ligermodels.weights.gguf.tokenizer_metadata import TokenizerParts, tokenizer_metadata
+from ligermodels.weights.gguf.types import GGUF_TYPES
 from ligermodels.weights.mapping import Rule, name_translator, plan_pieces
 from ligermodels.weights.module import HubModule
 
-GGUF_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "mxfp4", "tq2_0", "tq1_0")
 TYPE_OF_DTYPE = {torch.float32: "f32", torch.float64: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 WITH_8_BITS = ("f32", "f16", "bf16", "q8_0")
 FILE_TYPES = {"f32": "ALL_F32", "mxfp4": "MOSTLY_MXFP4_MOE"}  # of others, MOSTLY_ and the type
@@ -39,7 +39,7 @@ ROUTER, SINKS, EXPERTS = ".ffn_gate_inp.", ".attn_sinks.", "_exps.weight"
 
 
 @dataclass(frozen=True)
-class GgufOutput:
+class PlannedFile:
     """A tensor of the file. hub: the Hub's tensors that it has, one, or those of all experts.
 
     type: its encoding. heads: whose rotary pairs are interleaved; 0 if they are not. offset: is added to its values.
@@ -99,18 +99,17 @@ class GgufFile:
     architecture: str
     metadata: Mapping[str, Any]
     factors: Mapping[str, np.ndarray]
-    outputs: Sequence[GgufOutput]
+    outputs: Sequence[PlannedFile]
     rules: tuple[Rule, ...]
 
     def header(self, file: Path, gguf: ModuleType) -> GgufHeader:
         """What a reader finds in the file, but for the places of tensors."""
         shapes = {name: ("f32", values.shape) for name, values in self.factors.items()}
         shapes |= {output.name: (output.type, output.shape) for output in self.outputs}
-        infos = dict[str, TensorInfo]()
-        for name, (type_name, shape) in shapes.items():
-            kind = encoding(gguf, type_name)
-            block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-            infos[name] = TensorInfo(file, int(kind), block, block_bytes, shape, begin=0)
+        infos = {
+            name: TensorInfo(file, int(kind := encoding(gguf, type_name)), *gguf.GGML_QUANT_SIZES[kind], shape, 0)
+            for name, (type_name, shape) in shapes.items()
+        }
         return GgufHeader(file, {"general.architecture": self.architecture} | as_read(self.metadata), infos)
 
     def write(self, file: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
@@ -134,10 +133,10 @@ class GgufFile:
 
 
 def encoded_outputs(
-    outputs: Sequence[GgufOutput], tensors: Iterator[tuple[str, Tensor]], gguf: ModuleType
+    outputs: Sequence[PlannedFile], tensors: Iterator[tuple[str, Tensor]], gguf: ModuleType
 ) -> Iterator[np.ndarray]:
     """The bytes of all outputs, in order. Raises InputError for a value that its type cannot have."""
-    of_hub: dict[str, list[GgufOutput]] = {}
+    of_hub: dict[str, list[PlannedFile]] = {}
     for output in outputs:
         for name in output.hub:
             of_hub.setdefault(name, []).append(output)
@@ -152,7 +151,7 @@ def encoded_outputs(
             yield done[0] if len(done) == 1 else np.stack(done)
 
 
-def encode(values: np.ndarray, output: GgufOutput, gguf: ModuleType) -> np.ndarray:
+def encode(values: np.ndarray, output: PlannedFile, gguf: ModuleType) -> np.ndarray:
     """The bytes of a tensor of the Hub in an output."""
     if output.first is not None:
         values = values[:, 0 if output.first else 1 :: 2]
@@ -167,25 +166,25 @@ def encode(values: np.ndarray, output: GgufOutput, gguf: ModuleType) -> np.ndarr
     return gguf.quants.quantize(values, encoding(gguf, output.type))
 
 
-def plan_outputs(pieces: Mapping[str, Shape], stored: Stored, heads: Mapping[str, int]) -> list[GgufOutput]:
+def plan_outputs(pieces: Mapping[str, Shape], stored: Stored, heads: Mapping[str, int]) -> list[PlannedFile]:
     """The tensors of the file, in the order in which their first parts come. Raises InputError."""
-    outputs: dict[str, GgufOutput] = {}
+    outputs: dict[str, PlannedFile] = {}
     for hub, shape in pieces.items():
         offset = stored.norm_offset if hub.endswith("norm.weight") else 0.0
         projection = hub.split(".self_attn.")[-1].split(".")[0]
-        for name, first, stacked in names_in_gguf(hub, stored):
+        for name, first, stacked in names_of_tensors(hub, stored):
             if stacked and name in outputs:
                 earlier = outputs[name]
                 outputs[name] = replace(earlier, hub=(*earlier.hub, hub), shape=(earlier.shape[0] + 1, *shape))
                 continue
             rows = shape if first is None else (shape[0], shape[1] // 2, *shape[2:])
             full = (1, *rows) if stacked else rows
-            outputs[name] = GgufOutput(name, (hub,), full, "f32", heads.get(projection, 0), offset, first)
+            outputs[name] = PlannedFile(name, (hub,), full, "f32", heads.get(projection, 0), offset, first)
     return list(outputs.values())
 
 
-def names_in_gguf(hub: str, stored: Stored) -> list[tuple[str, bool | None, bool]]:
-    """(name, first, stacked) of the tensors that have a tensor of the Hub; see `GgufOutput`. Raises InputError."""
+def names_of_tensors(hub: str, stored: Stored) -> list[tuple[str, bool | None, bool]]:
+    """(name, first, stacked) of the tensors that have a tensor of the Hub; see `PlannedFile`. Raises InputError."""
     for pair, pattern in stored.alternating.items():
         if translate := name_translator(pattern, hub):
             return [(translate(theirs), theirs == pair[0], False) for theirs in pair]
@@ -195,7 +194,7 @@ def names_in_gguf(hub: str, stored: Stored) -> list[tuple[str, bool | None, bool
     raise InputError(f"{hub}: GGUF has no place for it: export a folder instead")
 
 
-def wanted_type(output: GgufOutput, kind: str) -> str:
+def wanted_type(output: PlannedFile, kind: str) -> str:
     """The type of a tensor in a file whose matrices are of type `kind`."""
     if len(output.shape) == 1 or any(part in output.name for part in ("_norm.", ".bias", ROUTER, SINKS)):
         return "f32"
@@ -204,7 +203,7 @@ def wanted_type(output: GgufOutput, kind: str) -> str:
     return "q8_0" if output.name in EMBEDDING_AND_HEAD and kind not in WITH_8_BITS else kind
 
 
-def with_types(outputs: Sequence[GgufOutput], kind: str, gguf: ModuleType) -> list[GgufOutput]:
+def with_types(outputs: Sequence[PlannedFile], kind: str, gguf: ModuleType) -> list[PlannedFile]:
     """The outputs with their types. Rows that are no whole blocks get the next type, and a warning says so."""
     typed, others = [], dict[tuple[str, str], int]()
     for output in outputs:
@@ -227,7 +226,7 @@ def encoding(gguf: ModuleType, kind: str) -> Any:
     return gguf.GGMLQuantizationType[kind.upper()]
 
 
-def add_info(writer: Any, output: GgufOutput, gguf: ModuleType) -> None:
+def add_info(writer: Any, output: PlannedFile, gguf: ModuleType) -> None:
     kind = encoding(gguf, output.type)
     block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     size = math.prod(output.shape) // block * block_bytes

@@ -11,24 +11,24 @@ from tests.conftest import DEVICE
 from tests.kernels.ops.base import Case, Op, normal
 
 
-def rounded_adamw_case(batch, length, width, compensated, eight_bits=False) -> Case:
+def rounded_adamw_case(batch, length, width, exact, eight_bits=False) -> Case:
     """Rounding of the same updated bf16 parameter; test_param_rounding.py compares it with the references."""
     hyperparameters = 1e-2, 0.9, 0.999, 1e-8, 0.1
 
     @torch.no_grad()
     def update(param, grad, step):
         tensors = [x.contiguous().to(torch.bfloat16, copy=True) for x in (param, grad)]
-        left_over = torch.zeros_like(tensors[0]) if compensated else None
+        low_bits = torch.zeros_like(tensors[0], dtype=torch.int16) if exact else None
         if eight_bits:
             codes, scale = (
                 torch.zeros_like(tensors[0], dtype=torch.uint8),
                 step.new_zeros(*param.shape[:2], width // 64),
             )
             tensors += [codes, scale, codes.clone(), scale.clone()]
-            adamw8bit_(*tensors, *hyperparameters, step, None, None, left_over, None if compensated else 3)
+            adamw8bit_(*tensors, *hyperparameters, step, None, None, low_bits, None if exact else 3)
         else:
             tensors += [torch.zeros_like(tensors[0]) for _ in range(2)]
-            adamw_(*tensors, *hyperparameters, step, None, None, left_over, None if compensated else 3)
+            adamw_(*tensors, *hyperparameters, step, None, None, low_bits, None if exact else 3)
         return tensors[0].to(param.dtype)
 
     return Case(update, update, [normal(batch, length, width) for _ in range(2)], [torch.tensor(3.0, device=DEVICE)])
@@ -81,10 +81,10 @@ OPS = {
         draw=adamw8bit_case, small=(192,), real=((4096,),), huge=(2**17 + 1, 2**14), has_gradients=False
     ),
     **{
-        f"adamw{'8bit' * eight_bits}, {'compensated' if compensated else 'stochastic'}": Op(
-            draw=partial(rounded_adamw_case, compensated=compensated, eight_bits=eight_bits), small=(192,),
+        f"adamw{'8bit' * eight_bits}, {'exact' if exact else 'stochastic'}": Op(
+            draw=partial(rounded_adamw_case, exact=exact, eight_bits=eight_bits), small=(192,),
             real=((4096,),), has_gradients=False,
         )
-        for compensated, eight_bits in product((False, True), repeat=2)
+        for exact, eight_bits in product((False, True), repeat=2)
     },
 }  # fmt: skip

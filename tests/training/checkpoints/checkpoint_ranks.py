@@ -199,6 +199,8 @@ def main(folder):
     check_bit_exact_resume(folder / "frozen", mesh, trained="blocks.1")
     check_bit_exact_resume(folder / "muon", mesh, optimizer="muon")
     check_bit_exact_resume(folder / "8 bit", mesh, optimizer="adamw8bit", width=256)
+    check_bit_exact_resume(folder / "8 bit, exact", mesh, optimizer="adamw8bit", width=256, dtype=torch.bfloat16)
+    check_bit_exact_resume(folder / "muon, exact", mesh, optimizer="muon", dtype=torch.bfloat16)
     distributed.barrier()
     distributed.destroy_process_group()
 

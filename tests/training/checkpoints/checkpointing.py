@@ -56,13 +56,13 @@ class Net(nn.Module):
             parameter.copy_(parameter.shape[-1] ** -0.5 * torch.randn(parameter.shape, generator=generator))
 
 
-def new_optimizer(model, name="adamw", state_dtype=None, param_rounding="nearest"):
+def new_optimizer(model, name="adamw", state_dtype=None, param_rounding="exact"):
     optimizer = build_optimizer(model, name, state_dtype=state_dtype, param_rounding=param_rounding)
     set_learning_rate(optimizer, 1e-3)
     return optimizer
 
 
-def new_run(optimizer="adamw", dtype=torch.float32, state_dtype=None, seed=1, param_rounding="nearest", **options):
+def new_run(optimizer="adamw", dtype=torch.float32, state_dtype=None, seed=1, param_rounding="exact", **options):
     model = Net(**options)
     model.initialize(seed)
     torch.manual_seed(seed)
@@ -70,10 +70,11 @@ def new_run(optimizer="adamw", dtype=torch.float32, state_dtype=None, seed=1, pa
     return model, new_optimizer(model, optimizer, state_dtype, param_rounding)
 
 
-def new_sharded_run(mesh, optimizer="adamw", seed=1, **options):
-    """Parameters in fp32, computation in bf16; each rank has its own random numbers."""
+def new_sharded_run(mesh, optimizer="adamw", seed=1, dtype=torch.float32, **options):
+    """Parameters in `dtype`, computation in bf16; each rank has its own random numbers."""
     model = Net(**options)
     model.initialize(seed)
+    model.to(dtype)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for unit in (*model.blocks, model):
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=unit is not model)
@@ -96,8 +97,13 @@ def state_of(model, optimizer):
     names = {parameter: name for name, parameter in model.named_parameters()}
     optimizer.create_states()  # also for the parameter without a gradient
     for parameter, values in optimizer.state.items():
-        state |= {f"{names[parameter]}.{key}": full_tensor(value).clone() for key, value in values.items()}
+        state |= {f"{names[parameter]}.{key}": whole(value).clone() for key, value in values.items()}
     return state | {"random": torch.get_rng_state()}
+
+
+def whole(x):
+    """gloo and NCCL gather no int16."""
+    return full_tensor(x.int()).short() if x.dtype == torch.int16 else full_tensor(x)
 
 
 def assert_same(got, expected):

@@ -45,7 +45,9 @@ RUNS = {
         "dtype": torch.bfloat16,
         "param_rounding": "stochastic",
     },
-    "compensated": {"dtype": torch.bfloat16, "param_rounding": "kahan"},
+    "nearest": {"dtype": torch.bfloat16, "param_rounding": "nearest"},
+    "8 bit, exact": {"optimizer": "adamw8bit", "width": 256, "dtype": torch.bfloat16},
+    "muon, exact": {"optimizer": "muon", "dtype": torch.bfloat16},
 }
 
 
@@ -362,6 +364,8 @@ def test_the_test_model_has_tied_weights_and_a_parameter_without_a_gradient():
 
 # Ranks
 
+SHARDED_RUNS = "muon", "8 bit", "8 bit, exact", "muon, exact"
+
 
 def test_ranks_save_together_and_any_number_of_ranks_can_resume(launcher, tmp_path, monkeypatch):
     """The checks that run on two ranks are in checkpoint_ranks.py."""
@@ -372,7 +376,8 @@ def test_ranks_save_together_and_any_number_of_ranks_can_resume(launcher, tmp_pa
     torch.save(state_of(*one), tmp_path / "one.pt")
     launcher.succeed(tmp_path, ranks=2, module="tests.training.checkpoints.checkpoint_ranks")
 
-    for folder, options in (("two", {}), ("hybrid", {}), ("muon", RUNS["muon"]), ("8 bit", RUNS["8 bit"])):
+    for folder in ("two", "hybrid", *SHARDED_RUNS):
+        options = RUNS.get(folder, {})
         lines, run = [], new_run(**options, seed=2)
         random = torch.get_rng_state()
         assert restore(tmp_path / folder, *run, lines.append) == Progress(step=2, rows=20, tokens=14, seconds=0.5)

@@ -46,8 +46,8 @@ def everything(optimizer):
     return [torch.cat([x.detach().double().flatten() for x in kind]) for kind in kinds]
 
 
-def ours(params):
-    return AdamW(params, lr=1e-2, betas=BETAS, weight_decay=0.1)
+def ours(params, **options):
+    return AdamW(params, lr=1e-2, betas=BETAS, weight_decay=0.1, **options)
 
 
 def torchs(params):
@@ -77,7 +77,7 @@ def test_the_kernel_matches_torchs_adamw(kernels, dtype):
 @pytest.mark.skipif(DEVICE != "cpu", reason="on a GPU the kernel runs")
 def test_on_a_cpu_the_update_is_bit_identical_to_torchs():
     params = draw(torch.bfloat16)
-    first, second = ours(params), torchs(copy.deepcopy(params))
+    first, second = ours(params, param_rounding="nearest"), torchs(copy.deepcopy(params))
     for optimizer in (first, second):
         train(optimizer, range(3))
     assert all(map(torch.equal, everything(first), everything(second)))
@@ -112,6 +112,23 @@ def test_each_implementation_loads_the_others_state_dict(kernels, before, after)
         if before is after:
             assert torch.equal(got, expected)
         assert relative_error(got, expected) < 3e-7
+
+
+def test_exact_parameters_continue_from_a_state_without_low_bits():
+    params = draw(torch.bfloat16)
+    optimizer, resumed = torchs(params), ours(copy.deepcopy(params))
+    train(optimizer, range(3))
+    train(resumed, range(5))  # other weights and low bits, which are replaced
+    saved = copy.deepcopy(optimizer.state_dict())
+    fresh = ours(copy.deepcopy(params))
+    fresh.load_state_dict(saved)
+    with torch.no_grad():
+        torch._foreach_copy_(resumed.param_groups[0]["params"], params)
+    resumed.load_state_dict(saved)
+    for each in (fresh, resumed):
+        train(each, range(3, 5))
+    assert all(map(torch.equal, everything(fresh), everything(resumed)))
+    assert all(state["low_bits"].any() for state in fresh.state.values())
 
 
 def test_clipping_in_the_kernel_matches_torchs(kernels):

@@ -147,7 +147,7 @@ def test_what_one_backward_pass_cannot_do_is_refused(settings, words):
 def test_several_ranks_are_refused():
     config = RunConfig(
         optimizer_in_backward=True, sequence_length=32, steps=4, learning_rate=1e-3, warmup=0, dtype="float32",
-        param_dtype="float32", activation_checkpointing="none", eval_every=1,
+        param_dtype="float32", activation_checkpointing="none", eval_every=1, optimizer="adamw", offload=(),
     )  # fmt: skip
     refuse_unfit_optimizer_in_backward(config, 1, 1)
     with pytest.raises(InputError, match="one process, not on 2 ranks"):
@@ -168,3 +168,17 @@ def test_a_run_resumes_with_the_same_bits_and_its_plan_knows_the_gradients(tmp_p
     resumed = train(config_of_run(tmp_path / "stopped"))
     assert_equal(straight.model, resumed.model)
     assert weights(tmp_path / "straight") == weights(tmp_path / "stopped")
+
+
+def test_a_run_goes_on_without_it_where_that_is_allowed(tmp_path):
+    """As on several ranks, where it cannot be."""
+    settings = {
+        "model": "llama", "data": ("random",), "batch_size": 4, "sequence_length": 32, "eval_every": 9,
+        "checkpoint_every": 1,
+    }  # fmt: skip
+    train(TrainConfig(**settings, steps=1, optimizer_in_backward=True, output=tmp_path / "run"))
+    changed = {"optimizer_in_backward": False, "steps": 2}
+    with pytest.raises(InputError, match="optimizer_in_backward: off, was on: keep the setting"):
+        train(config_of_run(tmp_path / "run", **changed))
+    result = train(config_of_run(tmp_path / "run", **changed, allow_changes=True))
+    assert [record["step"] for record in result.metrics if "loss" in record] == [1, 2]

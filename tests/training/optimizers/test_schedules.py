@@ -53,4 +53,4 @@ def test_the_default_learning_rate_falls_with_the_hidden_size_and_is_higher_for_
     assert default_learning_rate(128, pretrained=False, lora=False) == 4.5e-3
     assert default_learning_rate(4096, pretrained=False, lora=True) == pytest.approx(4.5e-3 / 32)
     with_lora = default_learning_rate(4096, pretrained=True, lora=True)
-    assert with_lora == 10 * default_learning_rate(4096, pretrained=True, lora=False) == 1e-4
+    assert with_lora == 10 * default_learning_rate(4096, pretrained=True, lora=False) == 2e-4

@@ -47,16 +47,16 @@ def test_the_parameter_dtype_follows_the_compute_dtype_lora_and_the_ranks(dtype,
 def test_chats_for_a_pretrained_model_on_a_gpu_have_three_epochs_of_small_batches():
     config, lines = fitted(TrainConfig(model="a/folder"), rows=1000, length=413, sft=True, device=GPU)
     assert (config.dtype, config.param_dtype, config.activation_checkpointing) == ("bfloat16", "bfloat16", "auto")
-    assert (config.batch_size, config.steps, config.warmup, config.eval_every) == (32, 94, 3, 10)
-    assert (config.learning_rate, config.epochs, config.micro_batch_size) == (1e-5, None, None)
+    assert (config.batch_size, config.steps, config.warmup, config.eval_every) == (16, 188, 6, 19)
+    assert (config.learning_rate, config.epochs, config.micro_batch_size) == (2e-5, None, None)
     assert lines == [
         "--dtype bfloat16: the model is on a GPU",
         "--sequence-length 413: the longest document",
-        "--batch-size 32: at least 20 steps an epoch",
-        "--steps 94: 3 epochs of chats or completions",
-        "--learning-rate 1e-05: full fine-tuning",
-        "--warmup 3: 3% of the steps",
-        "--eval-every 10: 10 validations",
+        "--batch-size 16: at least 40 steps an epoch",
+        "--steps 188: 3 epochs of chats or completions",
+        "--learning-rate 2e-05: full fine-tuning",
+        "--warmup 6: 3% of the steps",
+        "--eval-every 19: 10 validations",
         "--activation-checkpointing auto: as much as memory demands",
     ]
 
@@ -64,10 +64,10 @@ def test_chats_for_a_pretrained_model_on_a_gpu_have_three_epochs_of_small_batche
 def test_text_has_one_epoch_of_larger_batches_shared_by_the_ranks():
     config, lines = fitted(TrainConfig(model="a/folder", lora_rank=8), 100_000, 2048, longest=70_000, ranks=8)
     assert (config.dtype, config.batch_size, config.steps) == ("float32", 64, 1563)
-    assert (config.warmup, config.eval_every, config.learning_rate) == (47, 157, 1e-4)
+    assert (config.warmup, config.eval_every, config.learning_rate) == (47, 157, 2e-4)
     assert "--sequence-length 2048: the longest document has 70,000 tokens" in lines
     assert "--batch-size 64: at most 131,072 tokens a step" in lines
-    assert "--learning-rate 0.0001: LoRA" in lines
+    assert "--learning-rate 0.0002: LoRA" in lines
     few, _ = fitted(TrainConfig(model="a/folder"), rows=49, length=100, ranks=4)
     assert (few.batch_size, few.steps) == (4, 13)  # not fewer than the ranks
 

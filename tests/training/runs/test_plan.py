@@ -221,8 +221,9 @@ def test_in_a_mixture_each_source_has_epochs_of_its_own():
 
 
 def test_a_step_larger_than_the_gpu_gives_a_warning(monkeypatch):
-    monkeypatch.setattr(module, "device_memory", lambda device: 32 * 2**20)
+    monkeypatch.setattr(module.Plan, "total", 32 * 2**20)
     _, whole = planned("--steps", "500")
     (warning,) = whole.warnings
-    assert warning.startswith(f"{memory_size(whole.memory.peak)} is more than the GPU has; lower --micro-batch-size")
+    assert warning.startswith(f"{memory_size(whole.memory.peak)} is more than the GPU has; ")
+    assert "; use --activation-checkpointing auto, use --lora-rank 16, lower --sequence-length or more ranks" in warning
     assert f"{memory_size(whole.memory.peak)} of 32.0 MiB" in whole.text()

@@ -1,6 +1,7 @@
 """The number of blocks with activation checkpointing, and the error message for an out-of-memory error."""
 
 import functools
+import math
 
 import pytest
 import torch
@@ -41,38 +42,39 @@ def checkpointed(model):
 RESULTS = 3  # that a block can keep: attention, qkv and o
 
 
-def applied(model, mode, estimate):
-    return activation_checkpointing.apply_activation_checkpointing(model, mode, CPU, estimate, 64)
+def applied(model, mode, estimate, usable=math.inf):
+    model.activation_checkpointing_disable()
+    chosen = activation_checkpointing.checkpointing_of(model, mode, estimate, usable)
+    model.checkpoint_activations(*chosen, 64)
+    return chosen
 
 
 @pytest.mark.parametrize("count", range(BLOCKS + 1))
-def test_auto_checkpoints_as_few_blocks_as_fit_into_memory_and_these_keep_all_they_can(count, model, monkeypatch):
+def test_auto_checkpoints_as_few_blocks_as_fit_into_memory_and_these_keep_all_they_can(count, model):
     estimate = estimator(model)
     peaks = [estimate(checkpointed_blocks=number, kept_tensors=None).peak for number in range(BLOCKS + 1)]
     assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == BLOCKS + 1
-    monkeypatch.setattr(activation_checkpointing, "usable_memory", lambda world: peaks[count])
-    assert applied(model, "auto", estimate) == (count, RESULTS * count)
+    assert applied(model, "auto", estimate, peaks[count]) == (count, RESULTS * count)
     assert checkpointed(model) == [True] * count + [False] * (BLOCKS - count)
     assert {len(block.kept) for block in model.model.layers[:count]} <= {RESULTS}
 
 
 @pytest.mark.parametrize("kept", [2, 3, 7, RESULTS * BLOCKS - 1])
-def test_where_all_blocks_must_be_checkpointed_auto_keeps_as_many_results_as_fit(kept, model, monkeypatch):
+def test_where_all_blocks_must_be_checkpointed_auto_keeps_as_many_results_as_fit(kept, model):
     estimate = functools.partial(estimator(model), checkpointed_blocks=BLOCKS)
     peaks = [estimate(kept_tensors=number).peak for number in range(RESULTS * BLOCKS + 1)]
     # What the last block keeps costs nothing: it is recomputed while all others still have theirs.
     assert peaks == sorted(peaks) and len(peaks) - len(set(peaks)) == RESULTS and peaks[0] == peaks[2]
-    monkeypatch.setattr(activation_checkpointing, "usable_memory", lambda world: peaks[kept])
-    assert applied(model, "auto", estimator(model)) == (BLOCKS, kept)
+    assert applied(model, "auto", estimator(model), peaks[kept]) == (BLOCKS, kept)
     assert sum(len(block.kept) for block in model.model.layers) == kept
 
 
-def test_auto_keeps_nothing_if_memory_is_too_small_and_everything_on_a_cpu(model, monkeypatch):
+def test_auto_keeps_nothing_if_memory_is_too_small_and_everything_on_a_cpu(model):
     for mode in ("auto", "none"):
         assert applied(model, mode, estimator(model)) == (0, 0)
     assert not any(checkpointed(model))
-    monkeypatch.setattr(activation_checkpointing, "usable_memory", lambda world: 1.0)
-    assert applied(model, "auto", estimator(model)) == applied(model, "full", estimator(model)) == (BLOCKS, 0)
+    assert activation_checkpointing.usable_memory(CPU) == math.inf
+    assert applied(model, "auto", estimator(model), 1.0) == applied(model, "full", estimator(model)) == (BLOCKS, 0)
     assert not any(block.kept for block in model.model.layers)
     assert applied(model, "selective", estimator(model)) == (BLOCKS, RESULTS * BLOCKS)
 
@@ -87,19 +89,18 @@ def test_what_saves_most_flops_an_element_is_kept_first_in_the_last_blocks_first
     assert [len(early), len(late)] == [1, 2]
 
 
-def test_blocks_reshard_after_forward_only_if_memory_is_too_small(model, monkeypatch):
+def test_blocks_reshard_after_forward_only_if_memory_is_too_small(model):
     estimate = estimator(model, shards=2)
-    assert activation_checkpointing.must_reshard_after_forward(CPU, estimate, 1) is True
+    assert activation_checkpointing.must_reshard_after_forward(math.inf, estimate, 1) is True
     both = [estimate(checkpointed_blocks=1, keep_unsharded=keep).peak for keep in (False, True)]
     one_block = sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
     assert both[1] - both[0] == (BLOCKS - 1) * one_block  # the last block never reshards
     for usable, expected in ((both[1], False), (both[1] - 1, True)):
-        monkeypatch.setattr(activation_checkpointing, "usable_memory", lambda world, usable=usable: usable)
-        assert activation_checkpointing.must_reshard_after_forward(CPU, estimate, 1) is expected
+        assert activation_checkpointing.must_reshard_after_forward(usable, estimate, 1) is expected
 
 
 @pytest.mark.parametrize("shards", [2, 4])
-def test_bytes_of_quantised_weights_are_replicated_where_they_fit(shards, model, monkeypatch):
+def test_bytes_of_quantised_weights_are_replicated_where_they_fit(shards, model):
     quantise(model, "nf4")
     add_lora(model, rank=2, dtype=torch.float32)
     estimate = estimator(model, shards=shards)
@@ -113,10 +114,9 @@ def test_bytes_of_quantised_weights_are_replicated_where_they_fit(shards, model,
     assert sharded.unsharded_at_end - replicated.unsharded_at_end == 2 * of_block
     assert sharded.gathered - replicated.gathered == whole
     estimate = functools.partial(estimate, kept_tensors=2)
-    assert activation_checkpointing.replicates_quantised(CPU, estimate, 1) is False
+    assert activation_checkpointing.replicates_quantised(math.inf, estimate, 1) is False
     for usable, expected in ((replicated.peak, True), (replicated.peak - 1, False)):
-        monkeypatch.setattr(activation_checkpointing, "usable_memory", lambda world, usable=usable: usable)
-        assert activation_checkpointing.replicates_quantised(CPU, estimate, 1) is expected
+        assert activation_checkpointing.replicates_quantised(usable, estimate, 1) is expected
 
 
 def test_bytes_of_quantised_weights_are_not_gathered_by_a_single_process(model):
@@ -124,7 +124,7 @@ def test_bytes_of_quantised_weights_are_not_gathered_by_a_single_process(model):
     quantise(model, "nf4")
     add_lora(model, rank=2, dtype=torch.float32)
     estimate = estimator(model)
-    assert activation_checkpointing.replicates_quantised(CPU, estimate, 1) is True
+    assert activation_checkpointing.replicates_quantised(math.inf, estimate, 1) is True
     assert estimate(replicate_quantised=True).peak < estimate().peak
 
 
@@ -150,7 +150,7 @@ def test_the_estimate_matches_the_tensors_that_are_saved_with_some_blocks_checkp
 
 
 def test_the_message_names_batch_size_length_estimate_and_flags_that_use_less_memory(model):
-    config = TrainConfig(sequence_length=2**17, dtype="bfloat16")
+    config = TrainConfig(sequence_length=2**17, dtype="bfloat16", optimizer="adamw", offload=())
     estimate = estimator(model, sequence_length=2**17)
     error = torch.OutOfMemoryError("tried 2 GiB\nmore")
     text = out_of_memory_message(error, config, estimate, micro_batch_size=8, checkpointed_blocks=2, blocks=BLOCKS)
@@ -165,7 +165,7 @@ def test_the_message_names_batch_size_length_estimate_and_flags_that_use_less_me
 
 
 def test_an_out_of_memory_error_ends_the_run_with_the_message_and_other_errors_pass_unchanged(model):
-    config = TrainConfig(sequence_length=64, dtype="bfloat16", lora_rank=8)
+    config = TrainConfig(sequence_length=64, dtype="bfloat16", lora_rank=8, offload=())
     place = "GPU" if DEVICE == "cuda" else "host"
     line = rf"^out of {place} memory with --micro-batch-size 4 .*, activation checkpointing on 1 of 6 blocks: .*2 GiB$"
     cases = ((torch.OutOfMemoryError, InputError, line), (RuntimeError, RuntimeError, "^tried 2"))
@@ -176,7 +176,7 @@ def test_an_out_of_memory_error_ends_the_run_with_the_message_and_other_errors_p
 
 @pytest.mark.parametrize("allocate", [lambda: torch.empty(2**58), lambda: bytearray(2**60)], ids=["torch", "Python"])
 def test_host_memory_that_the_system_does_not_give_ends_the_run_with_the_message(allocate, model):
-    config = TrainConfig(sequence_length=64)
+    config = TrainConfig(sequence_length=64, offload=())
     advice = out_of_memory_advice(config, estimator(model), 4, 1, BLOCKS)
     with pytest.raises(InputError, match=r"^out of host memory") as refused, advice:
         allocate()
@@ -185,7 +185,7 @@ def test_host_memory_that_the_system_does_not_give_ends_the_run_with_the_message
 
 
 def test_the_message_names_no_flag_that_is_already_set(model):
-    config = TrainConfig(sequence_length=64, optimizer="adamw8bit", lora_rank=8, dp_replicate=2)
+    config = TrainConfig(sequence_length=64, optimizer="adamw8bit", lora_rank=8, dp_replicate=2, offload=())
     error, estimate = torch.OutOfMemoryError("tried 2 GiB"), estimator(model)
     sizes = {"micro_batch_size": 1, "checkpointed_blocks": BLOCKS, "blocks": BLOCKS}
     text = out_of_memory_message(error, config, estimate, **sizes)

@@ -32,7 +32,7 @@ from ligermodels.training.data.preferences.steps import GroupSelection, Training
 from ligermodels.training.data.preferences.store import GroupStore
 from ligermodels.training.data.preferences.tokenization import Lengths
 from ligermodels.training.data.reader import SourceReader
-from ligermodels.training.data.sources import SourceSpec, parse_spec
+from ligermodels.training.data.specs import SourceSpec, parse_spec
 from ligermodels.training.data.split import default_fraction, is_member
 from ligermodels.units import counted
 

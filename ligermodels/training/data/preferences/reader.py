@@ -21,7 +21,8 @@ from ligermodels.training.data.preferences.tokenization import GroupTokenizer, L
 from ligermodels.training.data.progress import ReadingProgress
 from ligermodels.training.data.reader import SourceReader, hub_names, input_files, tokenizer_hash, total_bytes
 from ligermodels.training.data.records import BadLines, GroupRecord, Record
-from ligermodels.training.data.sources import BUILT_IN_SOURCES, TOKEN_SUFFIXES, read_records, suffix_of
+from ligermodels.training.data.sources import TOKEN_SUFFIXES, read_records, suffix_of
+from ligermodels.training.data.specs import BUILT_IN_SOURCES
 
 
 class GroupReader:

@@ -1,0 +1,126 @@
+"""What `ligermodels info` prints: a model's shape, parameters, files, and its memory for training and generation."""
+
+import argparse
+import copy
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from ligermodels.cli.parsing import print_line
+from ligermodels.configs.features import MoEConfig
+from ligermodels.hub.description import Description, describe
+from ligermodels.layers.lora_targets import add_lora
+from ligermodels.layers.quantising import quantisable, quantise
+from ligermodels.memory import (
+    InferenceMemory,
+    TrainingMemory,
+    count_parameters,
+    decoder_blocks,
+    inference_memory,
+    training_memory,
+)
+from ligermodels.units import byte_size, counted, memory_size
+
+
+def print_report(args: argparse.Namespace) -> None:
+    """Prints the facts and the memory of the model of a command line, and draws its picture, if it asks for one."""
+    dtype = args.dtype and getattr(torch, args.dtype)
+    described = describe(args.model, dtype=dtype, revision=args.revision)
+    print_line(args.model)
+    attention = "attention", attention_line(described, dtype)
+    memory = memory_of(described, args)
+    for label, value in (*fact_lines(described), attention, *memory_lines(described, args, memory)):
+        print_line(f"  {label:12} {value}".rstrip())
+    if args.plot is not None:
+        from ligermodels.cli.info_plot import draw_memory
+
+        draw_memory(memory.peaks, args.plot, f"{args.model}: {setting_of(described, args)}")
+        print_line(f"  {'plot':12} {args.plot}")
+
+
+def fact_lines(described: Description) -> Iterator[tuple[str, str]]:
+    """(label, value) of the model's shape, parameters and files."""
+    config, count, files = described.model.config, count_parameters(described.model), described.files
+    query_heads = counted(config.num_attention_heads, "query head")
+    mixers = [block.mixer for block in decoder_blocks(described.model)]
+    head_dim = next((mixer.head_dim for mixer in mixers if mixer.score_width), config.head_dim)
+    heads = f"{query_heads}, {counted(config.num_key_value_heads, 'key-value head')} of size {head_dim}"
+    yield "family", config.raw["model_type"]
+    layers = counted(config.num_hidden_layers, "layer")
+    yield "shape", f"{layers}, hidden size {config.hidden_size:,}, {heads}"
+    active = f", {count.active:,} active" if isinstance(config, MoEConfig) else ""
+    yield "parameters", f"{count.total:,}{active}, {count.embedding:,} of them embeddings"
+    yield "vocabulary", f"{config.vocab_size:,}; positions {config.max_position_embeddings:,}"
+    yield "dtype", str(described.dtype).removeprefix("torch.")
+    yield "files", f"{len(files)}, {byte_size(sum(size or 0 for size in files.values()))}" if files else "none"
+    for name, size in files.items():
+        yield "", f"{name}  {'missing' if size is None else byte_size(size)}"
+
+
+def attention_line(described: Description, dtype: torch.dtype | None) -> str:
+    """What computes the attention of training on this machine, and what would be faster to install."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)  # as training chooses it
+    implementation = described.model.attention_implementation(device, dtype)
+    return f"in training, {str(dtype).removeprefix('torch.')} on {device.type}: {implementation}"
+
+
+class Memory(NamedTuple):
+    """training: of full training and of adapters, by what it is called. generating: of generation."""
+
+    training: dict[str, TrainingMemory]
+    generating: InferenceMemory
+
+    @property
+    def peaks(self) -> dict[str, dict[str, int]]:
+        """By use, the parts that its peak has."""
+        training = {label: at_peak(step) for label, step in self.training.items()}
+        return training | {"generate": dict(vars(self.generating))}
+
+
+def at_peak(step: TrainingMemory) -> dict[str, int]:
+    """The parts that are in memory at the peak of a step on one device."""
+    at_start = step.backward_start >= step.backward_end
+    moving = {"activations": step.activations, "loss": step.loss}
+    if not at_start:
+        moving = {"gradients": step.gradients, "block": step.block}
+    return {"weights": step.weights, "optimizer states": step.optimizer_states, **moving}
+
+
+def setting_of(described: Description, args: argparse.Namespace) -> str:
+    return f"{args.batch_size} × {args.sequence_length} tokens, {described.dtype}".replace("torch.", "")
+
+
+def memory_of(described: Description, args: argparse.Namespace) -> Memory:
+    batch = args.batch_size, args.sequence_length, described.dtype
+    model = copy.deepcopy(described.model).to(described.dtype)
+    needs = partial(
+        training_memory,
+        checkpointed_blocks=0 if args.activation_checkpointing == "none" else len(model.blocks),
+        kept_tensors=None if args.activation_checkpointing == "selective" else 0,
+    )
+    generating = inference_memory(model, *batch)
+    base = copy.deepcopy(model)
+    training = needs(model, *batch)
+    add_lora(model, rank=args.lora_rank)
+    steps = {"train": training, "LoRA": needs(model, *batch)}
+    if quantisable(base):
+        quantise(base, "nf4")
+        add_lora(base, rank=args.lora_rank)
+        steps["QLoRA"] = needs(base, *batch)
+    return Memory(steps, generating)
+
+
+def memory_lines(described: Description, args: argparse.Namespace, memory: Memory) -> Iterator[tuple[str, str]]:
+    """(label, value) of the memory for full training, LoRA training and generation."""
+    checkpointing = "no" if args.activation_checkpointing == "none" else args.activation_checkpointing
+    yield "memory", f"for {setting_of(described, args)}, {checkpointing} activation checkpointing"
+    for label, step in memory.training.items():
+        at_loss = f"activations {memory_size(step.activations)} + loss {memory_size(step.loss)}"
+        at_end = f"gradients {memory_size(step.gradients)} + block {memory_size(step.block)}"
+        lasting = f"weights {memory_size(step.weights)} + optimizer states {memory_size(step.optimizer_states)}"
+        yield f"  {label}", f"{memory_size(step.peak):>10} = {lasting} + max({at_loss}, {at_end})"
+    parts = " + ".join(f"{name} {memory_size(size)}" for name, size in vars(memory.generating).items())
+    yield "  generate", f"{memory_size(memory.generating.peak):>10} = {parts}"

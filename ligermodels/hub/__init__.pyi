@@ -1,0 +1,15 @@
+from ligermodels.hub.adapters import add_lora_of_adapter as add_lora_of_adapter
+from ligermodels.hub.adapters import base_of_adapter as base_of_adapter
+from ligermodels.hub.adapters import export_adapter as export_adapter
+from ligermodels.hub.adapters import load_adapter as load_adapter
+from ligermodels.hub.adapters import resolve_with_adapter as resolve_with_adapter
+from ligermodels.hub.download import adapter_folder as adapter_folder
+from ligermodels.hub.gguf import export_gguf as export_gguf
+from ligermodels.hub.models import create as create
+from ligermodels.hub.models import export as export
+from ligermodels.hub.models import load as load
+from ligermodels.hub.models import load_processor as load_processor
+from ligermodels.hub.models import load_tokenizer as load_tokenizer
+from ligermodels.hub.models import quantise_on_meta as quantise_on_meta
+from ligermodels.hub.models import resolve as resolve
+from ligermodels.hub.names import list_architectures as list_architectures

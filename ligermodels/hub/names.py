@@ -1,0 +1,62 @@
+"""Names of models: an architecture, a local folder or a Hub id. Needs neither torch nor huggingface_hub."""
+
+import functools
+import os
+from collections.abc import Iterable
+from importlib.resources import files
+from pathlib import Path
+
+from ligermodels.errors import HubError
+from ligermodels.hub.known_models import KNOWN_MODELS, nearest_model
+
+
+@functools.cache
+def architecture_list() -> str:
+    """One line per architecture: its presets with their numbers of parameters, as `description.py` computes them."""
+    return files("ligermodels").joinpath("hub", "architectures.txt").read_text(encoding="utf-8")
+
+
+def list_architectures() -> list[str]:
+    """The supported values of config.json's model_type."""
+    return [line.split()[0] for line in architecture_list().splitlines()]
+
+
+def local_folder(name_or_folder: str | Path, revision: str | None) -> Path | None:
+    """The local folder, or None if the name may be a Hub id. A GGUF file is the folder that shows it.
+
+    Raises HubError if it can be neither, or if a revision of a local folder is requested. A Path is never a Hub id. A
+    string that looks like a path, such as ./model, is refused later by huggingface_hub, before it contacts the Hub.
+    """
+    folder = os.path.expanduser(name_or_folder)
+    if os.path.exists(folder):  # unlike Path.exists, this returns False for invalid paths
+        if revision:
+            kind = "folder" if os.path.isdir(folder) else "file"
+            raise HubError(f"{folder}: is a {kind} and has no revision {revision!r}; leave it out, or pass a Hub id")
+        from ligermodels.weights.gguf.folder import shown_folder  # torch
+
+        return shown_folder(Path(folder))
+    name = str(name_or_folder)
+    if "://" in name:
+        raise HubError(f"{name}: is a URL; pass the Hub name instead, such as 'owner/model'")
+    if isinstance(name_or_folder, Path):
+        raise HubError(f"{name}: is neither a folder nor a Hub name such as 'owner/model'{suggestion(name, ())}")
+    return None
+
+
+def refuse_mistyped(name: str) -> None:
+    """Raises HubError for a name that can be none on the Hub, because it has no owner, and resembles one that is known.
+
+    name: of an architecture, with a preset as qwen2:tiny or without, a folder, or a Hub id.
+    """
+    architectures = list_architectures()
+    if "/" in name or name.partition(":")[0] in architectures or os.path.exists(os.path.expanduser(name)):
+        return
+    if meant := suggestion(name, (*KNOWN_MODELS, *architectures)):
+        raise HubError(f"{name}: is neither an architecture, nor a folder, nor a Hub id, which has an owner{meant}")
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """The end of an error message: the most similar known name, or folder beside the path `name`, if any is similar."""
+    beside = [str(path) for path in Path(os.path.expanduser(name)).parent.glob("*") if os.path.isdir(path)]
+    meant = nearest_model(name, [*beside, *known])
+    return f"; did you mean {meant!r}?" if meant and meant != name else ""

@@ -1,0 +1,21 @@
+"""What the quick suite runs, which is the default, and what `pytest -m ""` adds to it."""
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+
+slow = pytest.mark.slow
+
+
+def quick(names: Iterable[Any], chosen: Collection[Any]) -> list[Any]:
+    """Parameters of a test, each a name or a tuple; those that are not chosen are slow."""
+    return [
+        name if name in chosen else pytest.param(*(name if isinstance(name, tuple) else (name,)), marks=slow)
+        for name in names
+    ]
+
+
+def of_families(names: Iterable[str]) -> list[str]:
+    """Of the names of parity cases those of a family as it is, without the cases of its switches: llama-rope-linear."""
+    return [name for name in names if "-" not in name]
