@@ -233,6 +233,15 @@ def check_llama_cpp(folder):
     assert all(tensor.dtype == torch.bfloat16 for tensor in weights(merged).values())
 
 
+def check_gguf(folder):
+    """The file has the merged weights, each rounded to 8 bits, and the tokenizer."""
+    written, merged = ligermodels.load(folder / "model.gguf", dtype="float32"), ligermodels.load(folder / "merged")
+    for a, b in zip(written.parameters(), merged.float().parameters(), strict=True):
+        assert (a - b).norm() < 0.01 * b.norm()
+    tokenizers = [ligermodels.load_tokenizer(folder / name) for name in ("model.gguf", "merged")]
+    assert tokenizers[0].encode("How much?") == tokenizers[1].encode("How much?")
+
+
 def check_vllm(folder):
     """vLLM knows the merged folder's class, the chat template and the adapter's rank and names."""
     (name,) = json.loads((folder / "merged/config.json").read_text())["architectures"]
@@ -253,7 +262,7 @@ CHECKS = {
     "LoRA on one GPU": check_lora, DPO: check_preferences, LONGER: check_longer,
     "Full fine-tuning on eight GPUs": check_all_weights,
     "Mixture of experts: LoRA on the experts": check_experts, "Export to Hugging Face": check_llama_cpp,
-    "Export to GGUF": check_llama_cpp, "Serve with vLLM": check_vllm,
+    "Export to GGUF": check_gguf, "Serve with vLLM": check_vllm,
 }  # fmt: skip
 RUN_ALONE = [title for title in SECTIONS if title not in (ON_A_CPU, RESUME)]
 

@@ -67,10 +67,9 @@ class Metadata:
     def read(self, field: Field) -> int | float:
         """The value of a field. Raises CheckpointError if it is missing without a default, or no size or number."""
         key = f"{self.prefix}.{field.key}"
-        if field.default is None:
-            self.header.require(key, field.kind)
-        value = self.header.get(key, field.kind, field.default)
-        assert value is not None  # it is there, or has a default
+        given = field.default is None or key in self.header.metadata
+        value = self.header.require(key, field.kind) if given else field.default
+        assert value is not None  # it is given, or has a default
         limits = (0, LARGEST_SIZE) if field.kind is int else (-math.inf, math.inf)
         if not math.isfinite(value) or not limits[0] <= value <= limits[1]:
             raise CheckpointError(f"{self.header.file}: {key} is {value}, which it cannot be; convert it again")

@@ -94,23 +94,19 @@ class GgufHeader:
 
     def get(self, key: str, kind: type[T], default: T) -> T:
         """The value of a key, `default` if there is none. Raises CheckpointError if it is of another type."""
-        value = self.metadata.get(key)
-        if value is None:
-            return default
-        if kind is float and isinstance(value, int):
+        return self.require(key, kind) if key in self.metadata else default
+
+    def require(self, key: str, kind: type[T]) -> T:
+        """The value of a key. Raises CheckpointError if there is none, or if it is of another type."""
+        if key not in self.metadata:
+            raise CheckpointError(f"{self.file}: {key} is missing; convert it again with a newer converter")
+        value = self.metadata[key]
+        if kind is float and type(value) is int:
             value = float(value)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise CheckpointError(
                 f"{self.file}: {key} is {type(value).__name__}, must be {kind.__name__}; convert it again"
             )
-        return value
-
-    def require(self, key: str, kind: type[T]) -> T:
-        """The value of a key. Raises CheckpointError if there is none."""
-        if key not in self.metadata:
-            raise CheckpointError(f"{self.file}: {key} is missing; convert it again with a newer converter")
-        value = self.get(key, kind, None)
-        assert value is not None
         return value
 
 

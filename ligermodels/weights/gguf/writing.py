@@ -106,11 +106,11 @@ class GgufFile:
         """What a reader finds in the file, but for the places of tensors."""
         shapes = {name: ("f32", values.shape) for name, values in self.factors.items()}
         shapes |= {output.name: (output.type, output.shape) for output in self.outputs}
-        infos = {}
+        infos = dict[str, TensorInfo]()
         for name, (type_name, shape) in shapes.items():
             kind = encoding(gguf, type_name)
             block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-            infos[name] = TensorInfo(file, int(kind), block, block_bytes, shape, 0)
+            infos[name] = TensorInfo(file, int(kind), block, block_bytes, shape, begin=0)
         return GgufHeader(file, {"general.architecture": self.architecture} | as_read(self.metadata), infos)
 
     def write(self, file: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
