@@ -24,7 +24,7 @@ MODES = {
 
 def checked_run(optimizer, dtype, rounding, *, learning_rate=1e-5, in_backward=False, offloaded=False):
     """The metrics of a model's first updates, and their warnings."""
-    model, _ = new_run(optimizer, hidden_size=256)
+    model, _ = new_run(optimizer)
     model.to(dtype)
     made = build_optimizer(model, optimizer, param_rounding=rounding)
     set_learning_rate(made, learning_rate)
@@ -84,7 +84,7 @@ def test_the_check_sees_the_same_in_backward_and_of_offloaded_states(optimizer, 
 
 
 def test_the_check_does_not_change_the_run():
-    runs = [new_run("adamw8bit", hidden_size=256) for _ in range(2)]
+    runs = [new_run("adamw8bit") for _ in range(2)]
     runs[0][1].check = UpdateCheck({p: p for p in runs[0][0].parameters()}, first=0)
     for model, made in runs:
         usual_steps(model, made, IDS)
