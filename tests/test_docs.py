@@ -26,7 +26,7 @@ INLINE_FLAG = re.compile(r"`(--[a-z0-9-]+)")
 OTHER_FLAGS = {"--clock-control", "--cache-control", "--provider", "--gpus", "--generate", "--dist", "--help"}
 OTHER_FLAGS |= {"--max-lora-rank", "--supervised"}
 OTHER_PROGRAMS = {"pip", "pytest", "ruff", "mypy", "lm_eval", "vllm", "llama-cli", "llama-quantize", "ollama"}
-OTHER_PROGRAMS |= {"grep", "rsync", "curl", "hf"}
+OTHER_PROGRAMS |= {"echo", "grep", "rsync", "curl", "hf"}
 OTHER_SCRIPTS = {"llama.cpp/convert_hf_to_gguf.py"}
 
 

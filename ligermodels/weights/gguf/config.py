@@ -30,6 +30,11 @@ def hub_config(header: GgufHeader, vocabulary: Vocabulary, read_values: ReadValu
     heads = head_count(header, "head_count")
     config: dict[str, Any] = {"model_type": model_type, "vocab_size": embedded_tokens(header)}
     config |= {field.hub: metadata.read(field) for field in COMMON}
+    if config["num_hidden_layers"] > len(header.tensors):
+        raise CheckpointError(
+            f"{header.file}: has {len(header.tensors)} tensors, too few for {config['num_hidden_layers']} blocks "
+            f"({metadata.prefix}.block_count); download it again"
+        )
     config |= {field.hub: metadata.read(field) for field in FURTHER.get(model_type, ())}
     config |= {
         "num_key_value_heads": head_count(header, "head_count_kv"),
