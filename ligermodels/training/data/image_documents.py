@@ -17,9 +17,9 @@ from ligermodels.images.processors import ImagePlan
 from ligermodels.images.reading import ImageSource, image_size
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.tokenizer.chat_template import Rendered
-from ligermodels.training.data.image_store import DocumentImage
-from ligermodels.training.data.records import IMAGES_BESIDE_TEXT, Completion, Conversation
-from ligermodels.training.data.store import Document
+from ligermodels.training.data.formats.records import IMAGES_BESIDE_TEXT, Completion, Conversation
+from ligermodels.training.data.rows.image_store import DocumentImage
+from ligermodels.training.data.rows.store import Document
 
 
 class PlannedImage(NamedTuple):
