@@ -15,7 +15,7 @@ from ligermodels.generation.paged_cache import PAGE_SIZE
 from ligermodels.kernels.losses import linear_logprobs_loss, logprob_chunks
 from ligermodels.kernels.losses.linear_logprobs import linear_logprobs
 from ligermodels.kernels.losses.logits_chunks import low_memory_buffer
-from ligermodels.memory import head
+from ligermodels.memory import head as head_memory
 from ligermodels.memory.blocks import beside_recomputed, recomputed_by_mlp, saved_by_block
 from ligermodels.memory.model import (
     count_parameters,
@@ -173,7 +173,7 @@ def test_log_probabilities_take_what_the_plan_says(monkeypatch, kind):
     forward one gradient and a buffer."""
     rows = 32 if kind == "kept" else 256
     monkeypatch.setattr(logprob_chunks, "MAX_BACKWARD_ROWS", 192 if kind == "more rows than a part" else 256)
-    monkeypatch.setattr(head, "MAX_BACKWARD_ROWS", logprob_chunks.MAX_BACKWARD_ROWS)
+    monkeypatch.setattr(head_memory, "MAX_BACKWARD_ROWS", logprob_chunks.MAX_BACKWARD_ROWS)
     dtype = torch.bfloat16
     model = ligermodels.create(BASE | {"hidden_size": 64, "vocab_size": 512}, dtype=dtype).to(DEVICE)
     weight = model.lm_head.weight.requires_grad_(kind != "frozen")
