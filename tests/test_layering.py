@@ -33,7 +33,7 @@ MAY_IMPORT = {
     "vision": {"errors", "configs", "kernels", "weights", "generation", "layers"},
     "adapters": {"errors", "configs", "kernels", "weights", "layers", "vision"},
     "memory": {"configs", "kernels", "weights", "generation", "layers", "vision"},
-    "architectures": {"configs", "layers", "vision", "weights"},
+    "architectures": {"errors", "configs", "layers", "vision", "weights"},
     "tokenizer": {"errors", "lazy_names", "weights"},
     "images": {"errors", "weights", "tokenizer"},
     "hub": {
@@ -126,7 +126,7 @@ def test_imports_go_down_only():
         assert not upward, f"{path.relative_to(PACKAGE)} imports {sorted(upward)}"
 
 
-NEARBY = ("configs.", "layers.", "vision.")
+NEARBY = ("errors", "configs.", "layers.", "vision.")
 
 
 def test_an_architecture_imports_layers_and_the_weight_mapping_only():
