@@ -16,7 +16,7 @@ PACKAGE = Path(ligermodels.__file__).parent
 # The rooms from the lowest floor up: a file imports its own room and those below it, as far as they are listed.
 MAY_IMPORT = {
     "errors": set(),
-    "units": set(),
+    "units": {"errors"},
     "aliases": set(),
     "plot_style": set(),
     "lazy_names": set(),
@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "ops": {"kernels"},
     "nn": {"kernels", "ops"},
     "configs": {"errors"},
-    "weights": {"errors", "distributed", "configs", "kernels"},  # how stored numbers are decoded
+    "weights": {"errors", "units", "distributed", "configs", "kernels"},  # how stored numbers are decoded
     "generation": {"errors", "units", "lazy_names", "configs", "kernels", "weights"},
     "layers": {"errors", "configs", "kernels", "weights", "generation"},
     "vision": {"errors", "configs", "kernels", "weights", "generation", "layers"},

@@ -28,7 +28,7 @@ from ligermodels.images.inputs import Processor, image_tokens, refuse_image_toke
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.tokenizer.chat_template import Rendered, choose_template
 from ligermodels.training.data.formats.records import BadLines, Completion, Conversation, GroupRecord, Record, Text
-from ligermodels.training.data.image_documents import ImageChats, as_prefix, plan_images, prefix_document
+from ligermodels.training.data.rows.image_documents import ImageChats, as_prefix, plan_images, prefix_document
 from ligermodels.training.data.rows.image_store import DocumentImage
 from ligermodels.training.data.rows.store import Document
 from ligermodels.training.data.run_tokenizer import template_advice

@@ -264,7 +264,7 @@ BREAKS = {
         f"{COLLATION}:image_arguments", "in layout.images]", "in layout.images[::-1]]", "gemma3 dpo"
     ),
     "supervised image tokens": Sabotage(
-        "ligermodels.training.data.image_documents:ImageChats.unsupervised", "kept and token not in never", "kept",
+        "ligermodels.training.data.rows.image_documents:ImageChats.unsupervised", "kept and token not in never", "kept",
         "qwen2_vl orpo",
     ),
     "images of answers in the shared prompt": Sabotage(
