@@ -194,7 +194,7 @@ def training_memory(
     patches: of the images of a micro-batch.
     context: number of ranks that share the tokens of a micro-batch (context parallelism).
     expert_ranks: number of ranks over which routed experts are distributed (expert parallelism).
-    head_op: the op of the head and its loss, as for `head.loss_bytes`.
+    head_op: the op of the head and its loss, as for `memory.head.loss_bytes`.
     low_memory_loss: as that of `LMHead`.
     step_in_backward: parameters are updated, and their gradients freed, during backward.
     micro_batches: of a step of one rank. From the second one on, all gradients exist beside all activations.

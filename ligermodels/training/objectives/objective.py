@@ -88,7 +88,7 @@ class Objective(ABC):
 
     data: what `open` opened. folder: of the run, known from `prepare` on. micro_batch_size: rows of a micro-batch,
     where rows are all of one length. context: the ranks that share this rank's rows, where there are others.
-    head_op: the op of the head and its loss, for the plan (`loss_bytes` of memory). takes_rows: whether a step takes
+    head_op: the op of the head and its loss, for the plan (`memory.head.loss_bytes`). takes_rows: whether a step takes
     rows, which micro-batches divide; else it takes groups, and a micro-batch is one row that is packed with them.
     """
 
