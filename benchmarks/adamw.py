@@ -3,7 +3,7 @@
 import torch
 
 from benchmarks.ops import Op, random_input
-from ligermodels.kernels.adamw import adamw_reference
+from ligermodels.kernels.optim.adamw import adamw_reference
 
 SHAPES = [(16384, 4096), (128256, 4096), (64, 1024)]
 LR, BETAS, EPS, WEIGHT_DECAY = 1e-2, (0.9, 0.999), 1e-8, 0.1
@@ -52,7 +52,7 @@ def pytorch_fused(*shape):
 
 @adamw.provider("ligermodels")
 def ours(*shape):
-    from ligermodels.kernels.adamw import adamw_
+    from ligermodels.kernels.optim.adamw import adamw_
 
     def step(param, grad, exp_avg, exp_avg_sq, count):
         adamw_(param, grad, exp_avg, exp_avg_sq, *HYPERPARAMETERS, count)

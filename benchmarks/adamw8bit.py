@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.adamw import HYPERPARAMETERS
 from benchmarks.ops import Op, random_input
-from ligermodels.kernels.adamw8bit import adamw8bit_reference, encode_reference, map_and_thresholds
+from ligermodels.kernels.optim.adamw8bit import adamw8bit_reference, encode_reference, map_and_thresholds
 
 SHAPES = [(16384, 4096), (128256, 4096), (64, 1024)]
 BLOCK = 256
@@ -66,7 +66,7 @@ def torchao(*shape):
 
 @adamw8bit.provider("ligermodels")
 def ours(*shape):
-    from ligermodels.kernels.adamw8bit import adamw8bit_
+    from ligermodels.kernels.optim.adamw8bit import adamw8bit_
 
     def step(param, grad, *states_and_step):
         *states, count = states_and_step

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from benchmarks import timing
 from benchmarks.ops import Op, random_input, work_per_pass
-from ligermodels.kernels import attention as module
+from ligermodels.kernels.attention import attention as module
 
 SHAPES = [
     (8, 2048, 32, 8, 128, 0, 0, 0, 1),

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 
 from benchmarks.ops import Op, random_input, work_per_pass
 from benchmarks.rope import angles, duplicated, rotate
-from ligermodels.kernels.qk_norm_rope import qk_norm_rope_reference
-from ligermodels.kernels.qkv_heads import split_gated_heads
-from ligermodels.kernels.sigmoid_gate import sigmoid_gate_reference
+from ligermodels.kernels.attention.qk_norm_rope import qk_norm_rope_reference
+from ligermodels.kernels.attention.qkv_heads import split_gated_heads
+from ligermodels.kernels.attention.sigmoid_gate import sigmoid_gate_reference
 
 EPS = 1e-6
 QWEN = (4, 2048, 16, 4, 256)
@@ -56,7 +56,7 @@ def norm_pytorch(batch, length, num_heads, num_kv_heads, head_size):
 
 @norm.provider("ligermodels")
 def norm_ours(batch, length, num_heads, num_kv_heads, head_size):
-    from ligermodels.kernels.qk_norm_rope import qk_norm_rope
+    from ligermodels.kernels.attention.qk_norm_rope import qk_norm_rope
 
     return lambda *inputs: qk_norm_rope(*inputs, num_heads, num_kv_heads, EPS, 0.0, True)
 
@@ -83,7 +83,7 @@ def gate_pytorch(*shape):
 
 @gate.provider("ligermodels")
 def gate_ours(*shape):
-    from ligermodels.kernels.sigmoid_gate import sigmoid_gate
+    from ligermodels.kernels.attention.sigmoid_gate import sigmoid_gate
 
     return sigmoid_gate
 

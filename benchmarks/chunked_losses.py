@@ -19,8 +19,8 @@ from benchmarks.linear_logprobs import plain, products
 from benchmarks.ops import Op
 from benchmarks.timing import MATMUL
 from ligermodels import losses
-from ligermodels.kernels.linear_logprobs import linear_logprobs, linear_logprobs_reference
-from ligermodels.kernels.linear_logprobs_loss import linear_logprobs_loss
+from ligermodels.kernels.losses.linear_logprobs import linear_logprobs, linear_logprobs_reference
+from ligermodels.kernels.losses.linear_logprobs_loss import linear_logprobs_loss
 
 PAIRS_SHAPES = [(16, 1024, 4096, 128256), (16, 4096, 4096, 128256), (4, 64, 256, 4096)]
 KTO_SHAPES = [(32, 512, 1024, 128256), (4, 64, 256, 4096)]

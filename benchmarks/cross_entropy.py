@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.ops import Op, random_input
-from ligermodels.kernels.cross_entropy import cross_entropy_reference
+from ligermodels.kernels.losses.cross_entropy import cross_entropy_reference
 
 SPREAD = 3.0  # standard deviation of the logits: the gradient is not concentrated on the target alone
 SHAPES = [(8192, 128256), (8192, 262144), (64, 1024)]
@@ -44,14 +44,14 @@ def quack(*shape):
 
 @cross_entropy.provider("ligermodels")
 def ours(*shape):
-    from ligermodels.kernels.cross_entropy import cross_entropy
+    from ligermodels.kernels.losses.cross_entropy import cross_entropy
 
     return cross_entropy
 
 
 @cross_entropy.provider("ligermodels, in place")
 def ours_in_place(*shape):
-    from ligermodels.kernels.cross_entropy import cross_entropy
+    from ligermodels.kernels.losses.cross_entropy import cross_entropy
 
     return lambda logits, targets: cross_entropy(logits, targets, inplace=True)
 

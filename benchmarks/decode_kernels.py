@@ -1,7 +1,7 @@
 """The kernels of a generation step beside torch's, each in a CUDA graph of many calls.
 
     python -m benchmarks.decode_kernels
-    python -m benchmarks.decode_kernels attention --set decode_attention.STAGES=2 decode_attention.TILE_BYTES=8192
+    python -m benchmarks.decode_kernels attention --set decoding.decode_attention.STAGES=2
 
 The calls of a graph work on different weights or caches in turn, together several times as large as the L2 cache.
 GB/s counts what must be read: weights, or the keys and values that the queries see. The share is that of the rate of a
@@ -23,20 +23,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import results, timing
-from ligermodels.kernels.cache_write import CacheSlots
-from ligermodels.kernels.decode_attention import decode_attention, decode_attention_reference
-from ligermodels.kernels.experts import experts, experts_reference, route
-from ligermodels.kernels.few_rows_experts import few_rows_experts
-from ligermodels.kernels.few_rows_linear import (
+from ligermodels.kernels.attention.rope import rope_, rope_reference
+from ligermodels.kernels.decoding.cache_write import CacheSlots
+from ligermodels.kernels.decoding.decode_attention import decode_attention, decode_attention_reference
+from ligermodels.kernels.decoding.few_rows_experts import few_rows_experts
+from ligermodels.kernels.decoding.few_rows_linear import (
     MAX_ROWS,
     few_rows_gated_linear,
     few_rows_linear,
     few_rows_norm_linear,
 )
-from ligermodels.kernels.gated_linear import gated_linear, gated_linear_reference
-from ligermodels.kernels.norm_linear import norm_linear, norm_linear_reference
-from ligermodels.kernels.rope import rope_, rope_reference
-from ligermodels.kernels.rope_cache_write import rope_write_cache_
+from ligermodels.kernels.decoding.rope_cache_write import rope_write_cache_
+from ligermodels.kernels.linear.gated_linear import gated_linear, gated_linear_reference
+from ligermodels.kernels.linear.norm_linear import norm_linear, norm_linear_reference
+from ligermodels.kernels.moe.experts import experts, experts_reference, route
 
 DEVICE, DTYPE = "cuda" if torch.cuda.is_available() else "cpu", torch.bfloat16
 CALLS, REPLAYS = 40, 10  # calls of a graph, at least; replays, of which the median counts

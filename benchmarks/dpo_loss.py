@@ -12,7 +12,7 @@ from benchmarks.linear_logprobs import plain, products
 from benchmarks.ops import Op, random_input
 from benchmarks.timing import MATMUL
 from ligermodels import losses
-from ligermodels.kernels.linear_logprobs import linear_logprobs, linear_logprobs_reference
+from ligermodels.kernels.losses.linear_logprobs import linear_logprobs, linear_logprobs_reference
 
 BETA = 0.1
 SHAPES = [(8, 1024, 4096, 128256), (16, 1024, 4096, 128256), (16, 512, 1024, 128256), (4, 64, 256, 4096)]

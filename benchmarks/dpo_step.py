@@ -70,7 +70,7 @@ def ours(args: argparse.Namespace, checkpointing: bool, share: bool) -> list[flo
     from ligermodels.layers.lora import lora_disabled
     from ligermodels.training.data.preferences import Group, collate_groups
     from ligermodels.training.optimizers.building import build_optimizer, clip_and_step, set_learning_rate
-    from ligermodels.training.scaling.fsdp import gradient_norm
+    from ligermodels.training.parallel.fsdp import gradient_norm
 
     model = ligermodels.create(SIZES[args.model], dtype=torch.bfloat16, device=device()).train()
     if args.lora_rank:

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.ops import Op, random_input, work_per_pass
 from benchmarks.timing import MATMUL
-from ligermodels.kernels.experts import experts_reference, route
+from ligermodels.kernels.moe.experts import experts_reference, route
 
 # Liger's autotuner compiles for minutes per shape, so it runs only if LIGER_FUSED_MOE_AUTOTUNE is set to another value
 # than 0. Liger reads the variable at its first import.
@@ -68,7 +68,7 @@ def liger(*shape):
 
 @experts.provider("ligermodels")
 def ours(*shape):
-    from ligermodels.kernels.experts import experts
+    from ligermodels.kernels.moe.experts import experts
 
     return lambda x, index, weight, gate_up, down: experts(x, index, weight, gate_up, down, "silu")
 
@@ -125,7 +125,7 @@ def biased_transformers(tokens, hidden, inner, experts, k):
 
 @biased_experts.provider("ligermodels")
 def biased_ours(*shape):
-    from ligermodels.kernels.experts import experts
+    from ligermodels.kernels.moe.experts import experts
 
     return lambda x, index, weight, gate_up, down, gate_up_bias, down_bias: experts(
         x, index, weight, gate_up, down, "clamped_silu", gate_up_bias=gate_up_bias, down_bias=down_bias

@@ -4,8 +4,8 @@
     python -m benchmarks.flash_attention_threshold --heads 64 --kv-heads 8 --size 64 --window 128
 
 Times the forward and backward pass of LAYERS attentions in a row over one packed batch, from the first launch to the
-last result, because a small model waits for the host. `FEWEST_ELEMENTS` of kernels/flash_attention.py is where the
-columns cross. Prints a table; writes nothing.
+last result, because a small model waits for the host. `FEWEST_ELEMENTS` of kernels/attention/flash_attention.py is
+where the columns cross. Prints a table; writes nothing.
 """
 
 import argparse
@@ -15,8 +15,8 @@ import time
 import torch
 from torch import Tensor
 
-from ligermodels.kernels import attention as module
-from ligermodels.kernels import flash_attention
+from ligermodels.kernels.attention import attention as module
+from ligermodels.kernels.attention import flash_attention
 
 LAYERS = 12
 ROUNDS = 20

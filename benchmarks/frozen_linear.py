@@ -17,10 +17,10 @@ import torch.nn.functional as F
 
 from benchmarks.ops import Op, random_input
 from benchmarks.timing import COPY, MATMUL
-from ligermodels.kernels.fp8 import Float8, fp8_dequantize_reference
-from ligermodels.kernels.mxfp4 import EXPONENT_BIAS, Mxfp4Layout, mxfp4_dequantize_reference
-from ligermodels.kernels.nf4 import Nf4, nf4_dequantize_reference
-from ligermodels.kernels.quantised_weight import QuantisedWeight
+from ligermodels.kernels.quant.fp8 import Float8, fp8_dequantize_reference
+from ligermodels.kernels.quant.mxfp4 import EXPONENT_BIAS, Mxfp4Layout, mxfp4_dequantize_reference
+from ligermodels.kernels.quant.nf4 import Nf4, nf4_dequantize_reference
+from ligermodels.kernels.quant.quantised_weight import QuantisedWeight
 
 MANY, ONE, SMALL = (16384, 4096, 14336), (1, 4096, 14336), (64, 1024, 1024)
 BF16_BYTES = 2
@@ -138,7 +138,7 @@ def dense_linear(rows, inputs, outputs):
 
 @frozen.provider("ligermodels")
 def our_frozen_linear(rows, inputs, outputs):
-    from ligermodels.kernels.quantised_weight import frozen_linear
+    from ligermodels.kernels.quant.quantised_weight import frozen_linear
 
     return lambda x, data: frozen_linear(x, QuantisedWeight(data, layout_of(inputs, outputs)))
 
@@ -150,6 +150,6 @@ def dense_few_rows(rows, inputs, outputs):
 
 @few_rows.provider("ligermodels")
 def our_few_rows(rows, inputs, outputs):
-    from ligermodels.kernels.few_rows_linear import few_rows_linear
+    from ligermodels.kernels.decoding.few_rows_linear import few_rows_linear
 
     return lambda x, data: few_rows_linear(x, QuantisedWeight(data, layout_of(inputs, outputs)))

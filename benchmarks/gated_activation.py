@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.ops import Op, random_input, work_per_pass
-from ligermodels.kernels.gated_activation import gated_activation_reference
+from ligermodels.kernels.activations.gated_activation import gated_activation_reference
 
 MAIN = [(16384, 14336), (64, 1024)]  # the time of the last is bound by the host
 SHAPES = [(2048, 14336), *MAIN]
@@ -48,7 +48,7 @@ def liger_swiglu(*shape):
 
 @swiglu.provider("ligermodels", layout=packed)
 def our_swiglu(*shape):
-    from ligermodels.kernels.gated_activation import swiglu
+    from ligermodels.kernels.activations.gated_activation import swiglu
 
     return swiglu
 
@@ -67,7 +67,7 @@ def liger_geglu(*shape):
 
 @geglu.provider("ligermodels", layout=packed)
 def our_geglu(*shape):
-    from ligermodels.kernels.gated_activation import gated_activation
+    from ligermodels.kernels.activations.gated_activation import gated_activation
 
     return lambda gate_up: gated_activation(gate_up, "gelu_tanh")
 
@@ -85,7 +85,7 @@ def backward_op(name, activation):
         return [*torch.autograd.grad(product, pair, dy), product.detach()]
 
     def ours(*shape):
-        from ligermodels.kernels.gated_activation import gated_activation_backward
+        from ligermodels.kernels.activations.gated_activation import gated_activation_backward
 
         def backward(dy, gate_up):
             dgate_up, product = gated_activation_backward(dy, gate_up, activation, True)

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.ops import Op, random_input, work_per_pass
-from ligermodels.kernels.causal_conv import causal_conv_reference
-from ligermodels.kernels.gated_rms_norm import gated_rms_norm_reference
+from ligermodels.kernels.linear_attention.causal_conv import causal_conv_reference
+from ligermodels.kernels.norms.gated_rms_norm import gated_rms_norm_reference
 
 SIZE, CHUNK, EPS = 128, 64, 1e-6
 SHAPES = [
@@ -48,7 +48,7 @@ def separate(qkv, g, beta):
 
 
 def chunked(qkv, g, beta):
-    """The formulas of ligermodels/kernels/gated_delta_rule.py, all chunks at once but for the states."""
+    """The formulas of kernels/linear_attention/gated_delta_rule.py, all chunks at once but for the states."""
     q, k, v, *_ = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in separate(qkv, g, beta))
     group = v.shape[2] // k.shape[2]
     q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS) for x in (q, k))
@@ -91,7 +91,7 @@ def flash_linear_attention(*shape):
 
 @rule.provider("ligermodels")
 def ours(batch, length, key_heads, value_heads):
-    from ligermodels.kernels.gated_delta_rule import gated_delta_rule
+    from ligermodels.kernels.linear_attention.gated_delta_rule import gated_delta_rule
 
     return lambda qkv, g, beta: gated_delta_rule(qkv, g, beta, key_heads, SIZE)[0]
 
@@ -128,7 +128,7 @@ def conv_fla(*shape):
 
 @conv.provider("ligermodels")
 def conv_ours(*shape):
-    from ligermodels.kernels.causal_conv import causal_conv
+    from ligermodels.kernels.linear_attention.causal_conv import causal_conv
 
     return causal_conv
 
@@ -158,7 +158,7 @@ def norm_fla(*shape):
 
 @norm.provider("ligermodels")
 def norm_ours(*shape):
-    from ligermodels.kernels.gated_rms_norm import gated_rms_norm
+    from ligermodels.kernels.norms.gated_rms_norm import gated_rms_norm
 
     return gated_rms_norm
 

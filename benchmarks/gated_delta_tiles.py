@@ -10,9 +10,9 @@ import torch
 from benchmarks.checks import fresh_inputs
 from benchmarks.gated_delta_rule import SHAPES, SIZE, rule
 from benchmarks.timing import median_time
-from ligermodels.kernels import delta_gradients, delta_states
-from ligermodels.kernels.delta_states import ScanTile, ScanTiles
-from ligermodels.kernels.gated_delta_rule import gated_delta_rule
+from ligermodels.kernels.linear_attention import delta_gradients, delta_states
+from ligermodels.kernels.linear_attention.delta_states import ScanTile, ScanTiles
+from ligermodels.kernels.linear_attention.gated_delta_rule import gated_delta_rule
 
 CALLS = 10
 USED: dict[str, Any] = {

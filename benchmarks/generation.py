@@ -23,7 +23,7 @@ import ligermodels
 from benchmarks import results, timing
 from benchmarks.train_step import MODELS
 from ligermodels.generation.engine import Engine
-from ligermodels.memory import count_parameters
+from ligermodels.memory.model import count_parameters
 
 QWEN3_30B_A3B = MODELS["qwen3-30b-a3b-8-layers"] | {"num_hidden_layers": 48}
 HUGGING_FACE = "hugging face"

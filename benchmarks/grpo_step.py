@@ -55,9 +55,9 @@ def ours(args: argparse.Namespace) -> Times:
     from ligermodels import losses
     from ligermodels.generation.engine import Engine
     from ligermodels.training.data.preferences import Group, collate_groups
+    from ligermodels.training.objectives.grpo.sampling import SamplingPlan, engine_size
     from ligermodels.training.optimizers.building import build_optimizer, clip_and_step, set_learning_rate
-    from ligermodels.training.reinforcement.sampling import SamplingPlan, engine_size
-    from ligermodels.training.scaling.fsdp import gradient_norm
+    from ligermodels.training.parallel.fsdp import gradient_norm
 
     model = ligermodels.create(SIZES[args.model], dtype=torch.bfloat16, device=device()).train()
     optimizer = build_optimizer(model)

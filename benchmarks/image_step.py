@@ -28,10 +28,10 @@ from benchmarks.train_step import (
     time_steps,
     training_step,
 )
-from ligermodels.layers.multimodal import ImageParts
-from ligermodels.layers.pictures import PictureLanguageModel
-from ligermodels.layers.siglip_tiles import TileLanguageModel
-from ligermodels.layers.tiled_model import TiledVisionLanguageModel
+from ligermodels.vision.fixed_size import PictureLanguageModel
+from ligermodels.vision.multimodal import ImageParts
+from ligermodels.vision.siglip_tiles import TileLanguageModel
+from ligermodels.vision.tiled_model import TiledVisionLanguageModel
 
 # (family, preset, patches along a side of an image, or its tiles; None where the model fixes its size).
 IMAGE_MODELS = {

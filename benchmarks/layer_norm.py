@@ -4,7 +4,7 @@ import torch.nn.functional as F
 
 from benchmarks.ops import Op, random_input, work_per_pass
 from benchmarks.rms_norm import MAIN, SHAPES
-from ligermodels.kernels.layer_norm import layer_norm_reference
+from ligermodels.kernels.norms.layer_norm import layer_norm_reference
 
 EPS = 1e-5
 
@@ -33,7 +33,7 @@ def liger(rows, columns):
 
 @layer_norm.provider("ligermodels")
 def ours(rows, columns):
-    from ligermodels.kernels.layer_norm import layer_norm
+    from ligermodels.kernels.norms.layer_norm import layer_norm
 
     return lambda x, weight, bias: layer_norm(x, weight, bias, EPS)
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from benchmarks.cross_entropy import SPREAD
 from benchmarks.ops import Op, linear_matmuls, random_input
 from benchmarks.timing import MATMUL
-from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy_reference
+from ligermodels.kernels.losses.linear_cross_entropy import linear_cross_entropy_reference
 
 SHAPES = [
     (16384, 4096, 128256), (16384, 2304, 256000), (16384, 896, 151936), (4096, 4096, 128256), (64, 1024, 1024),
@@ -67,14 +67,14 @@ def quack(*shape):
 
 @linear_cross_entropy.provider("ligermodels")
 def ours(*shape):
-    from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
+    from ligermodels.kernels.losses.linear_cross_entropy import linear_cross_entropy
 
     return linear_cross_entropy
 
 
 @linear_cross_entropy.provider("ligermodels, low memory")
 def ours_low_memory(*shape):
-    from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
+    from ligermodels.kernels.losses.linear_cross_entropy import linear_cross_entropy
 
     return lambda *inputs: linear_cross_entropy(*inputs, low_memory=True)
 

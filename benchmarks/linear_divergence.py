@@ -10,8 +10,8 @@ import torch
 from benchmarks.cross_entropy import SPREAD
 from benchmarks.ops import Op, linear_matmuls, random_input
 from benchmarks.timing import MATMUL
-from ligermodels.kernels import linear_divergence_chunks
-from ligermodels.kernels.linear_divergence import linear_divergence, linear_divergence_reference
+from ligermodels.kernels.losses import linear_divergence_chunks
+from ligermodels.kernels.losses.linear_divergence import linear_divergence, linear_divergence_reference
 from ligermodels.losses import divergence, top_k_divergence
 
 MAIN = [(8192, 4096, 4096, 128256), (8192, 2048, 4096, 128256)]

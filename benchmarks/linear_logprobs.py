@@ -10,7 +10,7 @@ import torch
 from benchmarks.cross_entropy import SPREAD
 from benchmarks.ops import Op, linear_matmuls, random_input
 from benchmarks.timing import MATMUL
-from ligermodels.kernels.linear_logprobs import linear_logprobs_reference
+from ligermodels.kernels.losses.linear_logprobs import linear_logprobs_reference
 
 HEADS = (4096, 128256), (3584, 152064), (2304, 256000), (896, 151936)
 SHAPES = [*((tokens, *head) for head in HEADS for tokens in (16384, 8192, 2048)), (64, 1024, 1024)]
@@ -97,7 +97,7 @@ def plain_with_entropy(hidden, weight, targets):
 
 
 def ours(**options):
-    from ligermodels.kernels.linear_logprobs import linear_logprobs
+    from ligermodels.kernels.losses.linear_logprobs import linear_logprobs
 
     return lambda *inputs: linear_logprobs(*inputs, **options)
 
@@ -143,7 +143,7 @@ def loss_of(logprobs):
 
 def with_logits(kept, *inputs):
     """Ours, with all logits kept for backward, or with none."""
-    from ligermodels.kernels import linear_logprobs as module
+    from ligermodels.kernels.losses import linear_logprobs as module
 
     keeps, module.keeps_logits = module.keeps_logits, lambda *size: kept
     try:
@@ -172,7 +172,7 @@ def ours_half_kept(tokens, *_):
 
 @linear_logprobs_loss.provider("ligermodels")
 def ours_loss(*shape):
-    from ligermodels.kernels.linear_logprobs_loss import linear_logprobs_loss
+    from ligermodels.kernels.losses.linear_logprobs_loss import linear_logprobs_loss
 
     return lambda *inputs: linear_logprobs_loss(*inputs, token_loss).loss
 

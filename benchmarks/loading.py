@@ -33,7 +33,7 @@ from torch import Tensor
 from benchmarks import results
 from benchmarks.train_step import MODELS
 from ligermodels import distributed, hub
-from ligermodels.training.scaling import fsdp
+from ligermodels.training.parallel import fsdp
 from ligermodels.weights.files import INDEX_FILE, read_header
 from ligermodels.weights.loading import load_weights
 from ligermodels.weights.mapping import plan_pieces

@@ -42,10 +42,10 @@ def ligermodels_lora(
     raw: dict[str, Any], checkpointing: bool, targets: Sequence[str], base: str | None = None, offload: bool = False
 ) -> nn.Module:
     import ligermodels
-    from ligermodels.kernels.mxfp4 import EXPONENT_BIAS, Mxfp4Layout
-    from ligermodels.layers.lora_targets import expert_projections
+    from ligermodels.adapters.lora_targets import expert_projections
+    from ligermodels.adapters.quantising import quantise
+    from ligermodels.kernels.quant.mxfp4 import EXPONENT_BIAS, Mxfp4Layout
     from ligermodels.layers.quantised import FrozenWeights
-    from ligermodels.layers.quantising import quantise
 
     model = ligermodels.create(raw, dtype=torch.bfloat16, device="meta")
     if base == "mxfp4":  # routed experts alone, as gpt-oss stores them

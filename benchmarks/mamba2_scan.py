@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.ops import Op, random_input, work_per_pass
-from ligermodels.kernels.gated_rms_norm import gated_rms_norm_reference
+from ligermodels.kernels.norms.gated_rms_norm import gated_rms_norm_reference
 
 SIZE, STATE, CHUNK, EPS = 64, 128, 64, 1e-5
 SHAPES = [(4, 2048, 48), (4, 2048, 128), (1, 32768, 48), (1, 32768, 128), (1, 64, 2)]
@@ -38,7 +38,7 @@ def separate(xbc, delta, a, d):
 
 
 def chunked(xbc, delta, a, d):
-    """The formulas of ligermodels/kernels/mamba2_scan.py, all chunks at once but for the states."""
+    """The formulas of kernels/linear_attention/mamba2_scan.py, all chunks at once but for the states."""
     wide = [y.to(torch.promote_types(y.dtype, torch.float32)) for y in (xbc, delta, a, d)]
     x, delta, a, b, c, d = separate(*wide)
     skip = d[:, None] * x
@@ -76,7 +76,7 @@ def mamba_ssm(*shape):
 
 @scan.provider("ligermodels")
 def ours(*shape):
-    from ligermodels.kernels.mamba2_scan import mamba2_scan
+    from ligermodels.kernels.linear_attention.mamba2_scan import mamba2_scan
 
     return lambda xbc, delta, a, d: mamba2_scan(xbc, delta, a, d, 1, STATE)[0]
 
@@ -110,7 +110,7 @@ def norm_mamba(*shape):
 
 @norm.provider("ligermodels")
 def norm_ours(*shape):
-    from ligermodels.kernels.gated_rms_norm import gated_rms_norm
+    from ligermodels.kernels.norms.gated_rms_norm import gated_rms_norm
 
     return lambda x, z, weight: gated_rms_norm(x, z, weight, EPS, gate_first=True)
 

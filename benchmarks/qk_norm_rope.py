@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from benchmarks import rope
 from benchmarks.ops import Op, random_input, work_per_pass
-from ligermodels.kernels.qk_norm_rope import qk_norm_rope_reference
+from ligermodels.kernels.attention.qk_norm_rope import qk_norm_rope_reference
 
 EPS = 1e-6
 
@@ -51,7 +51,7 @@ def liger(*shape):
 
 @qk_norm_rope.provider("ligermodels", layout=rope.packed)
 def ours(batch, length, num_heads, num_kv_heads, head_size):
-    from ligermodels.kernels.qk_norm_rope import qk_norm_rope
+    from ligermodels.kernels.attention.qk_norm_rope import qk_norm_rope
 
     return lambda *inputs: qk_norm_rope(*inputs, num_heads, num_kv_heads, EPS)
 

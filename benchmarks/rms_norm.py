@@ -3,7 +3,7 @@
 import torch.nn.functional as F
 
 from benchmarks.ops import Op, random_input, work_per_pass
-from ligermodels.kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
+from ligermodels.kernels.norms.rms_norm import add_rms_norm_reference, rms_norm_reference
 
 EPS = 1e-6
 MAIN = [(16384, 4096), (16384, 8192), (64, 1024)]
@@ -49,7 +49,7 @@ def quack(rows, columns):
 
 @rms_norm.provider("ligermodels")
 def ours(rows, columns):
-    from ligermodels.kernels.rms_norm import rms_norm
+    from ligermodels.kernels.norms.rms_norm import rms_norm
 
     return lambda x, weight: rms_norm(x, weight, EPS)
 
@@ -79,7 +79,7 @@ def quack_add(rows, columns):
 
 @add_rms_norm.provider("ligermodels")
 def ours_add(rows, columns):
-    from ligermodels.kernels.rms_norm import add_rms_norm
+    from ligermodels.kernels.norms.rms_norm import add_rms_norm
 
     return lambda x, residual, weight: add_rms_norm(x, residual, weight, EPS)
 

@@ -8,8 +8,8 @@ projections, and need not touch the values; a provider with "packed" in its name
 import torch
 
 from benchmarks.ops import Op, random_input, work_per_pass
-from ligermodels.kernels.qkv_heads import split_heads
-from ligermodels.kernels.rope import rope_reference
+from ligermodels.kernels.attention.qkv_heads import split_heads
+from ligermodels.kernels.attention.rope import rope_reference
 
 MAIN = [(4, 4096, 32, 8, 128), (1, 64, 4, 2, 128)]  # the time of the last is bound by the host
 SHAPES = [(1, 2048, 32, 8, 128), *MAIN]
@@ -82,7 +82,7 @@ def liger_packed(batch, length, num_heads, num_kv_heads, head_size):
 
 @rope.provider("ligermodels", layout=packed)
 def ours(batch, length, num_heads, num_kv_heads, head_size):
-    from ligermodels.kernels.rope import rope_
+    from ligermodels.kernels.attention.rope import rope_
 
     return lambda qkv, cos, sin: rope_(qkv, cos, sin, num_heads, num_kv_heads)
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import results, suite, timing
-from ligermodels.kernels import sample as ours
+from ligermodels.kernels.decoding import sample as ours
 
 ROWS, VOCABULARIES = (1, 64, 256), (128256, 151936)
 SETTINGS = {  # temperature, top_k, top_p

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from benchmarks.ops import Op, random_input, work_per_pass
-from ligermodels.kernels.shared_keys import gather_keys_reference
+from ligermodels.kernels.attention.shared_keys import gather_keys_reference
 from ligermodels.training.data.preferences import Group
 from ligermodels.training.data.preferences.layout import GroupPiece, lay_out
 
@@ -65,6 +65,6 @@ def pytorch(*shape):
 
 @gather_keys.provider("ligermodels")
 def ours(*shape):
-    from ligermodels.kernels.shared_keys import gather_keys
+    from ligermodels.kernels.attention.shared_keys import gather_keys
 
     return lambda packed, offsets, places: gather_keys(keys_of(packed), offsets, places)

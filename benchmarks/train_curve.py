@@ -30,7 +30,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 
 from benchmarks import results
-from ligermodels.training.data.embedded_stories import stories
+from ligermodels.training.data.embedded.embedded_stories import stories
 
 MODELS = {
     "llama-3.2-1b": {
@@ -131,7 +131,7 @@ def hugging_face(folder: Path, run: Run, device: str) -> tuple[nn.Module, Callab
 def ours(folder: Path, run: Run, device: str) -> tuple[nn.Module, Callable[[float], None]]:
     import ligermodels
     from ligermodels.training.optimizers import build_optimizer, clip_and_step, set_learning_rate
-    from ligermodels.training.scaling.fsdp import gradient_norm
+    from ligermodels.training.parallel.fsdp import gradient_norm
 
     model = ligermodels.load(folder, dtype=torch.bfloat16, device=device).train()
     optimizer = build_optimizer(model, weight_decay=WEIGHT_DECAY)

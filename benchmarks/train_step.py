@@ -185,8 +185,8 @@ def fill_memory(model, batch, length, gib, **settings):
     """
     from functools import partial
 
-    from ligermodels.memory import training_memory
-    from ligermodels.training.scaling.activation_checkpointing import least_checkpointing
+    from ligermodels.memory.model import training_memory
+    from ligermodels.training.parallel.activation_checkpointing import least_checkpointing
 
     estimate = partial(training_memory, model, batch, length, torch.bfloat16, **settings)
     chosen = least_checkpointing(model, estimate, gib * 2**30)
@@ -196,7 +196,7 @@ def fill_memory(model, batch, length, gib, **settings):
 
 
 def ligermodels_without_flash_attention_4(raw, checkpointing):
-    from ligermodels.kernels import attention
+    from ligermodels.kernels.attention import attention
 
     attention.runs_flash_attention = lambda q: False
     return ligermodels(raw, checkpointing)
@@ -267,7 +267,7 @@ def plan_settings(provider: str, optimizer) -> dict[str, Any]:
     """What `training_memory` has to know of a provider whose AdamW is ours; nothing of another."""
     if not provider.startswith(OURS):
         return {}
-    from ligermodels.memory import state_bytes
+    from ligermodels.memory.model import state_bytes
     from ligermodels.training.optimizers.offloaded import bytes_where_offloaded
 
     states = bytes_where_offloaded(optimizer)[0] if "offloaded states" in provider else state_bytes(optimizer)
@@ -328,7 +328,7 @@ def measure(
         packed = {"input_ids": ids.view(1, -1), "labels": labels.view(1, -1)}
         inputs = packed | documents(batch, length)
     if provider == PACKED_ROWS:
-        from ligermodels.training.data.batches import supervised_rows
+        from ligermodels.training.data.rows.batches import supervised_rows
 
         rows = supervised_rows(labels.cpu(), pinned=True)
         inputs["rows"] = None if rows is None else rows.cuda()
@@ -352,7 +352,7 @@ def documents(count: int, length: int) -> dict[str, Any]:
 
 def planned(provider: str, model, optimizer, batch: int, length: int, blocks: int, offload_every: int) -> dict:
     """The peak that `ligermodels train` would plan for a row with so many checkpointed blocks."""
-    from ligermodels.memory import training_memory
+    from ligermodels.memory.model import training_memory
 
     offloaded = len(range(0, blocks, offload_every)) if "inputs" in provider else 0
     room = offloaded * batch * length * model.config.hidden_size * torch.bfloat16.itemsize

@@ -2,6 +2,7 @@ from ligermodels import losses as losses
 from ligermodels import nn as nn
 from ligermodels import ops as ops
 from ligermodels import training as training
+from ligermodels.adapters.lora_targets import add_lora as add_lora
 from ligermodels.errors import CheckpointError as CheckpointError
 from ligermodels.errors import ConfigError as ConfigError
 from ligermodels.errors import HubError as HubError
@@ -19,6 +20,5 @@ from ligermodels.hub import load as load
 from ligermodels.hub import load_adapter as load_adapter
 from ligermodels.hub import load_processor as load_processor
 from ligermodels.hub import load_tokenizer as load_tokenizer
-from ligermodels.layers.lora_targets import add_lora as add_lora
 
 __version__: str

@@ -64,47 +64,47 @@ Must not know any model. `docs/kernels.md` has examples, `ligermodels.nn` the mo
 import torch
 from torch import Tensor
 
-from ligermodels.kernels.activated_linear import activated_linear
-from ligermodels.kernels.adamw import adamw_
-from ligermodels.kernels.adamw8bit import adamw8bit_
-from ligermodels.kernels.attention import attention
-from ligermodels.kernels.cache_write import CacheSlots, write_cache
-from ligermodels.kernels.causal_conv import causal_conv, causal_conv_state
-from ligermodels.kernels.causal_conv_step import causal_conv_step_
-from ligermodels.kernels.cross_entropy import CrossEntropyOutput, cross_entropy, cross_entropy_with_metrics
-from ligermodels.kernels.decode_attention import decode_attention
+from ligermodels.kernels.activations.gated_activation import gated_activation, geglu, swiglu
+from ligermodels.kernels.activations.plain_activation import plain_activation
+from ligermodels.kernels.attention.attention import attention
+from ligermodels.kernels.attention.qk_norm_rope import qk_norm_rope
+from ligermodels.kernels.attention.rope import rope_
+from ligermodels.kernels.attention.shared_keys import gather_keys
+from ligermodels.kernels.attention.sigmoid_gate import sigmoid_gate
+from ligermodels.kernels.decoding.cache_write import CacheSlots, write_cache
+from ligermodels.kernels.decoding.decode_attention import decode_attention
+from ligermodels.kernels.decoding.rope_cache_write import qk_norm_rope_write_cache, rope_write_cache_
+from ligermodels.kernels.decoding.sample import sample
 from ligermodels.kernels.dispatch import runs_kernels
-from ligermodels.kernels.experts import experts, route
-from ligermodels.kernels.gated_activation import gated_activation, geglu, swiglu
-from ligermodels.kernels.gated_delta_rule import gated_delta_rule
-from ligermodels.kernels.gated_delta_step import gated_delta_step_
-from ligermodels.kernels.gated_linear import gated_linear
-from ligermodels.kernels.gated_rms_norm import gated_rms_norm
-from ligermodels.kernels.grouped_low_rank import GroupedLowRank
-from ligermodels.kernels.layer_norm import layer_norm
-from ligermodels.kernels.layer_norm_linear import layer_norm_linear
-from ligermodels.kernels.linear import LowRank, low_rank_linear
-from ligermodels.kernels.linear_cross_entropy import (
+from ligermodels.kernels.linear.activated_linear import activated_linear
+from ligermodels.kernels.linear.gated_linear import gated_linear
+from ligermodels.kernels.linear.layer_norm_linear import layer_norm_linear
+from ligermodels.kernels.linear.linear import LowRank, low_rank_linear
+from ligermodels.kernels.linear.norm_linear import norm_linear
+from ligermodels.kernels.linear_attention.causal_conv import causal_conv, causal_conv_state
+from ligermodels.kernels.linear_attention.causal_conv_step import causal_conv_step_
+from ligermodels.kernels.linear_attention.gated_delta_rule import gated_delta_rule
+from ligermodels.kernels.linear_attention.gated_delta_step import gated_delta_step_
+from ligermodels.kernels.linear_attention.mamba2_scan import mamba2_scan
+from ligermodels.kernels.linear_attention.mamba2_step import mamba2_step_
+from ligermodels.kernels.losses.cross_entropy import CrossEntropyOutput, cross_entropy, cross_entropy_with_metrics
+from ligermodels.kernels.losses.linear_cross_entropy import (
     linear_cross_entropy,
     linear_cross_entropy_with_metrics,
 )
-from ligermodels.kernels.linear_divergence import DivergenceOutput, linear_divergence
-from ligermodels.kernels.linear_logprobs import linear_logprobs
-from ligermodels.kernels.linear_logprobs_loss import LogProbsLoss, linear_logprobs_loss
-from ligermodels.kernels.logprobs_of_logits import LogProbs
-from ligermodels.kernels.mamba2_scan import mamba2_scan
-from ligermodels.kernels.mamba2_step import mamba2_step_
-from ligermodels.kernels.nf4 import nf4_weight
-from ligermodels.kernels.norm_linear import norm_linear
-from ligermodels.kernels.plain_activation import plain_activation
-from ligermodels.kernels.qk_norm_rope import qk_norm_rope
-from ligermodels.kernels.quantised_weight import QuantisedWeight, frozen_linear
-from ligermodels.kernels.rms_norm import add_rms_norm, rms_norm
-from ligermodels.kernels.rope import rope_
-from ligermodels.kernels.rope_cache_write import qk_norm_rope_write_cache, rope_write_cache_
-from ligermodels.kernels.sample import sample
-from ligermodels.kernels.shared_keys import gather_keys
-from ligermodels.kernels.sigmoid_gate import sigmoid_gate
+from ligermodels.kernels.losses.linear_divergence import DivergenceOutput, linear_divergence
+from ligermodels.kernels.losses.linear_logprobs import linear_logprobs
+from ligermodels.kernels.losses.linear_logprobs_loss import LogProbsLoss, linear_logprobs_loss
+from ligermodels.kernels.losses.logprobs_of_logits import LogProbs
+from ligermodels.kernels.moe.experts import experts, route
+from ligermodels.kernels.moe.grouped_low_rank import GroupedLowRank
+from ligermodels.kernels.norms.gated_rms_norm import gated_rms_norm
+from ligermodels.kernels.norms.layer_norm import layer_norm
+from ligermodels.kernels.norms.rms_norm import add_rms_norm, rms_norm
+from ligermodels.kernels.optim.adamw import adamw_
+from ligermodels.kernels.optim.adamw8bit import adamw8bit_
+from ligermodels.kernels.quant.nf4 import nf4_weight
+from ligermodels.kernels.quant.quantised_weight import QuantisedWeight, frozen_linear
 
 __all__ = [
     "CacheSlots",

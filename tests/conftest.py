@@ -19,7 +19,9 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo import guards
 from xdist.plugin import pytest_xdist_auto_num_workers as usual_num_workers
 
-from ligermodels.kernels import grouped_gemm, launch, rescale
+from ligermodels.kernels import launch
+from ligermodels.kernels.losses import rescale
+from ligermodels.kernels.moe import grouped_gemm
 from tests import interpreter
 from tests.forking import ScriptServer
 
@@ -52,20 +54,20 @@ def shorten_compilation():
 # Files whose tests start processes, compile, train, or try what other tests notice. Single tests are marked `slow`.
 SLOW = (
     *("board/test_browser", "board/test_form", "board/test_processes", "images/test_sabotage"),
-    *("test_adapters", "test_bench", "test_bench_real_models", "test_bench_train_curve", "test_docs", "test_examples"),
+    *("adapters/test_adapters", "test_bench", "test_bench_real_models", "test_bench_train_curve", "test_docs"),
     *("test_recipes", "test_sabotage", "test_verify", "tokenizer/test_template_process", "vision/test_sabotage"),
     *("gguf/test_families", "gguf/test_training", "kernels/test_compiled_kernels", "kernels/test_row_sharding"),
     *("real/test_conversion", "real/test_generation", "real/test_logits", "real/test_quantised"),
     *("real/test_tokenizers", "real/test_training"),
     *("integrations/test_transformers", "interop/test_accelerate", "interop/test_distributed_tools"),
     *("interop/test_generation", "interop/test_lightning", "interop/test_torch_tools", "interop/test_trainer"),
-    "interop/test_trl",
-    *("layers/test_activation_checkpointing", "layers/test_compile"),
+    *("interop/test_trl", "test_examples"),
+    *("layers/checkpointing/test_activation_checkpointing", "layers/test_compile"),
     *("training/test_against_transformers", "training/test_proof"),
-    *("training/objectives/test_grpo_steps", "training/objectives/test_ranks", "training/objectives/test_runs"),
+    *("training/objectives/grpo/test_grpo_steps", "training/objectives/test_ranks", "training/objectives/test_runs"),
     *("stress/test_stress", "training/test_train", "training/test_train_stopped", "training/checkpoints/test_killing"),
-    *("training/reporting/test_curves", "training/scaling/test_compilation", "training/scaling/test_fsdp"),
-    "training/scaling/test_lost_ranks",
+    *("training/reporting/test_curves", "training/parallel/test_compilation", "training/parallel/test_fsdp"),
+    "training/parallel/test_lost_ranks",
 )
 QUICK = "not slow"  # what pyproject.toml selects
 ROOT = Path(__file__).parent
@@ -178,7 +180,7 @@ def launch_server(tmp_path_factory):
 @pytest.fixture(scope="module")
 def launcher(launch_server, tmp_path_factory):
     """Starts runs of train.py, or of a module, in a folder of the file's own, with stories and conversations in it."""
-    from ligermodels.training.data.embedded_stories import conversations, stories
+    from ligermodels.training.data.embedded.embedded_stories import conversations, stories
 
     folder = tmp_path_factory.mktemp("runs")
     (folder / "own.txt").write_text("\n".join(text for text, _ in stories(3, 100)))

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks import decode_kernels as bench
 from benchmarks.decode_kernels import AttentionShape, graph_us
-from ligermodels.kernels import decode_attention
+from ligermodels.kernels.decoding import decode_attention
 
 
 @pytest.fixture(autouse=True)
@@ -61,10 +61,12 @@ def test_a_wrong_provider_has_the_reason_instead_of_figures():
 
 def test_constants_of_kernels_are_set_by_name(monkeypatch):
     monkeypatch.setattr(decode_attention, "STAGES", 3)
-    bench.set_constant("decode_attention.STAGES=2")
+    bench.set_constant("decoding.decode_attention.STAGES=2")
     assert decode_attention.STAGES == 2
-    with pytest.raises(argparse.ArgumentTypeError, match=r"ligermodels.kernels.decode_attention has no constant TILES"):
-        bench.set_constant("decode_attention.TILES=1")
+    with pytest.raises(
+        argparse.ArgumentTypeError, match=r"ligermodels.kernels.decoding.decode_attention has no constant TILES"
+    ):
+        bench.set_constant("decoding.decode_attention.TILES=1")
 
 
 @pytest.mark.gpu

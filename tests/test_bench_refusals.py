@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks import refusals
 from ligermodels.tokenizer import files, growth, template_process
-from ligermodels.training.data import csv_files, json_files
+from ligermodels.training.data.formats import csv_files, json_files
 
 
 @pytest.mark.parametrize("name", refusals.CASES)

@@ -17,9 +17,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 import ligermodels
-from ligermodels import memory
 from ligermodels.cli import generate_text, info_report, main
 from ligermodels.hub.description import architecture_lines
+from ligermodels.memory.model import training_memory
 from ligermodels.units import memory_size
 from ligermodels.weights.files import tensor_hashes
 from tests.cases import LLAMA
@@ -242,7 +242,7 @@ def test_info_shows_parameters_files_and_memory_from_config_json_alone(folder, c
     assert f" {count:,}, {99 * 48:,} of them embeddings" in lines["parameters"] and "none" in lines["files"]
     weights = f"{2 * count / 1024:.1f} KiB"
     assert lines["generate"].split("= ")[1].startswith(f"weights {weights} + cache")
-    peak = memory.training_memory(model.bfloat16(), 2, 16, torch.bfloat16).peak
+    peak = training_memory(model.bfloat16(), 2, 16, torch.bfloat16).peak
     assert lines["train"].split("=")[0].split() == ["train", *memory_size(peak).split()]
     assert lines["LoRA"].split("=")[0] != lines["train"].split("=")[0]
 
@@ -256,7 +256,7 @@ def test_info_says_what_computes_attention_and_what_would_be_faster(capsys, monk
     assert attention() == "  attention    in training, float32 on cpu: SDPA, one document after the other"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: (9, 0))
-    monkeypatch.setattr("ligermodels.kernels.attention.head_dims", lambda gpu: ())
+    monkeypatch.setattr("ligermodels.kernels.attention.attention.head_dims", lambda gpu: ())
     faster = "FlexAttention; the extra `flash` is faster: pip install 'ligermodels[flash]'"
     assert attention() == f"  attention    in training, bfloat16 on cuda: {faster}"
 

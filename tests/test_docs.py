@@ -13,7 +13,7 @@ import pytest
 import ligermodels
 from ligermodels.cli import build_parser
 from ligermodels.cli.train import config_from_flags
-from ligermodels.training.config import FIELDS
+from ligermodels.training.settings.config import FIELDS
 from tests.pages import ROOT, blocks, commands, ligermodels_arguments, prose, python_blocks
 
 README, TRAINING, PYTHON_API = ROOT / "README.md", ROOT / "docs/training.md", ROOT / "docs/python-api.md"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ligermodels.training.config import FIELDS
+from ligermodels.training.settings.config import FIELDS
 from tests.pages import ROOT
 
 TEXT = (ROOT / "docs/from-other-trainers.md").read_text(encoding="utf-8")

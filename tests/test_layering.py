@@ -16,51 +16,89 @@ PACKAGE = Path(ligermodels.__file__).parent
 # The rooms from the lowest floor up: a file imports its own room and those below it, as far as they are listed.
 MAY_IMPORT = {
     "errors": set(),
-    "units": set(),
+    "units": {"errors"},
     "aliases": set(),
-    "pictures": set(),
+    "plot_style": set(),
     "lazy_names": set(),
+    "optional_packages": {"errors"},
     "distributed": {"errors"},
-    "kernels": {"losses"},  # a fused op's reference is the loss of the logits
     "losses": {"errors"},
+    "kernels": {"losses"},  # a fused op's reference is the loss of the logits
     "ops": {"kernels"},
     "nn": {"kernels", "ops"},
     "configs": {"errors"},
-    "weights": {"errors", "distributed", "configs", "kernels"},  # how stored numbers are decoded
+    "weights": {"errors", "units", "distributed", "configs", "kernels"},  # how stored numbers are decoded
     "generation": {"errors", "units", "lazy_names", "configs", "kernels", "weights"},
     "layers": {"errors", "configs", "kernels", "weights", "generation"},
-    "image_memory": {"configs", "layers"},
-    "block_memory": {"kernels", "layers"},
-    "head_memory": {"kernels"},
-    "memory": {"configs", "layers", "generation", "weights", "image_memory", "block_memory", "head_memory"},
-    "architectures": {"configs", "layers", "weights"},
+    "vision": {"errors", "configs", "kernels", "weights", "generation", "layers"},
+    "adapters": {"errors", "configs", "kernels", "weights", "layers", "vision"},
+    "memory": {"configs", "kernels", "weights", "generation", "layers", "vision"},
+    "architectures": {"errors", "configs", "layers", "vision", "weights"},
     "tokenizer": {"errors", "lazy_names", "weights"},
     "images": {"errors", "weights", "tokenizer"},
-    "hub": {"errors", "units", "lazy_names", "architectures", "configs", "layers", "weights", "tokenizer", "images"},
-    "training": {
-        *("errors", "units", "distributed", "kernels", "layers", "architectures", "weights", "hub", "generation"),
-        *("tokenizer", "images", "memory", "aliases", "losses", "pictures", "lazy_names"),
+    "hub": {
+        *("errors", "units", "lazy_names", "configs", "weights", "layers", "vision", "adapters", "architectures"),
+        *("tokenizer", "images"),
     },
-    "verify": {"errors", "pictures", "configs", "layers", "weights", "hub", "generation", "tokenizer"},
-    "board": {"errors", "aliases", "hub", "generation", "layers", "tokenizer", "training", "weights"},
+    "training": {
+        *("errors", "units", "aliases", "plot_style", "lazy_names", "optional_packages", "distributed", "losses"),
+        *("kernels", "weights", "generation", "layers", "vision", "adapters", "memory", "architectures", "tokenizer"),
+        *("images", "hub"),
+    },
+    "verify": {
+        *("errors", "plot_style", "configs", "weights", "generation", "layers", "vision", "tokenizer", "hub"),
+    },
+    "board": {"errors", "aliases", "weights", "generation", "layers", "tokenizer", "hub", "training"},
     "cli": {
-        *(
-            "errors",
-            "units",
-            "distributed",
-            "configs",
-            "kernels",
-            "layers",
-            "weights",
-            "architectures",
-            "hub",
-            "generation",
-        ),
-        *("tokenizer", "images", "memory", "training", "verify", "board", "pictures", "aliases", "__version__"),
+        *("errors", "units", "aliases", "plot_style", "distributed", "kernels", "configs", "weights", "generation"),
+        *("layers", "adapters", "memory", "architectures", "tokenizer", "images", "hub", "training", "verify", "board"),
+        "__version__",
     },
     "integrations": {"errors", "distributed", "architectures", "generation", "hub", "layers", "weights"},
     "__main__": {"cli"},
     "__init__": {"lazy_names"},
+}
+# The same of the rooms within a room; "" are the files beside them.
+DATA = {"settings", "data.formats", "data.rows", "data.embedded", "data"}
+BELOW_PLANS = {*DATA, "data.preferences", "optimizers", "checkpoints", "reporting", "run", "parallel"}
+BELOW_OBJECTIVES = {*BELOW_PLANS, "planning"}
+MAY_IMPORT_WITHIN = {
+    "kernels": {
+        "": set(),
+        "activations": {""},
+        "losses": {""},
+        "quant": {""},
+        "optim": {""},
+        "norms": {"", "activations"},
+        "linear_attention": {"", "norms"},
+        "attention": {"", "activations", "norms"},
+        "linear": {"", "activations", "losses", "norms", "quant"},
+        "moe": {"", "activations", "quant"},
+        "decoding": {"", "activations", "attention", "linear", "losses", "moe", "norms", "quant"},
+    },
+    "training": {
+        "settings": set(),
+        "data.formats": {"settings"},
+        "data.rows": {"settings", "data.formats"},
+        "data.embedded": {"settings", "data.formats", "data.rows"},
+        "data": {"settings", "data.formats", "data.rows", "data.embedded"},
+        "data.preferences": DATA,
+        "reward_function": {*DATA, "data.preferences"},
+        "optimizers": set(),
+        "checkpoints": {"optimizers"},
+        "reporting": set(),
+        "run": {*DATA, "data.preferences", "checkpoints", "reporting"},
+        "parallel": {"settings"},
+        "planning": BELOW_PLANS,
+        "objectives": BELOW_OBJECTIVES,
+        "objectives.preference": {*BELOW_OBJECTIVES, "objectives"},
+        "objectives.grpo": {*BELOW_OBJECTIVES, "objectives", "objectives.preference", "reward_function"},
+        "objectives.distillation": {*BELOW_OBJECTIVES, "objectives", "objectives.preference", "objectives.grpo"},
+        "": {
+            *BELOW_OBJECTIVES,
+            *("objectives", "objectives.preference", "objectives.grpo", "objectives.distillation"),
+        },
+    },
 }
 
 
@@ -88,15 +126,18 @@ def test_imports_go_down_only():
         assert not upward, f"{path.relative_to(PACKAGE)} imports {sorted(upward)}"
 
 
+NEARBY = ("errors", "configs.", "layers.", "vision.")
+
+
 def test_an_architecture_imports_layers_and_the_weight_mapping_only():
     for path in (PACKAGE / "architectures").glob("[!_]*.py"):
-        foreign = {n for n in imports_of(path) if not n.startswith(("layers.", "configs.")) and n != "weights.mapping"}
+        foreign = {n for n in imports_of(path) if not n.startswith(NEARBY) and n != "weights.mapping"}
         assert not foreign, f"{path.name} imports {sorted(foreign)}"
         assert 20 <= len(path.read_text().splitlines()) <= 90, path.name
 
 
 def test_the_limited_processes_have_nothing_of_the_package():
-    for worker in ("tokenizer/template_worker.py", "training/data/parquet_worker.py"):
+    for worker in ("tokenizer/template_worker.py", "training/data/formats/parquet_worker.py"):
         assert not set(imports_of(PACKAGE / worker))
 
 
@@ -131,6 +172,26 @@ def files_imported_by(path, files):
             for alias in node.names:
                 submodule = f"{module}.{alias.name}".removeprefix(".")
                 yield submodule if submodule in files else module
+
+
+def room_within(part, module):
+    """The innermost room that is listed: "data.rows" of training.data.rows.packing."""
+    name = f"{module}.".removeprefix(f"{part}.")
+    return max((room for room in MAY_IMPORT_WITHIN[part] if room == "" or name.startswith(f"{room}.")), key=len)
+
+
+@pytest.mark.parametrize("part", MAY_IMPORT_WITHIN)
+def test_imports_between_the_rooms_of_a_room_go_down_only(part):
+    """A package's `__init__` collects names of its rooms, and may import them all."""
+    below = MAY_IMPORT_WITHIN[part]
+    TopologicalSorter(below).prepare()  # raises CycleError, which names the rooms
+    files = {module_of(path): path for path in PACKAGE.rglob("*.py")}
+    for path in (PACKAGE / part).rglob("[!_]*.py"):
+        room = room_within(part, module_of(path))
+        assert room == ".".join(path.parent.relative_to(PACKAGE / part).parts) or room == path.stem, path
+        imported = {name for name in files_imported_by(path, files) if name.startswith(f"{part}.")}
+        upward = {name for name in imported if room_within(part, name) not in below[room] | {room}}
+        assert not upward, f"{path.relative_to(PACKAGE)} imports {sorted(upward)}"
 
 
 def test_no_file_imports_itself_by_way_of_others():

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 import ligermodels
 from ligermodels.architectures import ARCHITECTURES
 from ligermodels.cli import main
-from ligermodels.training.reporting import evaluation
+from ligermodels.training.objectives import evaluation
 from ligermodels.training.reporting.metrics import read_metrics
 from tests.interop.folders import export_with_tokenizer, tiny_model
 from tests.pages import ROOT, blocks_of, commands_of, ligermodels_arguments, sections

@@ -8,20 +8,20 @@ import pytest
 import torch
 
 from ligermodels.errors import InputError
-from ligermodels.kernels import delta_states, gated_delta_rule
-from tests.kernels.test_gated_delta_rule import check_rule, draw
+from ligermodels.kernels.linear_attention import delta_states, gated_delta_rule
+from tests.kernels.linear_attention.test_gated_delta_rule import check_rule, draw
 from tests.sabotage import Sabotage, broken_copy
 from tests.test_parity import check_parity
 
 CPU = "cpu"  # ops run their reference implementations here, which can be replaced in place; kernels have other tests
-ATTENTION = "ligermodels.kernels.attention"
-ATTENTION_MASK = "ligermodels.kernels.attention_mask:dense_mask"
-QK_NORM = "ligermodels.kernels.qk_norm_rope:qk_norm_rope_reference"
-RMS_NORM = "ligermodels.kernels.rms_norm"
-ROTATE = "ligermodels.kernels.rope:rotate_reference"
-ROUTE = "ligermodels.kernels.experts:route"
-SIGMOID = "ligermodels.kernels.experts:route_by_sigmoid"
-EXPERTS_REFERENCE = "ligermodels.kernels.experts:experts_reference"
+ATTENTION = "ligermodels.kernels.attention.attention"
+ATTENTION_MASK = "ligermodels.kernels.attention.attention_mask:dense_mask"
+QK_NORM = "ligermodels.kernels.attention.qk_norm_rope:qk_norm_rope_reference"
+RMS_NORM = "ligermodels.kernels.norms.rms_norm"
+ROTATE = "ligermodels.kernels.attention.rope:rotate_reference"
+ROUTE = "ligermodels.kernels.moe.experts:route"
+SIGMOID = "ligermodels.kernels.moe.experts:route_by_sigmoid"
+EXPERTS_REFERENCE = "ligermodels.kernels.moe.experts:experts_reference"
 ATTENTION_LAYER = "ligermodels.layers.attention"
 BLOCK = "ligermodels.layers.block"
 CONFIG = "ligermodels.configs.base"
@@ -511,8 +511,8 @@ LATENTS = {
     ),
 }
 DELTA = "ligermodels.layers.gated_delta"
-RULE = "ligermodels.kernels.gated_delta_rule:gated_delta_rule_reference"
-CONV = "ligermodels.kernels.causal_conv:causal_conv_reference"
+RULE = "ligermodels.kernels.linear_attention.gated_delta_rule:gated_delta_rule_reference"
+CONV = "ligermodels.kernels.linear_attention.causal_conv:causal_conv_reference"
 STATES = {
     "decay grows": Sabotage(f"{DELTA}:GatedDeltaNet.forward", "g = -widen", "g = widen", "qwen3_5_text"),
     "dt_bias dropped": Sabotage(f"{DELTA}:GatedDeltaNet.forward", " + widen(self.dt_bias)", "", "qwen3_5_text"),
@@ -536,7 +536,10 @@ STATES = {
     ),
     "queries not scaled": Sabotage(RULE, "(q, key_size**-0.5)", "(q, 1.0)", "qwen3_5_text"),
     "keys not normalised": Sabotage(
-        "ligermodels.kernels.gated_delta_rule:_unit", "torch.rsqrt(", "torch.ones_like(", "qwen3_5_text"
+        "ligermodels.kernels.linear_attention.gated_delta_rule:_unit",
+        "torch.rsqrt(",
+        "torch.ones_like(",
+        "qwen3_5_text",
     ),
     "convolution sees the next token": Sabotage(
         CONV, "torch.cat([past, x], 1)", "torch.cat([past, x], 1).roll(-1, 1)", "qwen3_5_text"
@@ -545,22 +548,25 @@ STATES = {
         "ligermodels.layers.states:CausalConv.forward", "self.activation", "None", "qwen3_5_text"
     ),
     "gate before the norm": Sabotage(
-        "ligermodels.kernels.gated_rms_norm:gated_rms_norm_reference",
+        "ligermodels.kernels.norms.gated_rms_norm:gated_rms_norm_reference",
         "wide * gate if gate_first else wide",
         "wide * gate",
         "qwen3_5_text",
     ),
     "norm behind the rule with weight + 1": Sabotage(
-        "ligermodels.kernels.gated_rms_norm:gated_rms_norm_reference", "widen(weight)", "(1 + widen(weight))", "qwen3_5"
+        "ligermodels.kernels.norms.gated_rms_norm:gated_rms_norm_reference",
+        "widen(weight)",
+        "(1 + widen(weight))",
+        "qwen3_5",
     ),
     "other norms without it": Sabotage(
-        "ligermodels.kernels.rms_norm:rms_norm_reference", " + offset", "", "qwen3_5_text"
+        "ligermodels.kernels.norms.rms_norm:rms_norm_reference", " + offset", "", "qwen3_5_text"
     ),
     "output gate dropped": Sabotage(
-        "ligermodels.kernels.sigmoid_gate:sigmoid_gate_reference", " * widen(z).sigmoid()", "", "qwen3_5_text"
+        "ligermodels.kernels.attention.sigmoid_gate:sigmoid_gate_reference", " * widen(z).sigmoid()", "", "qwen3_5_text"
     ),
     "queries and gates as halves": Sabotage(
-        "ligermodels.kernels.qkv_heads:split_gated_heads",
+        "ligermodels.kernels.attention.qkv_heads:split_gated_heads",
         "(num_heads, 2)).unbind(3)",
         "(2, num_heads)).unbind(2)",
         "qwen3_5_text",
@@ -602,7 +608,7 @@ STATES = {
         f"{FAMILIES}.qwen3_5_moe:Qwen3_5MoeText.layer", "normalize=True", "normalize=False", "qwen3_5_moe"
     ),
 }
-GLU = "ligermodels.kernels.expert_product:expert_glu_reference"
+GLU = "ligermodels.kernels.moe.expert_product:expert_glu_reference"
 GPT_OSS = {
     "sinks dropped": Sabotage(
         f"{ATTENTION_LAYER}:Attention.weighted_values", "if self.sinks is None else", "if True else", "gpt_oss"
@@ -635,7 +641,7 @@ GPT_OSS = {
     "gpt_oss: truncated YaRN": Sabotage(f"{ROPE}:yarn_frequencies", "if rope.truncate", "if True", "gpt_oss"),
 }
 MAMBA = "ligermodels.layers.mamba2:Mamba2.forward"
-SCAN = "ligermodels.kernels.mamba2_scan:mamba2_scan_reference"
+SCAN = "ligermodels.kernels.linear_attention.mamba2_scan:mamba2_scan_reference"
 HYBRID = f"{FAMILIES}.granitemoehybrid:GraniteMoeHybrid"
 MAMBA2 = {
     "state grows": Sabotage(MAMBA, "a = -widen", "a = widen", "granitemoehybrid-dense"),
@@ -653,7 +659,7 @@ MAMBA2 = {
     "input not scaled by the step": Sabotage(SCAN, "delta[..., None] * x", "x", "granitemoehybrid-dense"),
     "skip dropped": Sabotage(SCAN, "d[:, None] * x", "0 * d[:, None] * x", "granitemoehybrid-dense"),
     "gate behind the norm": Sabotage(
-        "ligermodels.kernels.gated_rms_norm:gated_rms_norm_reference",
+        "ligermodels.kernels.norms.gated_rms_norm:gated_rms_norm_reference",
         "wide = wide * gate if gate_first",
         "wide, gate_first = wide, False  #",
         "granitemoehybrid-dense",

@@ -214,7 +214,7 @@ def with_few_validations(settings: Record) -> Any:
     """The TrainConfig of these settings, with VALIDATIONS: by default a run has twice as many."""
     from ligermodels import distributed
     from ligermodels.training import TrainConfig
-    from ligermodels.training.runs.preparing import prepare
+    from ligermodels.training.preparing import prepare
 
     steps = prepare(TrainConfig(**settings), distributed.start()).config.steps
     return TrainConfig(**settings, eval_every=max(1, steps // VALIDATIONS))

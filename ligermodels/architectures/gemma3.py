@@ -8,7 +8,7 @@ from ligermodels.layers.attention import QKNormAttention
 from ligermodels.layers.block import SandwichLayer
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mlp import GatedMLP
-from ligermodels.layers.siglip import SiglipLanguageModel
+from ligermodels.vision.siglip import SiglipLanguageModel
 
 BASE = {"model_type": "gemma3_text"}
 SMALL = {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 128, "sliding_window_pattern": 2}

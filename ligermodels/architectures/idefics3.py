@@ -7,7 +7,7 @@ from ligermodels.configs.idefics3 import Idefics3Config
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.mlp import GatedMLP
-from ligermodels.layers.siglip_tiles import TileLanguageModel
+from ligermodels.vision.siglip_tiles import TileLanguageModel
 
 BASE = {"model_type": "idefics3", "image_token_id": 1023, "scale_factor": 2}
 IDEFICS_PATCHES = {"model_type": "idefics3_vision", "patch_size": 14}

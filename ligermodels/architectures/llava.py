@@ -13,11 +13,11 @@ from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mlp import GatedMLP
-from ligermodels.layers.pictures import PictureLanguageModel, picture_blocks
-from ligermodels.layers.pixtral import PixtralLanguageModel
-from ligermodels.layers.vision import VisionTower
-from ligermodels.layers.vision_positions import Grid, PatchLayout, class_token_layout
-from ligermodels.layers.wrapped import LinearProjector
+from ligermodels.vision.fixed_size import PictureLanguageModel, picture_blocks
+from ligermodels.vision.hub_names import LinearProjector
+from ligermodels.vision.patch_positions import Grid, PatchLayout, class_token_layout
+from ligermodels.vision.pixtral import PixtralLanguageModel
+from ligermodels.vision.tower import VisionTower
 
 BASE = {"model_type": "llava", "image_token_index": 32000, "vision_feature_layer": -2}
 PATCHES = {"model_type": "clip_vision_model", "patch_size": 14, "projection_dim": 768}

@@ -8,7 +8,7 @@ from ligermodels.configs.pixtral import PixtralVisionConfig
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.mlp import GatedMLP
-from ligermodels.layers.pixtral import MergingProjector, PixtralLanguageModel
+from ligermodels.vision.pixtral import MergingProjector, PixtralLanguageModel
 from ligermodels.weights.mapping import Rename, Rule
 
 BASE = {"model_type": "mistral3", "tie_word_embeddings": False}

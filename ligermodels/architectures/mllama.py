@@ -7,9 +7,9 @@ from ligermodels.configs.mllama import MllamaConfig
 from ligermodels.configs.rope import LLAMA3_ROPE
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer
-from ligermodels.layers.cross_attention import CrossAttention, CrossAttentionLayer
 from ligermodels.layers.mlp import GatedMLP
-from ligermodels.layers.tiled_model import TiledVisionLanguageModel
+from ligermodels.vision.cross_attention import CrossAttention, CrossAttentionLayer
+from ligermodels.vision.tiled_model import TiledVisionLanguageModel
 from ligermodels.weights.mapping import Concat, Rename, Rule, packed_projections
 
 BASE = {"model_type": "mllama"}

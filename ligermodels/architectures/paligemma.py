@@ -6,7 +6,7 @@ from ligermodels.configs.base import preset, tiny
 from ligermodels.configs.paligemma import Paligemma2Config, PaligemmaConfig
 from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.gemma import gemma2_block, gemma_block
-from ligermodels.layers.prefix_pictures import PrefixLanguageModel
+from ligermodels.vision.prefix_lm import PrefixLanguageModel
 
 BASE = {"model_type": "paligemma", "image_token_index": 257152}
 SIGLIP_PATCHES = {"model_type": "siglip_vision_model", "vision_use_head": False, "patch_size": 14}

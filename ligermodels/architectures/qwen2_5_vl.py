@@ -11,9 +11,9 @@ from ligermodels.configs.qwen_vl import HUB_MROPE, VISION_TOKENS, Qwen2VLTextCon
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.mlp import GatedMLP
-from ligermodels.layers.multimodal import QWEN_NAMES, VisionLanguageModel
-from ligermodels.layers.vision import VisionTower
-from ligermodels.layers.vision_positions import Grid, PatchLayout, patch_layout
+from ligermodels.vision.multimodal import QWEN_NAMES, VisionLanguageModel
+from ligermodels.vision.patch_positions import Grid, PatchLayout, patch_layout
+from ligermodels.vision.tower import VisionTower
 
 
 @dataclass(kw_only=True)

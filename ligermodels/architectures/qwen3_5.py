@@ -12,7 +12,7 @@ from ligermodels.configs.multimodal import TextPartConfig
 from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.gated_delta import delta_or_attention
 from ligermodels.layers.mlp import GatedMLP
-from ligermodels.layers.wrapped import TextPartModel
+from ligermodels.vision.hub_names import TextPartModel
 from ligermodels.weights.mapping import KeptLayers, Rule, further_token_layers, packed_delta_projections
 
 

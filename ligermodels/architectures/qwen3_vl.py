@@ -9,7 +9,7 @@ from ligermodels.configs.qwen_vl import VISION_TOKENS
 from ligermodels.layers.attention import QKNormAttention
 from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.mlp import GatedMLP
-from ligermodels.layers.qwen3_vl import Qwen3VisionLanguageModel
+from ligermodels.vision.qwen3_vl import Qwen3VisionLanguageModel
 
 
 @dataclass(kw_only=True)

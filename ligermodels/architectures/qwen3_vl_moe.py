@@ -11,7 +11,7 @@ from ligermodels.layers.attention import QKNormAttention
 from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.moe import MoE
-from ligermodels.layers.qwen3_vl import Qwen3VisionLanguageModel
+from ligermodels.vision.qwen3_vl import Qwen3VisionLanguageModel
 from ligermodels.weights.mapping import Rule, packed_projections, permuted
 
 

@@ -22,11 +22,11 @@ from ligermodels.board.workers import Answerer
 from ligermodels.errors import InputError
 from ligermodels.generation.sampling import SamplingOptions
 from ligermodels.training.checkpoints.files import step_folder
-from ligermodels.training.config import TrainConfig
-from ligermodels.training.runs.continuing import with_base_of_adapter
-from ligermodels.training.runs.contradictions import refuse_contradictions
-from ligermodels.training.runs.folder import CHECKPOINTS
-from ligermodels.training.runs.settings import SETTINGS_FILE, as_json_value, config_from_file
+from ligermodels.training.planning.contradictions import refuse_contradictions
+from ligermodels.training.run.folder import CHECKPOINTS
+from ligermodels.training.settings.config import TrainConfig
+from ligermodels.training.settings.continuing import with_base_of_adapter
+from ligermodels.training.settings.settings import SETTINGS_FILE, as_json_value, config_from_file
 
 MAX_MESSAGES, MAX_NEW_TOKENS = 1000, 32_768
 TALKERS = 2  # models that answer side by side, each in a process of its own

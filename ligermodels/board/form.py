@@ -15,13 +15,13 @@ from ligermodels.errors import InputError
 from ligermodels.hub import base_of_adapter, list_architectures
 from ligermodels.hub.models import is_adapter
 from ligermodels.tokenizer.built_in_templates import BUILT_IN_TEMPLATES
-from ligermodels.training.config import FIELDS, TrainConfig, type_of
-from ligermodels.training.data.hub_datasets import HUB_PREFIX
-from ligermodels.training.data.sources import find_files
-from ligermodels.training.data.specs import BUILT_IN_SOURCES, parse_spec
-from ligermodels.training.runs.settings import parsed_value
-from ligermodels.training.setting_fields import help_text
-from ligermodels.training.setting_values import choices_of
+from ligermodels.training.data.formats.hub_datasets import HUB_PREFIX
+from ligermodels.training.data.formats.sources import find_files
+from ligermodels.training.data.formats.specs import BUILT_IN_SOURCES, parse_spec
+from ligermodels.training.settings.config import FIELDS, TrainConfig, type_of
+from ligermodels.training.settings.fields import help_text
+from ligermodels.training.settings.settings import parsed_value
+from ligermodels.training.settings.values import choices_of
 
 NOT_IN_FORM = ("output", "resume", "allow_changes")  # the board chooses the folder
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")

@@ -11,8 +11,8 @@ from ligermodels.board.folders import walk
 from ligermodels.board.runs import WatchedRun
 from ligermodels.errors import first_line
 from ligermodels.training.reporting.metrics import METRICS_FILE
-from ligermodels.training.runs.folder import ADAPTER, CHECKPOINTS, MODEL
-from ligermodels.training.runs.settings import SETTINGS_FILE
+from ligermodels.training.run.folder import ADAPTER, CHECKPOINTS, MODEL
+from ligermodels.training.settings.settings import SETTINGS_FILE
 
 MAX_RUNS = 500  # the newest
 BLOCKS_IN_TURN = 4  # of a run, before the next run's are read

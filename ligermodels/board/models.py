@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from ligermodels.board.folders import Place, names_inside, walk
 from ligermodels.training.checkpoints.files import STEP
-from ligermodels.training.runs.folder import CHECKPOINTS
-from ligermodels.training.runs.settings import SETTINGS_FILE
+from ligermodels.training.run.folder import CHECKPOINTS
+from ligermodels.training.settings.settings import SETTINGS_FILE
 from ligermodels.weights.adapter_config import ADAPTER_CONFIG_FILE
 from ligermodels.weights.config_file import CONFIG_FILE
 

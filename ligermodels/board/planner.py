@@ -5,7 +5,7 @@ from typing import Any
 
 from ligermodels.board.workers import answer_questions
 from ligermodels.training import TrainConfig, plan
-from ligermodels.training.runs.settings import parsed_value
+from ligermodels.training.settings.settings import parsed_value
 
 
 def planned(question: Mapping[str, Any], is_cancelled: Callable[[], bool]) -> Iterator[Mapping[str, Any]]:

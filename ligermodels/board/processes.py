@@ -1,6 +1,6 @@
 """Runs as processes of their own: started, resumed, and stopped with a checkpoint.
 
-A run lives on when the board ends. It is stopped by the signal that Ctrl-C's sibling SIGTERM sends (runs/stopping.py),
+A run lives on when the board ends. It is stopped by the signal that Ctrl-C's sibling SIGTERM sends (run/stopping.py),
 whoever has started it: to the process that has the run's lock open, which no file can make believe. Must not know HTTP.
 """
 
@@ -17,9 +17,9 @@ from typing import Any
 
 from ligermodels.board.folders import Place, open_inside, read_inside
 from ligermodels.errors import InputError
-from ligermodels.training.config import TrainConfig
-from ligermodels.training.runs.folder import LOCK
-from ligermodels.training.runs.settings import as_json_value, as_toml
+from ligermodels.training.run.folder import LOCK
+from ligermodels.training.settings.config import TrainConfig
+from ligermodels.training.settings.settings import as_json_value, as_toml
 from ligermodels.weights.writing import replace_file
 
 OWN_FOLDER = ".board"  # in the first folder: settings and outputs of the runs that were started here

@@ -16,12 +16,12 @@ from typing import Any
 from ligermodels.board.folders import Place, descriptor_of, names_inside, open_inside, read_inside
 from ligermodels.board.series import MetricSeries, noted, parse_lines
 from ligermodels.training.checkpoints.files import STEP
-from ligermodels.training.reinforcement.completions_file import COMPLETIONS_FILE
+from ligermodels.training.objectives.grpo.completions_file import COMPLETIONS_FILE
 from ligermodels.training.reporting.metrics import METRICS_FILE
-from ligermodels.training.runs.folder import ADAPTER, CHECKPOINTS, LOCK, MODEL
-from ligermodels.training.runs.settings import SETTINGS_FILE
-from ligermodels.training.runs.settings_file import MAX_SETTINGS_BYTES
-from ligermodels.training.runs.status import STATUS_FILE
+from ligermodels.training.run.folder import ADAPTER, CHECKPOINTS, LOCK, MODEL
+from ligermodels.training.run.status import STATUS_FILE
+from ligermodels.training.settings.settings import SETTINGS_FILE
+from ligermodels.training.settings.settings_file import MAX_SETTINGS_BYTES
 
 MAX_STATUS_BYTES = 2**18
 MAX_TEXTS, MAX_TEXT_CHARACTERS = 200, 4000  # samples of a run that are shown; characters of one

@@ -13,8 +13,8 @@ from ligermodels.board.workers import answer_questions
 from ligermodels.generation.decoding import engine_for
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.tokenizer import Tokenizer
-from ligermodels.training.runs.model_weights import load_checkpoint
-from ligermodels.training.runs.settings import SETTINGS_FILE, config_from_file
+from ligermodels.training.model_weights import load_checkpoint
+from ligermodels.training.settings.settings import SETTINGS_FILE, config_from_file
 
 Loaded = tuple[CausalLM, Tokenizer]
 in_memory: dict[str, Loaded] = {}  # at most one, by its question

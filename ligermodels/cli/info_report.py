@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import torch
 
+from ligermodels.adapters.lora_targets import add_lora
+from ligermodels.adapters.quantising import quantisable, quantise
 from ligermodels.cli.parsing import print_line
 from ligermodels.configs.features import MoEConfig
 from ligermodels.hub.description import Description, describe
-from ligermodels.layers.lora_targets import add_lora
-from ligermodels.layers.quantising import quantisable, quantise
-from ligermodels.memory import (
+from ligermodels.memory.model import (
     InferenceMemory,
     TrainingMemory,
     count_parameters,

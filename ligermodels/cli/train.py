@@ -11,11 +11,11 @@ from ligermodels.aliases import TRAIN_ALIASES, flag_of
 from ligermodels.cli.flags import NAMES_OF_VALUES, UNUSABLE_INPUT, Commands
 from ligermodels.errors import InputError
 from ligermodels.hub.names import architecture_list
-from ligermodels.training.config import FIELDS, TrainConfig, type_of
-from ligermodels.training.runs.contradictions import refuse_contradictions
-from ligermodels.training.runs.settings import config_from_file, config_of_run
-from ligermodels.training.setting_fields import help_text
-from ligermodels.training.setting_values import choices_of, parsed_item
+from ligermodels.training.planning.contradictions import refuse_contradictions
+from ligermodels.training.settings.config import FIELDS, TrainConfig, type_of
+from ligermodels.training.settings.fields import help_text
+from ligermodels.training.settings.settings import config_from_file, config_of_run
+from ligermodels.training.settings.values import choices_of, parsed_item
 
 EXAMPLES = """\
 examples:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ligermodels.configs.base import Config
 from ligermodels.generation.cross_features import EarlierImages
-from ligermodels.kernels.cache_write import CacheSlots
+from ligermodels.kernels.decoding.cache_write import CacheSlots
 
 
 class PerToken(NamedTuple):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ligermodels.generation.cache import Kept, LatentHeads, PerRow, StateStep
 from ligermodels.generation.cross_features import EarlierImages
-from ligermodels.kernels.attention import attention
+from ligermodels.kernels.attention.attention import attention
 
 
 class KVLayer:

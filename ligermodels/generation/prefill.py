@@ -24,7 +24,7 @@ from ligermodels.generation.paged_cache import (
     Tables,
     slots_of,
 )
-from ligermodels.kernels.attention import attention
+from ligermodels.kernels.attention.attention import attention
 
 
 @dataclass(frozen=True)

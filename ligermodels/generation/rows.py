@@ -23,16 +23,16 @@ from ligermodels.generation.paged_cache import (
     Tables,
 )
 from ligermodels.generation.sampling import SamplingRow
-from ligermodels.kernels.cache_write import CacheSlots
-from ligermodels.kernels.decode_attention import (
+from ligermodels.kernels.decoding.cache_write import CacheSlots
+from ligermodels.kernels.decoding.decode_attention import (
     VisibleKeys,
     attend_visible_reference,
     decode_attention,
     visible_keys,
 )
+from ligermodels.kernels.decoding.penalties import count_tokens, penalize, start_penalty_row
+from ligermodels.kernels.decoding.sample import sample
 from ligermodels.kernels.dispatch import runs_kernels
-from ligermodels.kernels.penalties import count_tokens, penalize, start_penalty_row
-from ligermodels.kernels.sample import sample
 
 NO_TOKEN = -1
 

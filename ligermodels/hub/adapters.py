@@ -8,16 +8,16 @@ from typing import Any
 
 import torch
 
+from ligermodels.adapters.lora_targets import adapter_layouts, insert_lora
+from ligermodels.adapters.modules_to_save import untie_head
+from ligermodels.adapters.reading import Adapter, AdapterSettings, fill_updates, match_adapter, read_adapter
+from ligermodels.adapters.writing import Layout, write_adapter
 from ligermodels.errors import CheckpointError, HubError, InputError
 from ligermodels.hub.download import adapter_folder
 from ligermodels.hub.models import all_but_weights, complete_model, is_adapter, resolve
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.lora import lora_modules
-from ligermodels.layers.lora_targets import adapter_layouts, insert_lora
-from ligermodels.layers.modules_to_save import untie_head
 from ligermodels.weights.adapter_config import ADAPTER_CONFIG_FILE, BaseModel, read_adapter_config
-from ligermodels.weights.adapter_reading import Adapter, AdapterSettings, fill_updates, match_adapter, read_adapter
-from ligermodels.weights.adapters import Layout, write_adapter
 from ligermodels.weights.config_file import read_generation_config
 from ligermodels.weights.gguf.folder import shown_file
 from ligermodels.weights.loading import refuse_meta_parameters

@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 from huggingface_hub import HfApi, constants, errors, get_token, snapshot_download
 from tqdm import tqdm
 
+from ligermodels.adapters.writing import ADAPTER_FILE
 from ligermodels.errors import HubError, InputError, first_line
 from ligermodels.hub.names import local_folder, suggestion
 from ligermodels.weights.adapter_config import ADAPTER_CONFIG_FILE
-from ligermodels.weights.adapters import ADAPTER_FILE
 from ligermodels.weights.config_file import CONFIG_FILE, GENERATION_CONFIG_FILE
 from ligermodels.weights.exporting import COPIED_FILES, TOKENIZER_FILES
 from ligermodels.weights.files import INDEX_FILE, SINGLE_FILE, read_weight_map, shortened

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ligermodels.adapters.quantising import quantise
 from ligermodels.architectures import ARCHITECTURES
 from ligermodels.configs.base import Config
 from ligermodels.configs.parts import check_objects
@@ -24,7 +25,6 @@ from ligermodels.hub.names import local_folder
 from ligermodels.images.inputs import Processor
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.initialization import NoInitialization
-from ligermodels.layers.quantising import quantise
 from ligermodels.layers.reward_model import RewardModel, initialize_new_parameters, is_classifier, reward_model_class
 from ligermodels.tokenizer import Tokenizer, check_vocabulary
 from ligermodels.tokenizer.files import has_tokenizer

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from ligermodels.configs.base import Config
 from ligermodels.configs.rope import FULL_ATTENTION
 from ligermodels.generation.cache import LayerCache, PerToken
-from ligermodels.kernels.attention import packed_attention_name
-from ligermodels.kernels.cache_write import CacheSlots, write_cache
-from ligermodels.kernels.sigmoid_gate import sigmoid_gate
+from ligermodels.kernels.attention.attention import packed_attention_name
+from ligermodels.kernels.attention.sigmoid_gate import sigmoid_gate
+from ligermodels.kernels.decoding.cache_write import CacheSlots, write_cache
 from ligermodels.layers.fused import (
     apply_linear,
     norm_then_linear,

@@ -18,14 +18,14 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from ligermodels.configs.base import Config
 from ligermodels.generation.cache import LayerCache, LayerStates
-from ligermodels.kernels.gated_activation import gated_activation
+from ligermodels.kernels.activations.gated_activation import gated_activation
+from ligermodels.layers.checkpointing.kept_tensors import ResultSize, keeping
+from ligermodels.layers.checkpointing.offloaded_inputs import OffloadedInputs
 from ligermodels.layers.fused import add_then_norm, apply_linear
-from ligermodels.layers.kept_tensors import ResultSize, keeping
 from ligermodels.layers.mixer import KeysAndValues, KeysReadLater, Mixer, Positions
 from ligermodels.layers.mlp import MLP, GatedMLP
 from ligermodels.layers.moe import MoE
 from ligermodels.layers.norm import PreNorm, hidden_norm
-from ligermodels.layers.offloaded_inputs import OffloadedInputs
 
 BlockOutput = tuple[Tensor, Tensor | None, Tensor | None]  # x, residual, router logits
 

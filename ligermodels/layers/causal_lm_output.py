@@ -5,8 +5,8 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.utils._pytree import _register_namedtuple
 
-from ligermodels.kernels.linear_divergence import DivergenceOutput
-from ligermodels.kernels.logprobs_of_logits import LogProbs
+from ligermodels.kernels.losses.linear_divergence import DivergenceOutput
+from ligermodels.kernels.losses.logprobs_of_logits import LogProbs
 from ligermodels.layers.row_layout import AlignedRows, PackedRows
 
 

@@ -21,12 +21,12 @@ from ligermodels.generation.decoding import generate
 from ligermodels.generation.image_features import ImageFeatures
 from ligermodels.generation.sampling import Sampling
 from ligermodels.generation.texts import TextTokenizer
-from ligermodels.kernels.attention_mask import document_ids
-from ligermodels.kernels.logprobs_of_logits import LogProbs
-from ligermodels.kernels.shared_keys import SharedKeys
+from ligermodels.kernels.attention.attention_mask import document_ids
+from ligermodels.kernels.attention.shared_keys import SharedKeys
+from ligermodels.kernels.losses.logprobs_of_logits import LogProbs
 from ligermodels.layers.block import Block
 from ligermodels.layers.causal_lm_output import CausalLMOutput, Decoded, DecoderOutput
-from ligermodels.layers.checkpointed import CheckpointedModel
+from ligermodels.layers.checkpointing.checkpointed import CheckpointedModel
 from ligermodels.layers.context_parallel import ContextGroup
 from ligermodels.layers.fused import add_then_norm
 from ligermodels.layers.initialization import initialize

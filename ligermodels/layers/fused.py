@@ -13,30 +13,30 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ligermodels.kernels.activated_linear import activated_linear
-from ligermodels.kernels.cache_write import CacheSlots, write_cache
-from ligermodels.kernels.dispatch import is_traced, runs_kernels
-from ligermodels.kernels.experts import experts
-from ligermodels.kernels.few_rows_experts import FEW_TOKENS, few_rows_experts
-from ligermodels.kernels.few_rows_linear import (
+from ligermodels.kernels.activations.gated_activation import gated_activation
+from ligermodels.kernels.activations.plain_activation import plain_activation
+from ligermodels.kernels.attention.qk_norm_rope import qk_norm_rope
+from ligermodels.kernels.attention.qkv_heads import split_all_heads, split_heads
+from ligermodels.kernels.attention.rope import rope_
+from ligermodels.kernels.decoding.cache_write import CacheSlots, write_cache
+from ligermodels.kernels.decoding.few_rows_experts import FEW_TOKENS, few_rows_experts
+from ligermodels.kernels.decoding.few_rows_linear import (
     FEW_ROWS,
     few_rows_gated_linear,
     few_rows_linear,
     few_rows_norm_linear,
 )
-from ligermodels.kernels.gated_activation import gated_activation
-from ligermodels.kernels.gated_linear import gated_linear
-from ligermodels.kernels.layer_norm_linear import layer_norm_linear
-from ligermodels.kernels.linear import LowRank, gradients_of_linear, low_rank_linear
-from ligermodels.kernels.nf4 import Nf4
-from ligermodels.kernels.norm_linear import norm_linear
-from ligermodels.kernels.plain_activation import plain_activation
-from ligermodels.kernels.qk_norm_rope import qk_norm_rope
-from ligermodels.kernels.qkv_heads import split_all_heads, split_heads
-from ligermodels.kernels.quantised_weight import Weight, dense, operand
-from ligermodels.kernels.rms_norm import add_rms_norm
-from ligermodels.kernels.rope import rope_
-from ligermodels.kernels.rope_cache_write import qk_norm_rope_write_cache, rope_write_cache_
+from ligermodels.kernels.decoding.rope_cache_write import qk_norm_rope_write_cache, rope_write_cache_
+from ligermodels.kernels.dispatch import is_traced, runs_kernels
+from ligermodels.kernels.linear.activated_linear import activated_linear
+from ligermodels.kernels.linear.gated_linear import gated_linear
+from ligermodels.kernels.linear.layer_norm_linear import layer_norm_linear
+from ligermodels.kernels.linear.linear import LowRank, gradients_of_linear, low_rank_linear
+from ligermodels.kernels.linear.norm_linear import norm_linear
+from ligermodels.kernels.moe.experts import experts
+from ligermodels.kernels.norms.rms_norm import add_rms_norm
+from ligermodels.kernels.quant.nf4 import Nf4
+from ligermodels.kernels.quant.quantised_weight import Weight, dense, operand
 from ligermodels.layers.lora import LoRALinear
 from ligermodels.layers.norm import LayerNorm, PreNorm, RMSNorm
 from ligermodels.layers.packed import PackedLinear, is_unmodified

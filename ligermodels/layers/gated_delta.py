@@ -1,6 +1,6 @@
 """Linear attention with the gated delta rule (Gated DeltaNet). Must not know any family.
 
-A causal convolution, then the rule of kernels/gated_delta_rule.py, then a gated norm over each head.
+A causal convolution, then the rule of kernels/linear_attention/gated_delta_rule.py, then a gated norm over each head.
 Yang, Kautz & Hatamizadeh 2024, https://arxiv.org/abs/2412.06464.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ligermodels.configs.hybrid import GatedDeltaConfig
 from ligermodels.generation.cache import LayerStates, PerRow
 from ligermodels.kernels.dispatch import widen
-from ligermodels.kernels.gated_rms_norm import gated_rms_norm
+from ligermodels.kernels.norms.gated_rms_norm import gated_rms_norm
 from ligermodels.layers.attention import GatedQKNormAttention
 from ligermodels.layers.fused import apply_linear, norm_then_linear
 from ligermodels.layers.mixer import Mixer, Positions

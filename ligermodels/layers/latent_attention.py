@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from ligermodels.configs.features import LatentAttentionConfig
 from ligermodels.configs.rope import FULL_ATTENTION
 from ligermodels.generation.cache import LayerCache, PerToken
-from ligermodels.kernels.attention import packed_attention_name
-from ligermodels.kernels.rope import rope_
+from ligermodels.kernels.attention.attention import packed_attention_name
+from ligermodels.kernels.attention.rope import rope_
 from ligermodels.layers.fused import apply_linear, effective_weight, norm_then_linear
 from ligermodels.layers.mixer import Mixer, Positions
 from ligermodels.layers.norm import PreNorm, RMSNorm

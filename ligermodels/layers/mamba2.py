@@ -1,6 +1,6 @@
 """Mamba-2: a causal convolution, a state-space scan and a gated norm. Must not know any family.
 
-Dao & Gu 2024, https://arxiv.org/abs/2405.21060. The scan is that of kernels/mamba2_scan.py.
+Dao & Gu 2024, https://arxiv.org/abs/2405.21060. The scan is that of kernels/linear_attention/mamba2_scan.py.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ligermodels.configs.hybrid import Mamba2Config
 from ligermodels.generation.cache import LayerStates, PerRow
 from ligermodels.kernels.dispatch import widen
-from ligermodels.kernels.gated_rms_norm import gated_rms_norm
+from ligermodels.kernels.norms.gated_rms_norm import gated_rms_norm
 from ligermodels.layers.fused import apply_linear, norm_then_linear
 from ligermodels.layers.mixer import Mixer, Positions
 from ligermodels.layers.norm import PreNorm

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ligermodels.generation.cache import Kept
 from ligermodels.generation.cross_features import CrossFeatures
-from ligermodels.kernels.attention import DocumentRun, attention, attention_by_run
-from ligermodels.kernels.shared_keys import SharedKeys, gather_keys
+from ligermodels.kernels.attention.attention import DocumentRun, attention, attention_by_run
+from ligermodels.kernels.attention.shared_keys import SharedKeys, gather_keys
 from ligermodels.layers.context_parallel import ContextGroup
 from ligermodels.layers.norm import PreNorm
 from ligermodels.layers.packed import PackingModule

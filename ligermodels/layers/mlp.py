@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from ligermodels.configs.base import Config
+from ligermodels.layers.checkpointing.token_tiles import run_in_tiles, tile_count
 from ligermodels.layers.fused import (
     activation_then_linear,
     gated_activation_then_linear,
@@ -18,7 +19,6 @@ from ligermodels.layers.fused import (
 )
 from ligermodels.layers.norm import PreNorm
 from ligermodels.layers.packed import PackingModule
-from ligermodels.layers.token_tiles import run_in_tiles, tile_count
 
 
 class FeedForward(PackingModule, ABC):

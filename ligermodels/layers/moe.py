@@ -16,10 +16,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from ligermodels.configs.base import Config
 from ligermodels.kernels.collectives import sum_gradient
-from ligermodels.kernels.expert_exchange import experts_on_ranks
-from ligermodels.kernels.experts import experts, route, route_by_sigmoid
-from ligermodels.kernels.fp32_linear import fp32_linear
-from ligermodels.kernels.quantised_weight import QuantisedWeight, WeightLayout
+from ligermodels.kernels.linear.fp32_linear import fp32_linear
+from ligermodels.kernels.moe.expert_exchange import experts_on_ranks
+from ligermodels.kernels.moe.experts import experts, route, route_by_sigmoid
+from ligermodels.kernels.quant.quantised_weight import QuantisedWeight, WeightLayout
 from ligermodels.layers.fused import add_then_norm, routed_experts
 from ligermodels.layers.lora import GroupedUpdate, reset_lora
 from ligermodels.layers.mlp import GatedMLP

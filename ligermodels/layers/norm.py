@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.configs.base import Config
-from ligermodels.kernels.layer_norm import layer_norm
-from ligermodels.kernels.rms_norm import rms_norm
+from ligermodels.kernels.norms.layer_norm import layer_norm
+from ligermodels.kernels.norms.rms_norm import rms_norm
 
 
 class RMSNorm(nn.Module):

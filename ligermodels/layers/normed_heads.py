@@ -7,10 +7,10 @@ from torch import Tensor, nn
 
 from ligermodels.configs.base import Config
 from ligermodels.generation.cache import LayerCache, PerToken
-from ligermodels.kernels.attention import packed_attention_name
-from ligermodels.kernels.cache_write import write_cache
-from ligermodels.kernels.rms_norm import rms_norm
-from ligermodels.kernels.rope import rope_
+from ligermodels.kernels.attention.attention import packed_attention_name
+from ligermodels.kernels.attention.rope import rope_
+from ligermodels.kernels.decoding.cache_write import write_cache
+from ligermodels.kernels.norms.rms_norm import rms_norm
 from ligermodels.layers.fused import apply_linear, norm_then_linear, qk_norm_then_rope
 from ligermodels.layers.mixer import Mixer, Positions
 from ligermodels.layers.norm import PreNorm, RMSNorm

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from ligermodels.kernels.quantised_weight import QuantisedWeight, WeightLayout, frozen_linear
+from ligermodels.kernels.quant.quantised_weight import QuantisedWeight, WeightLayout, frozen_linear
 from ligermodels.weights.module import BYTES, QuantisedModule
 
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import _register_namedtuple
 
 from ligermodels.configs.base import Config as AnyConfig
 from ligermodels.errors import ConfigError, InputError
-from ligermodels.kernels.shared_keys import SharedKeys
+from ligermodels.kernels.attention.shared_keys import SharedKeys
 from ligermodels.layers.decoder import CausalLM, refuse_options
 from ligermodels.layers.lm_head import ScoreHead
 from ligermodels.layers.row_layout import hub_offsets

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.generation.cache import LayerStates, StateCall, StateStep
-from ligermodels.kernels.causal_conv import causal_conv, causal_conv_state
-from ligermodels.kernels.causal_conv_step import causal_conv_step_
-from ligermodels.kernels.gated_delta_rule import gated_delta_rule
-from ligermodels.kernels.gated_delta_step import gated_delta_step_
-from ligermodels.kernels.mamba2_scan import mamba2_scan
-from ligermodels.kernels.mamba2_step import mamba2_step_
+from ligermodels.kernels.linear_attention.causal_conv import causal_conv, causal_conv_state
+from ligermodels.kernels.linear_attention.causal_conv_step import causal_conv_step_
+from ligermodels.kernels.linear_attention.gated_delta_rule import gated_delta_rule
+from ligermodels.kernels.linear_attention.gated_delta_step import gated_delta_step_
+from ligermodels.kernels.linear_attention.mamba2_scan import mamba2_scan
+from ligermodels.kernels.linear_attention.mamba2_step import mamba2_step_
 from ligermodels.layers.mixer import Positions
 
 

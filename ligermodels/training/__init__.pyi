@@ -1,4 +1,4 @@
-from ligermodels.training.config import TrainConfig as TrainConfig
 from ligermodels.training.loop import TrainResult as TrainResult
 from ligermodels.training.loop import train as train
-from ligermodels.training.runs.preparing import plan as plan
+from ligermodels.training.preparing import plan as plan
+from ligermodels.training.settings.config import TrainConfig as TrainConfig

@@ -22,39 +22,39 @@ from ligermodels.hub import export, export_adapter
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.tokenizer.files import has_tokenizer
 from ligermodels.training.checkpoints import Checkpoints, Progress
-from ligermodels.training.config import TrainConfig
 from ligermodels.training.data import Data
 from ligermodels.training.data.preferences import PreferenceData
 from ligermodels.training.data.run_tokenizer import generation_config, write_tokenizer
+from ligermodels.training.model_weights import give_initial_weights
 from ligermodels.training.objectives import StepTotals
 from ligermodels.training.optimizers import OptimizerInBackward, clip_and_step, set_learning_rate
 from ligermodels.training.optimizers.schedules import learning_rate
 from ligermodels.training.optimizers.update_check import UpdateCheck
+from ligermodels.training.parallel import float8, fsdp
+from ligermodels.training.parallel.compilation import compile_blocks
+from ligermodels.training.parallel.context_parallel import context_group
+from ligermodels.training.parallel.host_reads import read_async
+from ligermodels.training.parallel.out_of_memory import out_of_memory_advice
+from ligermodels.training.planning.defaults import TORCH_DTYPES
+from ligermodels.training.preparing import prepare
 from ligermodels.training.reporting.curves import draw_curves
 from ligermodels.training.reporting.flops import peak_flops
 from ligermodels.training.reporting.loggers import open_loggers
 from ligermodels.training.reporting.metrics import METRICS_FILE, Metrics
 from ligermodels.training.reporting.notebook import notebook_plots
 from ligermodels.training.reporting.profile import StepProfiler
-from ligermodels.training.runs.advice import advice, resume_command
-from ligermodels.training.runs.defaults import TORCH_DTYPES
-from ligermodels.training.runs.determinism import deterministic_algorithms
-from ligermodels.training.runs.folder import ADAPTER, CHECKPOINTS, MODEL, default_folder, locked, new_folder
-from ligermodels.training.runs.intervals import checkpoint_due, validation_due
-from ligermodels.training.runs.model_weights import give_initial_weights
-from ligermodels.training.runs.preparing import prepare
-from ligermodels.training.runs.publishing import publish
-from ligermodels.training.runs.rescue import reading_data, rescued
-from ligermodels.training.runs.resuming import refuse_other_data
-from ligermodels.training.runs.settings import SETTINGS_FILE, settings, write_settings
-from ligermodels.training.runs.status import RunStatus
-from ligermodels.training.runs.stopping import signals
-from ligermodels.training.runs.validations import Validations, validation_losses
-from ligermodels.training.scaling import float8, fsdp
-from ligermodels.training.scaling.compilation import compile_blocks
-from ligermodels.training.scaling.context_parallel import context_group
-from ligermodels.training.scaling.host_reads import read_async
-from ligermodels.training.scaling.out_of_memory import out_of_memory_advice
+from ligermodels.training.run.advice import advice, resume_command
+from ligermodels.training.run.determinism import deterministic_algorithms
+from ligermodels.training.run.folder import ADAPTER, CHECKPOINTS, MODEL, default_folder, locked, new_folder
+from ligermodels.training.run.intervals import checkpoint_due, validation_due
+from ligermodels.training.run.publishing import publish
+from ligermodels.training.run.rescue import reading_data, rescued
+from ligermodels.training.run.resuming import refuse_other_data
+from ligermodels.training.run.status import RunStatus
+from ligermodels.training.run.stopping import signals
+from ligermodels.training.run.validations import Validations, validation_losses
+from ligermodels.training.settings.config import TrainConfig
+from ligermodels.training.settings.settings import SETTINGS_FILE, settings, write_settings
 from ligermodels.weights.sharding import reshard
 from ligermodels.weights.writing import failure
 

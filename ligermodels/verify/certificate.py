@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import ligermodels
-from ligermodels.pictures import BLUE, GREEN, GREY, GRID, INK, RED
+from ligermodels.plot_style import BLUE, GREEN, GREY, GRID, INK, RED
 from ligermodels.verify import reference
 
 PAGE_STYLE = f"""

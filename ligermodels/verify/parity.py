@@ -30,14 +30,14 @@ from ligermodels import hub
 from ligermodels.errors import CheckpointError
 from ligermodels.generation.decoding import generate
 from ligermodels.hub import models
+from ligermodels.layers.checkpointing.host_memory import available_host_memory
 from ligermodels.layers.decoder import CausalLM
-from ligermodels.layers.host_memory import available_host_memory
 from ligermodels.layers.moe import MoE
-from ligermodels.layers.multimodal import ImageParts
-from ligermodels.layers.tiled_model import TiledVisionLanguageModel
 from ligermodels.verify import reference
 from ligermodels.verify.certificate import Check
 from ligermodels.verify.text import TEXTS, has_tokenizer_json
+from ligermodels.vision.multimodal import ImageParts
+from ligermodels.vision.tiled_model import TiledVisionLanguageModel
 from ligermodels.weights.config_file import CONFIG_FILE, read_config
 from ligermodels.weights.mapping import Piece, plan_pieces
 

@@ -24,7 +24,7 @@ from ligermodels.configs.quantisation import FIELD as QUANTISATION_FIELD
 from ligermodels.configs.quantisation import read_scaled, scheme_of
 from ligermodels.distributed import is_first
 from ligermodels.errors import CheckpointError, InputError
-from ligermodels.kernels.fp8 import FP8_BLOCK
+from ligermodels.kernels.quant.fp8 import FP8_BLOCK
 from ligermodels.weights.bitsandbytes import quantisation_config, tensors_of
 from ligermodels.weights.config_file import CONFIG_FILE, GENERATION_CONFIG_FILE, both_spellings, read_config, with_dtype
 from ligermodels.weights.copying import source_tensors, unchanged_tensors, with_copies

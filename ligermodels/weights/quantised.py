@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.configs.quantisation import Mxfp4, Scaled
-from ligermodels.kernels.mxfp4 import MX_BLOCK, mxfp4_dequantize_reference
+from ligermodels.kernels.quant.mxfp4 import MX_BLOCK, mxfp4_dequantize_reference
 from ligermodels.weights.stored import FP4_DTYPE, StoredTensor
 
 FP8_DTYPE = torch.float8_e4m3fn

@@ -9,7 +9,7 @@ from ligermodels.errors import InputError
 from ligermodels.generation import Engine
 from ligermodels.generation.kv_cache import KVCache
 from ligermodels.generation.paged_cache import PAGE_SIZE
-from ligermodels.memory import inference_memory
+from ligermodels.memory.model import inference_memory
 from tests.cases import CASES
 from tests.conftest import DEVICE
 from tests.reference_model import save_reference, tokens

@@ -6,7 +6,7 @@ from ligermodels.aliases import flag_of
 from ligermodels.board.form import NOT_IN_FORM, form_fields, given_settings
 from ligermodels.cli.train import flag_options
 from ligermodels.training import TrainConfig, plan
-from ligermodels.training.config import FIELDS
+from ligermodels.training.settings.config import FIELDS
 from tests.board.serving import serving
 
 

@@ -7,7 +7,7 @@ import pytest
 from ligermodels import cli
 from ligermodels.aliases import GENERATE_ALIASES, TRAIN_ALIASES
 from ligermodels.errors import InputError
-from ligermodels.training.runs.settings import config_from_file
+from ligermodels.training.settings.settings import config_from_file
 
 COMMANDS = {"train": TRAIN_ALIASES, "generate": GENERATE_ALIASES}
 

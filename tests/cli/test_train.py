@@ -12,14 +12,14 @@ from ligermodels import cli
 from ligermodels.cli import train as command
 from ligermodels.errors import InputError
 from ligermodels.training import TrainConfig
-from ligermodels.training.config import FIELDS, type_of
 from ligermodels.training.optimizers import OPTIMIZERS
 from ligermodels.training.optimizers.schedules import SCHEDULES
+from ligermodels.training.planning.contradictions import refuse_contradictions
 from ligermodels.training.reporting.loggers import LOGGERS, check_logger_packages
-from ligermodels.training.runs.contradictions import refuse_contradictions
-from ligermodels.training.runs.settings import config_from_file, differences, settings, write_settings
-from ligermodels.training.runs.settings_file import read_settings
-from ligermodels.training.setting_values import choices_of
+from ligermodels.training.settings.config import FIELDS, type_of
+from ligermodels.training.settings.settings import config_from_file, differences, settings, write_settings
+from ligermodels.training.settings.settings_file import read_settings
+from ligermodels.training.settings.values import choices_of
 
 # Flags are a promise: scripts and the train.toml of old runs name them.
 FLAGS = {

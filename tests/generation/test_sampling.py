@@ -1,4 +1,4 @@
-"""Options of sampling. Drawn tokens are tested in kernels/test_sample.py."""
+"""Options of sampling. Drawn tokens are tested in kernels/decoding/test_sample.py."""
 
 import math
 

@@ -32,7 +32,7 @@ import ligermodels
 from ligermodels.distributed import World
 from ligermodels.training import TrainConfig
 from ligermodels.training.checkpoints import Progress
-from ligermodels.training.runs.preparing import prepare
+from ligermodels.training.preparing import prepare
 from tests.training.small_models import save_model
 
 RATE, BETA, UNITS = 0.5, 0.3, 8

@@ -20,8 +20,9 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from ligermodels.kernels import chunk_gradients, launch, logprob_chunks
-from ligermodels.kernels.norm_tiles import SMALL_M_ROWS
+from ligermodels.kernels import launch
+from ligermodels.kernels.losses import chunk_gradients, logprob_chunks
+from ligermodels.kernels.norms.norm_tiles import SMALL_M_ROWS
 from tests.kernels.compiled_kernels import assert_all_compiled, compiled_kernels, kernels
 
 TOKENS = (32,)  # few, because some matrix products are really computed

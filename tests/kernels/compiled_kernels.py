@@ -10,8 +10,8 @@ import ligermodels.kernels
 
 
 def import_all() -> list[ModuleType]:
-    names = [m.name for m in pkgutil.iter_modules(ligermodels.kernels.__path__)]
-    return [importlib.import_module(f"ligermodels.kernels.{name}") for name in names]
+    modules = pkgutil.walk_packages(ligermodels.kernels.__path__, "ligermodels.kernels.")
+    return [importlib.import_module(module.name) for module in modules]
 
 
 def kernels() -> list:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ligermodels.kernels import grouped_gemm
+from ligermodels.kernels.moe import grouped_gemm
 from tests.conftest import TENS_OF_GIB
 from tests.kernels.compiled_kernels import compiled_kernels
 from tests.kernels.ops import OPS, parametrize_ops
@@ -26,19 +26,19 @@ MAX_STACK = 16
 REGISTER_BYTES = 4
 # On 86 products take their operands from registers: these keep more of a chunk than there are. Tiles are for 90.
 MAX_STACK_OF = {
-    (86, "ligermodels.kernels.delta_chunks._prepare_kernel"): 160,
-    (86, "ligermodels.kernels.delta_gradients._gate_gradient_kernel"): 40,
-    (86, "ligermodels.kernels.delta_gradients._qkv_gradient_kernel"): 304,
-    (86, "ligermodels.kernels.mamba2_states._forward_scan_kernel"): 152,
-    (86, "ligermodels.kernels.mamba2_outputs._output_kernel"): 72,
-    (86, "ligermodels.kernels.mamba2_outputs._head_gradient_kernel"): 80,
+    (86, "ligermodels.kernels.linear_attention.delta_chunks._prepare_kernel"): 160,
+    (86, "ligermodels.kernels.linear_attention.delta_gradients._gate_gradient_kernel"): 40,
+    (86, "ligermodels.kernels.linear_attention.delta_gradients._qkv_gradient_kernel"): 304,
+    (86, "ligermodels.kernels.linear_attention.mamba2_states._forward_scan_kernel"): 152,
+    (86, "ligermodels.kernels.linear_attention.mamba2_outputs._output_kernel"): 72,
+    (86, "ligermodels.kernels.linear_attention.mamba2_outputs._head_gradient_kernel"): 80,
     # Their programs of four warps take 14 and 34 % less time than those of eight, which spill nothing (measured:
     # benchmarks/results/2026-11-26-gated-delta-rule.md).
-    (90, "ligermodels.kernels.delta_gradients._gate_gradient_kernel"): 424,
-    (90, "ligermodels.kernels.delta_gradients._qkv_gradient_kernel"): 280,
+    (90, "ligermodels.kernels.linear_attention.delta_gradients._gate_gradient_kernel"): 424,
+    (90, "ligermodels.kernels.linear_attention.delta_gradients._qkv_gradient_kernel"): 280,
     # Three stages take up to 34 % less time than two, which spill nothing; backward of 48 heads 8 % more (same file).
-    (90, "ligermodels.kernels.delta_states._forward_scan_kernel"): 48,
-    (90, "ligermodels.kernels.delta_states._backward_scan_kernel"): 40,
+    (90, "ligermodels.kernels.linear_attention.delta_states._forward_scan_kernel"): 48,
+    (90, "ligermodels.kernels.linear_attention.delta_states._backward_scan_kernel"): 40,
 }
 
 

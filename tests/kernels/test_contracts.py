@@ -25,7 +25,7 @@ HALF = DTYPES[-1]
 SIZES = [(2, 4), (3, 2), (4, 14)][: 3 if DEVICE == "cuda" else 2]
 import_all()
 ALL_OPS = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("ligermodels::")}
-# The kernels of flash-attn-4 need a GPU: tests/kernels/test_flash_attention.py.
+# The kernels of flash-attn-4 need a GPU: tests/kernels/attention/test_flash_attention.py.
 REGISTERED = sorted(name for name in ALL_OPS if "flash_attention" not in name)
 pytestmark = [
     pytest.mark.usefixtures("kernels"),

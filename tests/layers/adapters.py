@@ -2,8 +2,8 @@
 
 from torch import nn
 
+from ligermodels.adapters.lora_targets import add_lora
 from ligermodels.layers.lora import LoRALinear, lora_modules
-from ligermodels.layers.lora_targets import add_lora
 
 RANK, ALPHA = 4, 6.0
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ligermodels
-from ligermodels.training.scaling.compilation import compile_blocks
+from ligermodels.training.parallel.compilation import compile_blocks
 from tests.cases import CASES
 from tests.conftest import DEVICE
 

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import ligermodels
-from ligermodels.kernels.few_rows_linear import FEW_ROWS
-from ligermodels.kernels.linear import LowRank
+from ligermodels.kernels.decoding.few_rows_linear import FEW_ROWS
+from ligermodels.kernels.linear.linear import LowRank
 from ligermodels.layers import fused
 from ligermodels.layers.fused import fusible_weights, norm_then_linear
 from ligermodels.layers.lora import LoRALinear

@@ -12,7 +12,7 @@ from ligermodels.generation import Engine
 from ligermodels.generation.kv_cache import KVCache
 from ligermodels.generation.paged_cache import PAGE_SIZE
 from ligermodels.layers.latent_attention import LatentAttention
-from ligermodels.memory import inference_memory
+from ligermodels.memory.model import inference_memory
 from tests.cases import CASES
 from tests.conftest import DEVICE
 from tests.reference_model import reference_model, tokens

@@ -10,10 +10,10 @@ from torch.distributed.fsdp import FSDPModule
 
 import ligermodels
 from ligermodels import distributed, losses
-from ligermodels.kernels.logprobs_of_logits import EXTRAS
+from ligermodels.kernels.losses.logprobs_of_logits import EXTRAS
 from ligermodels.layers.decoder import next_tokens
-from ligermodels.training.data.batches import supervised_rows
-from ligermodels.training.scaling.fsdp import shard
+from ligermodels.training.data.rows.batches import supervised_rows
+from ligermodels.training.parallel.fsdp import shard
 from tests.cases import CASES
 from tests.layers.test_forward import EXACT, build, gradients
 from tests.reference_model import tokens

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import ligermodels
+from ligermodels.adapters.lora_targets import add_lora
 from ligermodels.errors import InputError
 from ligermodels.layers.fused import apply_linear
 from ligermodels.layers.lora import LoRALinear, lora_modules
-from ligermodels.layers.lora_targets import add_lora
 from tests.cases import CASES, LLAMA
 from tests.conftest import DEVICE
 from tests.layers.adapters import ALPHA, RANK, adapt, lora

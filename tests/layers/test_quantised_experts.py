@@ -8,17 +8,17 @@ from bitsandbytes import functional
 from safetensors.torch import load_file, save_file
 
 import ligermodels
+from ligermodels.adapters.quantising import quantise
 from ligermodels.errors import CheckpointError, InputError
-from ligermodels.kernels.nf4 import Nf4, nf4_quantize
+from ligermodels.kernels.quant.nf4 import Nf4, nf4_quantize
 from ligermodels.layers.lora import lora_modules
 from ligermodels.layers.moe import QuantisedExperts
-from ligermodels.layers.quantising import quantise
 from ligermodels.weights.bitsandbytes import NF4_STATE
 from ligermodels.weights.files import tensor_hashes
 from ligermodels.weights.module import named_weights
 from tests.cases.moe import GPT_OSS, GRANITEMOE, QWEN3_MOE
 from tests.conftest import DEVICE
-from tests.kernels.test_nf4 import dequantised_by_bitsandbytes
+from tests.kernels.quant.test_nf4 import dequantised_by_bitsandbytes
 from tests.layers.adapters import adapt
 from tests.layers.quantised_models import PeakBytes, quantised_and_dense
 from tests.layers.saved_bytes import saved_by

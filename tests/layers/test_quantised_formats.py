@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 import ligermodels
 from ligermodels.errors import CheckpointError, InputError
-from ligermodels.kernels.fp8 import fp8_quantize
+from ligermodels.kernels.quant.fp8 import fp8_quantize
 from ligermodels.layers.moe import QuantisedExperts
 from ligermodels.layers.quantised import QuantisedLinear
 from ligermodels.weights.files import tensor_hashes

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import ligermodels
-from ligermodels.kernels.shared_keys import SharedKeys
+from ligermodels.kernels.attention.shared_keys import SharedKeys
 from ligermodels.training.data.preferences import Group, collate_groups
 from tests.cases import CASES
 from tests.kernels.error_budget import relative_error

@@ -10,8 +10,8 @@ from tests.losses import test_advantages, test_divergences, test_judged, test_po
 from tests.losses import test_reference_free as reference_free
 from tests.sabotage import Sabotage
 from tests.training.data.preferences import test_layout
-from tests.training.objectives.test_grpo_steps import check_old_log_probabilities, check_step, made  # noqa: F401
-from tests.training.objectives.test_references import check_reference_without_dropout, dropping  # noqa: F401
+from tests.training.objectives.grpo.test_grpo_steps import check_old_log_probabilities, check_step, made  # noqa: F401
+from tests.training.objectives.preference.test_references import check_reference_without_dropout, dropping  # noqa: F401
 
 LOSSES = "ligermodels.losses"
 LAY_OUT = "ligermodels.training.data.preferences.layout:lay_out"
@@ -72,7 +72,7 @@ def test_a_break_is_detected(name, monkeypatch):
         CHECKS[BREAKS[name].case]()
 
 
-GRPO = "ligermodels.training.objectives.grpo:GRPO"
+GRPO = "ligermodels.training.objectives.grpo.grpo:GRPO"
 STEPS = {"step": check_step, "old log-probabilities": check_old_log_probabilities}
 BREAKS_OF_STEPS = {
     "missing temperature of the loss": Sabotage(
@@ -110,7 +110,9 @@ def test_a_break_of_a_step_is_detected(name, step, monkeypatch):
 
 
 def test_a_reference_with_dropout_is_detected(dropping, monkeypatch):  # noqa: F811
-    breaks = Sabotage("ligermodels.training.objectives.references:row_logprobs", "model.eval()", "pass", "reference")
+    breaks = Sabotage(
+        "ligermodels.training.objectives.preference.references:row_logprobs", "model.eval()", "pass", "reference"
+    )
     breaks.apply(monkeypatch)
     with pytest.raises(AssertionError):
         check_reference_without_dropout(*dropping)

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 import ligermodels
 from ligermodels.training import TrainConfig, train
-from ligermodels.training.objectives import grpo
-from ligermodels.training.reinforcement.policy import policy_loss
+from ligermodels.training.objectives.grpo import grpo
+from ligermodels.training.objectives.grpo.policy import policy_loss
 from tests.kernels.error_budget import relative_error
 from tests.real.conftest import DEVICES
 

@@ -15,8 +15,8 @@ import torch
 
 import ligermodels
 from ligermodels.training.checkpoints.files import checkpoint_step, committed_steps, verify_files
-from ligermodels.training.data.embedded_stories import stories, vocabulary_texts
-from ligermodels.training.data.new_tokenizer import save_tokenizer, train_tokenizer
+from ligermodels.training.data.embedded.embedded_stories import stories, vocabulary_texts
+from ligermodels.training.data.embedded.new_tokenizer import save_tokenizer, train_tokenizer
 from ligermodels.training.reporting.metrics import METRICS_FILE
 from tests.cases import LLAMA
 from tests.training.launching import records

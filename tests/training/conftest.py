@@ -4,7 +4,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ligermodels import distributed
-from ligermodels.training.reporting import evaluation
+from ligermodels.training.objectives import evaluation
 from tests.conftest import DEVICE
 from tests.training.launching import loop
 

@@ -22,8 +22,8 @@ import torch
 import torch._dynamo  # imported by every optimizer
 
 import ligermodels.cli  # noqa: F401  all that a run imports, once for all runs
-from ligermodels.training.data import embedded
-from ligermodels.training.reporting import evaluation
+from ligermodels.training.data.embedded import embedded
+from ligermodels.training.objectives import evaluation
 from ligermodels.training.reporting.metrics import read_metrics
 from tests.forking import rank_environments
 from tests.training.file_operations import FileOperations

@@ -5,7 +5,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ligermodels.training.optimizers import build_optimizer, clip_and_step, set_learning_rate
 from ligermodels.training.optimizers.schedules import learning_rate
-from ligermodels.training.scaling.fsdp import gradient_norm
+from ligermodels.training.parallel.fsdp import gradient_norm
 
 MAX_GRAD_NORM = 1.0
 

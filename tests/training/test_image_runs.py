@@ -12,17 +12,17 @@ from transformers import PaliGemmaForConditionalGeneration
 import ligermodels
 from ligermodels.architectures import ARCHITECTURES
 from ligermodels.errors import InputError
-from ligermodels.layers.vision_positions import Grid
-from ligermodels.memory import training_memory
+from ligermodels.memory.model import training_memory
 from ligermodels.training import TrainConfig, train
-from ligermodels.training.data import embedded
-from ligermodels.training.data.embedded import shape_question
-from ligermodels.training.data.embedded_shapes import shape_conversations
+from ligermodels.training.data.embedded import embedded
+from ligermodels.training.data.embedded.embedded import shape_question
+from ligermodels.training.data.embedded.embedded_shapes import shape_conversations
 from ligermodels.training.objectives.sft import SFT
+from ligermodels.training.preparing import plan
 from ligermodels.training.reporting.flops import flops_per_token
 from ligermodels.training.reporting.image_flops import flops_per_patch
-from ligermodels.training.runs.preparing import plan
-from ligermodels.training.runs.settings import config_of_run
+from ligermodels.training.settings.settings import config_of_run
+from ligermodels.vision.patch_positions import Grid
 from tests.images.folders import picture, png, write_folder
 from tests.images.models import save_image_model
 from tests.training.launching import TRAIN, losses, weights

@@ -16,11 +16,11 @@ from ligermodels.distributed import World
 from ligermodels.errors import InputError
 from ligermodels.layers.moe import QuantisedExperts
 from ligermodels.layers.quantised import QuantisedLinear
-from ligermodels.memory import count_parameters, training_memory
+from ligermodels.memory.model import count_parameters, training_memory
 from ligermodels.training import TrainConfig, plan, train
-from ligermodels.training.runs.contradictions import refuse_contradictions
-from ligermodels.training.runs.preparing import prepare
-from ligermodels.training.runs.settings import config_of_run
+from ligermodels.training.planning.contradictions import refuse_contradictions
+from ligermodels.training.preparing import prepare
+from ligermodels.training.settings.settings import config_of_run
 from ligermodels.weights.module import named_weights
 from tests.layers.test_quantised_formats import BLOCKS, changed, in_fp8, in_mxfp4
 from tests.training.launching import losses as losses_of

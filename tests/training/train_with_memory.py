@@ -3,7 +3,7 @@
 import sys
 
 from ligermodels.cli import main
-from ligermodels.training.runs import preparing
+from ligermodels.training import preparing
 
 if __name__ == "__main__":
     preparing.usable_memory = lambda world: float(sys.argv[1])

@@ -11,8 +11,8 @@ import ligermodels
 from ligermodels.errors import InputError
 from ligermodels.generation import engine
 from ligermodels.generation.kv_cache import KVCache
-from ligermodels.layers.siglip_tiles import padded_tile_layout
-from ligermodels.layers.vision_positions import Grid
+from ligermodels.vision.patch_positions import Grid
+from ligermodels.vision.siglip_tiles import padded_tile_layout
 from tests.cases import CASES
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import relative_error

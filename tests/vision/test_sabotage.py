@@ -6,16 +6,16 @@ from ligermodels.errors import InputError
 from tests.sabotage import Sabotage
 from tests.vision.test_parity import check_image_parity
 
-POSITIONS = "ligermodels.layers.vision_positions"
-PLACES = "ligermodels.layers.image_places"
-SIGLIP = "ligermodels.layers.siglip"
-PICTURES = "ligermodels.layers.pictures"
-TILES = "ligermodels.layers.siglip_tiles"
+POSITIONS = "ligermodels.vision.patch_positions"
+PLACES = "ligermodels.vision.token_places"
+SIGLIP = "ligermodels.vision.siglip"
+PICTURES = "ligermodels.vision.fixed_size"
+TILES = "ligermodels.vision.siglip_tiles"
 FEATURES = "ligermodels.generation.image_features"
-PREFIX = "ligermodels.layers.prefix_pictures"
-PIXTRAL = "ligermodels.layers.pixtral"
-LINEARS = "ligermodels.layers.wrapped:LinearProjector"
-TOWER = "ligermodels.layers.vision:VisionTower.forward"
+PREFIX = "ligermodels.vision.prefix_lm"
+PIXTRAL = "ligermodels.vision.pixtral"
+LINEARS = "ligermodels.vision.hub_names:LinearProjector"
+TOWER = "ligermodels.vision.tower:VisionTower.forward"
 
 BREAKS = {
     "squares in raster order": Sabotage(f"{POSITIONS}:patch_positions", ".transpose(2, 3)", "", "qwen2_vl"),
@@ -34,7 +34,7 @@ BREAKS = {
         "qwen2_vl",
     ),
     "exact GELU for QuickGELU": Sabotage(
-        "ligermodels.kernels.plain_activation:quick_gelu", "QUICK_GELU.value", "1.5", "qwen2_vl"
+        "ligermodels.kernels.activations.plain_activation:quick_gelu", "QUICK_GELU.value", "1.5", "qwen2_vl"
     ),
     "bias of LayerNorm dropped": Sabotage("ligermodels.layers.norm:LayerNorm.forward", "self.bias", "None", "qwen2_vl"),
     "bias of the blocks' LayerNorms dropped": Sabotage(
@@ -72,7 +72,7 @@ BREAKS = {
     "deepstack of another block": Sabotage(TOWER, "sorted(self.tapped)", "sorted(states)[::-1]", "qwen3_vl"),
     "deepstack of the branch alone": Sabotage(TOWER, "states[index] = x + residual", "states[index] = x", "qwen3_vl"),
     "tanh GELU in the merger": Sabotage(
-        "ligermodels.layers.vision:PatchMerger.forward", '"gelu"', '"gelu_tanh"', "qwen3_vl"
+        "ligermodels.vision.tower:PatchMerger.forward", '"gelu"', '"gelu_tanh"', "qwen3_vl"
     ),
     "exact GELU in the tower": Sabotage(
         "ligermodels.configs.base:kernel_activation", "known[value]", 'known[value].removesuffix("_tanh")', "qwen3_vl"
@@ -81,7 +81,7 @@ BREAKS = {
         "ligermodels.configs.rope:Rope.position_axes", "if not self.mrope_interleaved", "if True", "qwen3_vl"
     ),
     "bias of the patch embedding left out": Sabotage(
-        "ligermodels.layers.vision:PatchEmbedding.forward", "self.bias", "None", "qwen3_vl"
+        "ligermodels.vision.tower:PatchEmbedding.forward", "self.bias", "None", "qwen3_vl"
     ),
     "tokens of a picture see none behind them": Sabotage(
         f"{SIGLIP}:seen_ahead", "count - 1, -1, -1", "0, -count, -1", "gemma3"
@@ -90,7 +90,10 @@ BREAKS = {
         f"{SIGLIP}:seen_ahead", "count - 1, -1, -1", "count, 0, -1", "gemma3"
     ),
     "pictures see beyond the window": Sabotage(
-        "ligermodels.kernels.attention_mask:dense_mask", "mask.left is not", "mask.ahead is mask.left is not", "gemma3"
+        "ligermodels.kernels.attention.attention_mask:dense_mask",
+        "mask.left is not",
+        "mask.ahead is mask.left is not",
+        "gemma3",
     ),
     "patches of a picture in raster order": Sabotage(
         f"{PICTURES}:picture_patches", "permute(0, 2, 5, 3, 6,", "permute(0, 2, 3, 5, 6,", "gemma3"

@@ -10,7 +10,7 @@ import ligermodels
 from ligermodels.errors import InputError
 from ligermodels.generation.kv_cache import KVCache
 from ligermodels.training import TrainConfig, train
-from ligermodels.training.runs.preparing import plan
+from ligermodels.training.preparing import plan
 from tests.cases import CASES
 from tests.conftest import DEVICE
 from tests.images.folders import QWEN_TEMPLATE, TOKENS, picture, write_folder
@@ -273,7 +273,7 @@ def test_images_that_do_not_fit_the_tokens_are_refused(fault):
         ligermodels.create(CASES["mllama"])(**batch)
 
 
-TOWER, CROSS = "ligermodels.layers.tiled_vision", "ligermodels.layers.cross_attention"
+TOWER, CROSS = "ligermodels.vision.tiled_vision", "ligermodels.vision.cross_attention"
 BREAKS = {
     "states before blocks": Sabotage(f"{TOWER}:TiledVisionTower.forward", "is_tap and self.taps_after", "False", ""),
     "states not interleaved": Sabotage(
@@ -306,7 +306,7 @@ BREAKS = {
     "keys not normed": Sabotage(f"{CROSS}:CrossAttention.attend", "k = self.k_norm(k)", "k = k * 1", ""),
     "causal cross-attention": Sabotage(f"{CROSS}:CrossAttention.attend", "causal=False", "causal=True", ""),
     "tokens see the image before": Sabotage(
-        "ligermodels.layers.tiles_seen:spans_of_mask", "nonzero()[:, 0] + 1", "nonzero()[:, 0] + 2", ""
+        "ligermodels.vision.tiles_seen:spans_of_mask", "nonzero()[:, 0] + 1", "nonzero()[:, 0] + 2", ""
     ),
 }
 

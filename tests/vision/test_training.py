@@ -9,9 +9,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import ligermodels
 from ligermodels.errors import InputError
-from ligermodels.layers.vision_positions import Grid
-from ligermodels.memory import count_parameters, training_memory
+from ligermodels.memory.model import count_parameters, training_memory
 from ligermodels.training.reporting.image_flops import flops_per_patch
+from ligermodels.vision.patch_positions import Grid
 from tests.cases import CASES
 from tests.conftest import DEVICE
 from tests.parity import moved

@@ -12,9 +12,9 @@ import torch
 import ligermodels
 from ligermodels import distributed
 from ligermodels.training.optimizers import building as optimizers
-from ligermodels.training.scaling import fsdp
+from ligermodels.training.parallel import fsdp
 from tests.cases import CASES
-from tests.training.scaling.worker import whole
+from tests.training.parallel.worker import whole
 from tests.vision import batches, tiles
 from tests.vision.batches import GRIDS
 

@@ -14,8 +14,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import ligermodels
+from ligermodels.adapters.lora_targets import add_lora
 from ligermodels.errors import InputError
-from ligermodels.layers.lora_targets import add_lora
 from ligermodels.weights import exporting, writing
 from ligermodels.weights.exporting import export_weights, hub_weights, split_into_shards
 from ligermodels.weights.files import INDEX_FILE, SINGLE_FILE, CheckpointError, open_checkpoint

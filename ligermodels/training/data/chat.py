@@ -27,11 +27,11 @@ from ligermodels.errors import InputError
 from ligermodels.images.inputs import Processor, image_tokens, refuse_image_tokens
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.tokenizer.chat_template import Rendered, choose_template
-from ligermodels.training.data.image_documents import ImageChats, as_prefix, plan_images, prefix_document
-from ligermodels.training.data.image_store import DocumentImage
-from ligermodels.training.data.records import BadLines, Completion, Conversation, GroupRecord, Record, Text
+from ligermodels.training.data.formats.records import BadLines, Completion, Conversation, GroupRecord, Record, Text
+from ligermodels.training.data.rows.image_documents import ImageChats, as_prefix, plan_images, prefix_document
+from ligermodels.training.data.rows.image_store import DocumentImage
+from ligermodels.training.data.rows.store import Document
 from ligermodels.training.data.run_tokenizer import template_advice
-from ligermodels.training.data.store import Document
 
 TOKENIZATION_RECORDS = 1024  # tokenised at a time
 TOKENIZATION_CHARACTERS = 2**22  # likewise; `tokenizers` needs about a hundred bytes a token

@@ -16,16 +16,16 @@ import numpy as np
 from ligermodels.errors import InputError
 from ligermodels.images.inputs import Processor
 from ligermodels.tokenizer import Tokenizer
-from ligermodels.training.config import TrainConfig
-from ligermodels.training.data.batches import TrainingRows, ValidationRows
-from ligermodels.training.data.decoding import ImageDecoder
-from ligermodels.training.data.embedded import EMBEDDED_VOCABULARY, Question
-from ligermodels.training.data.new_image_tokenizer import NewImages
-from ligermodels.training.data.packing import pack_documents
+from ligermodels.training.data.embedded.embedded import EMBEDDED_VOCABULARY, Question
+from ligermodels.training.data.embedded.new_image_tokenizer import NewImages
+from ligermodels.training.data.formats.specs import RANDOM, SourceSpec, missing_data, parse_spec
 from ligermodels.training.data.reader import SourceDocuments, SourceReader
-from ligermodels.training.data.specs import RANDOM, SourceSpec, missing_data, parse_spec
-from ligermodels.training.data.split import Selection, exclude_validation
-from ligermodels.training.data.store import TokenStore
+from ligermodels.training.data.rows.batches import TrainingRows, ValidationRows
+from ligermodels.training.data.rows.decoding import ImageDecoder
+from ligermodels.training.data.rows.packing import pack_documents
+from ligermodels.training.data.rows.split import Selection, exclude_validation
+from ligermodels.training.data.rows.store import TokenStore
+from ligermodels.training.settings.config import TrainConfig
 from ligermodels.units import counted
 
 DEFAULT_SEQUENCE_LENGTH = 2048

@@ -19,10 +19,8 @@ from ligermodels.images.processors import MAX_FEATURES, ImageProcessor
 from ligermodels.images.settings import IMAGE_PROCESSOR_FILE, PROCESSOR_FILE
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.tokenizer.files import has_tokenizer
-from ligermodels.training.config import TrainConfig
-from ligermodels.training.data.cache import cached_folder, cached_folders
 from ligermodels.training.data.chat import tokenize_records
-from ligermodels.training.data.embedded import (
+from ligermodels.training.data.embedded.embedded import (
     EMBEDDED,
     EMBEDDED_GROUPS,
     EMBEDDED_VOCABULARY,
@@ -30,32 +28,34 @@ from ligermodels.training.data.embedded import (
     Question,
     random_tokens,
 )
-from ligermodels.training.data.embedded_shapes import shape_texts
-from ligermodels.training.data.embedded_stories import vocabulary_texts
-from ligermodels.training.data.hub_datasets import HUB_PREFIX, hub_cache_files
-from ligermodels.training.data.new_image_tokenizer import NewImages, train_image_tokenizer
-from ligermodels.training.data.new_tokenizer import (
+from ligermodels.training.data.embedded.embedded_shapes import shape_texts
+from ligermodels.training.data.embedded.embedded_stories import vocabulary_texts
+from ligermodels.training.data.embedded.new_image_tokenizer import NewImages, train_image_tokenizer
+from ligermodels.training.data.embedded.new_tokenizer import (
     END_OF_TEXT_ID,
     read_tokenizer_and_end,
     save_tokenizer,
     train_tokenizer,
 )
-from ligermodels.training.data.progress import ReadingProgress, print_status
-from ligermodels.training.data.record_formats import FieldNames, RecordFormats
-from ligermodels.training.data.records import BadLines, Conversation, Record
-from ligermodels.training.data.run_tokenizer import use_template
-from ligermodels.training.data.sources import (
+from ligermodels.training.data.formats.hub_datasets import HUB_PREFIX, hub_cache_files
+from ligermodels.training.data.formats.progress import ReadingProgress, print_status
+from ligermodels.training.data.formats.record_formats import FieldNames, RecordFormats
+from ligermodels.training.data.formats.records import BadLines, Conversation, Record
+from ligermodels.training.data.formats.sources import (
     NO_RECORD_SUFFIXES,
     TOKEN_SUFFIXES,
     find_files,
     read_records,
     suffix_of,
 )
-from ligermodels.training.data.specs import BUILT_IN_SOURCES, RANDOM
-from ligermodels.training.data.split import Selection, all_documents, default_fraction, split_documents
-from ligermodels.training.data.store import TokenStore, open_store, write_store
-from ligermodels.training.data.token_files import described_end, open_indexed, open_tokens, write_index
-from ligermodels.training.setting_values import token_range
+from ligermodels.training.data.formats.specs import BUILT_IN_SOURCES, RANDOM
+from ligermodels.training.data.rows.cache import cached_folder, cached_folders
+from ligermodels.training.data.rows.split import Selection, all_documents, default_fraction, split_documents
+from ligermodels.training.data.rows.store import TokenStore, open_store, write_store
+from ligermodels.training.data.rows.token_files import described_end, open_indexed, open_tokens, write_index
+from ligermodels.training.data.run_tokenizer import use_template
+from ligermodels.training.settings.config import TrainConfig
+from ligermodels.training.settings.values import token_range
 from ligermodels.units import counted
 from ligermodels.weights.reading import read_text
 

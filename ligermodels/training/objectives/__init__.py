@@ -24,16 +24,16 @@ refused under the others. Must not know optimizers, checkpoints' files, or the l
 """
 
 from ligermodels.distributed import World
-from ligermodels.training.config import TrainConfig
-from ligermodels.training.objectives.distill import Distill
-from ligermodels.training.objectives.distill_on_policy import OnPolicyDistill
-from ligermodels.training.objectives.distill_top_k import TopKDistill
-from ligermodels.training.objectives.grpo import GRPO
-from ligermodels.training.objectives.kto import KTO
+from ligermodels.training.objectives.distillation.distill import Distill
+from ligermodels.training.objectives.distillation.distill_on_policy import OnPolicyDistill
+from ligermodels.training.objectives.distillation.distill_top_k import TopKDistill
+from ligermodels.training.objectives.grpo.grpo import GRPO
 from ligermodels.training.objectives.objective import Objective, Share, StepTotals, Work
-from ligermodels.training.objectives.pairs import CPO, DPO, ORPO, SimPO
-from ligermodels.training.objectives.reward import Reward
+from ligermodels.training.objectives.preference.kto import KTO
+from ligermodels.training.objectives.preference.pairs import CPO, DPO, ORPO, SimPO
+from ligermodels.training.objectives.preference.reward import Reward
 from ligermodels.training.objectives.sft import SFT
+from ligermodels.training.settings.config import TrainConfig
 
 __all__ = ["OBJECTIVES", "Objective", "Share", "StepTotals", "Work", "make_objective"]
 

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from ligermodels.layers.decoder import CausalLM
-from ligermodels.layers.multimodal import ImageParts
-from ligermodels.training.data.new_image_tokenizer import NewImages
+from ligermodels.training.data.embedded.new_image_tokenizer import NewImages
+from ligermodels.vision.multimodal import ImageParts
 
 
 class ImageOptions(NamedTuple):

@@ -14,14 +14,14 @@ from torch import Tensor
 from ligermodels.distributed import World, largest, total
 from ligermodels.layers.context_parallel import ContextGroup
 from ligermodels.layers.decoder import CausalLM
-from ligermodels.memory import TrainingMemory
+from ligermodels.memory.model import TrainingMemory
 from ligermodels.training.checkpoints import Progress
-from ligermodels.training.config import RunConfig, TrainConfig
 from ligermodels.training.data import Data
 from ligermodels.training.data.preferences import PreferenceData
+from ligermodels.training.planning.defaults import Choice
 from ligermodels.training.reporting.metrics import Validation
-from ligermodels.training.runs.defaults import Choice
-from ligermodels.training.runs.stopping import Stop
+from ligermodels.training.run.stopping import Stop
+from ligermodels.training.settings.config import RunConfig, TrainConfig
 
 
 class Work(NamedTuple):
@@ -88,7 +88,7 @@ class Objective(ABC):
 
     data: what `open` opened. folder: of the run, known from `prepare` on. micro_batch_size: rows of a micro-batch,
     where rows are all of one length. context: the ranks that share this rank's rows, where there are others.
-    head_op: the op of the head and its loss, for the plan (`head_memory.loss_bytes`). takes_rows: whether a step takes
+    head_op: the op of the head and its loss, for the plan (`memory.head.loss_bytes`). takes_rows: whether a step takes
     rows, which micro-batches divide; else it takes groups, and a micro-batch is one row that is packed with them.
     """
 

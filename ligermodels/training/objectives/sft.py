@@ -8,14 +8,14 @@ import torch
 from ligermodels import distributed
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.training.checkpoints import Progress
-from ligermodels.training.config import RunConfig
 from ligermodels.training.data import Data, count_supervised, open_data, refuse_short_epoch
+from ligermodels.training.objectives.evaluation import evaluate
 from ligermodels.training.objectives.image_options import image_options
 from ligermodels.training.objectives.objective import Objective, Share, Work
-from ligermodels.training.reporting.evaluation import evaluate
+from ligermodels.training.planning.defaults import Choice, image_choices, schedule
 from ligermodels.training.reporting.metrics import Validation
-from ligermodels.training.runs.defaults import Choice, image_choices, schedule
-from ligermodels.training.runs.stopping import Stop
+from ligermodels.training.run.stopping import Stop
+from ligermodels.training.settings.config import RunConfig
 
 
 class SFT(Objective):

@@ -15,9 +15,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim.adamw import adamw as torch_adamw
 
 from ligermodels.errors import InputError
-from ligermodels.kernels.adamw import adamw_, adamw_reference
 from ligermodels.kernels.dispatch import runs_kernels
-from ligermodels.kernels.param_rounding import master_reference
+from ligermodels.kernels.optim.adamw import adamw_, adamw_reference
+from ligermodels.kernels.optim.param_rounding import master_reference
 from ligermodels.training.optimizers.offloaded import OffloadedStates
 from ligermodels.training.optimizers.update_check import UpdateCheck
 
@@ -31,10 +31,10 @@ class AdamW(torch.optim.AdamW):
     moments in bf16 change an update by 0.4 %, those in 8 bits by 7 %, both without bias. At 0.99 it is 1 %, and where
     gradients become smaller updates are up to 5 % too small for a while. At 0.999 the moment does not decay, and they
     stay too small. (Gradients of a small language model; normal ones whose size falls to a tenth.)
-    param_rounding: how updated bf16 parameters are kept (kernels/param_rounding.py): "exact", with one more state,
-    low_bits, int16, which makes the parameter a fp32 one and is 0 at first: training begins at the bf16 weight, also of
-    a checkpoint that has more bits; "nearest"; or "stochastic", with random bits of the seed. The other two lose
-    updates that are small beside their weight.
+    param_rounding: how updated bf16 parameters are kept (kernels/optim/param_rounding.py): "exact", with one more
+    state, low_bits, int16, which makes the parameter a fp32 one and is 0 at first: training begins at the bf16 weight,
+    also of a checkpoint that has more bits; "nearest"; or "stochastic", with random bits of the seed. The other two
+    lose updates that are small beside their weight.
     grad_scale, found_inf: fp32 device scalars, as torch's GradScaler sets them; `clip_and_step` sets both. The step
     divides gradients by grad_scale, and writes nothing if found_inf is 1.0.
     running_norm: of the gradients, a fp32 device scalar; None unless `OptimizerInBackward` sets it.

@@ -2,10 +2,10 @@
 
 Values are quantised in blocks of 256. Each block is scaled by its largest absolute value, and each value is rounded to
 one of 256 codes of a non-linear map: Dettmers et al. 2021, https://arxiv.org/abs/2110.02861. Our Triton kernel updates
-a parameter in one pass on a GPU (kernels/adamw8bit.py). Map, rounding and arithmetic are those of
+a parameter in one pass on a GPU (kernels/optim/adamw8bit.py). Map, rounding and arithmetic are those of
 torchao.optim.AdamW8bit, with four differences:
 - The state is made of plain tensors.
-- No second moment is rounded to 0 (kernels/adamw8bit.py).
+- No second moment is rounded to 0 (kernels/optim/adamw8bit.py).
 - The step can be skipped, and the gradients scaled, on the device.
 - Blocks never cross rows, so that a shard has whole blocks on any number of ranks. Where the row length is not a
   multiple of 256, blocks have 128 or 64 elements.
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ligermodels.kernels.adamw8bit import adamw8bit_, adamw8bit_reference
+from ligermodels.kernels.optim.adamw8bit import adamw8bit_, adamw8bit_reference
 from ligermodels.training.optimizers.adamw import AdamW, local_view
 
 LARGEST_BLOCK, SMALLEST_BLOCK = 256, 64  # elements

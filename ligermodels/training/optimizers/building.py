@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.errors import InputError, suggest
-from ligermodels.layers.multimodal import VisionLanguageModel
 from ligermodels.training.optimizers.adamw import AdamW
 from ligermodels.training.optimizers.adamw8bit import AdamW8bit
 from ligermodels.training.optimizers.muon import Muon, matrix_views
+from ligermodels.vision.multimodal import VisionLanguageModel
 
 OPTIMIZERS = ("adamw", "adamw8bit", "muon")
 BETAS = (0.9, 0.95)  # at which moments may be in bf16: see AdamW

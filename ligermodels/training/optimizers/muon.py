@@ -28,10 +28,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ligermodels.errors import InputError
-from ligermodels.kernels.param_rounding import master_reference, split_reference
+from ligermodels.kernels.optim.param_rounding import master_reference, split_reference
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import LayerInputLayer
-from ligermodels.layers.cross_attention import CrossAttention
 from ligermodels.layers.gated_delta import GatedDeltaNet
 from ligermodels.layers.latent_attention import LatentAttention
 from ligermodels.layers.lora import GroupedUpdate, LoRALinear
@@ -41,6 +40,7 @@ from ligermodels.layers.moe import Experts
 from ligermodels.layers.normed_heads import NormedHeadsAttention, ReadingAttention
 from ligermodels.layers.short_conv import ShortConv
 from ligermodels.training.optimizers.adamw import AdamW, compiled_on_gpu, local_view, write_if_finite
+from ligermodels.vision.cross_attention import CrossAttention
 
 MOMENTUM = 0.95
 ITERATIONS = 5

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ligermodels.layers.host_memory import pinned_memory
+from ligermodels.layers.checkpointing.host_memory import pinned_memory
 
 STATE_ALIGNMENT = 256  # bytes, of the states in the host's memory and in the ring
 AHEAD = 2  # parameters whose states are copied to the device before their update

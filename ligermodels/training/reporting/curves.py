@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, BinaryIO
 
-from ligermodels.pictures import BLUE, GREEN, GREY, ORANGE, PLOT_STYLE, PURPLE, TEAL
+from ligermodels.plot_style import BLUE, GREEN, GREY, ORANGE, PLOT_STYLE, PURPLE, TEAL
 
 WINDOWS = 60  # number of disjoint median windows in a run
 MAX_LINEAR_RATIO = 4  # of the highest to the lowest loss; above it the axis is logarithmic

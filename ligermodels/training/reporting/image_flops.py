@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from ligermodels.layers.cross_attention import CrossAttention
 from ligermodels.layers.decoder import CausalLM
-from ligermodels.layers.multimodal import VisionLanguageModel, is_trained
-from ligermodels.layers.tiled_model import TiledVisionLanguageModel
-from ligermodels.layers.tiled_vision import tile_layout
-from ligermodels.layers.vision_positions import Grid
-from ligermodels.memory import decoder_blocks
+from ligermodels.memory.model import decoder_blocks
+from ligermodels.vision.cross_attention import CrossAttention
+from ligermodels.vision.multimodal import VisionLanguageModel, is_trained
+from ligermodels.vision.patch_positions import Grid
+from ligermodels.vision.tiled_model import TiledVisionLanguageModel
+from ligermodels.vision.tiled_vision import tile_layout
 from ligermodels.weights.module import named_weights
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ligermodels.errors import InputError, first_line
-from ligermodels.training.packages import import_package
+from ligermodels.optional_packages import import_package
 
 
 class Logger(Protocol):

@@ -5,8 +5,8 @@ from functools import partial
 
 import torch
 
-from ligermodels.kernels.gated_activation import gated_activation, gated_activation_reference
-from ligermodels.kernels.plain_activation import plain_activation, plain_activation_reference
+from ligermodels.kernels.activations.gated_activation import gated_activation, gated_activation_reference
+from ligermodels.kernels.activations.plain_activation import plain_activation, plain_activation_reference
 from tests.kernels.ops.base import Case, Op, normal
 
 MULTIPLIERS = {"gate_multiplier": 0.75, "down_multiplier": -1.25}

@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.kernels.attention import attention, attention_reference
-from ligermodels.kernels.qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
-from ligermodels.kernels.rope import rope_, rope_reference
-from ligermodels.kernels.shared_keys import gather_keys, gather_keys_reference
-from ligermodels.kernels.sigmoid_gate import sigmoid_gate, sigmoid_gate_reference
+from ligermodels.kernels.attention.attention import attention, attention_reference
+from ligermodels.kernels.attention.qk_norm_rope import qk_norm_rope, qk_norm_rope_reference
+from ligermodels.kernels.attention.rope import rope_, rope_reference
+from ligermodels.kernels.attention.shared_keys import gather_keys, gather_keys_reference
+from ligermodels.kernels.attention.sigmoid_gate import sigmoid_gate, sigmoid_gate_reference
 from tests.conftest import DEVICE
 from tests.kernels.ops.base import EPS, HEADS, Case, Op, normal
 

@@ -5,10 +5,10 @@ from functools import partial
 
 import torch
 
+from ligermodels.kernels.decoding.few_rows_experts import few_rows_experts
 from ligermodels.kernels.dispatch import widen
-from ligermodels.kernels.experts import experts, experts_reference
-from ligermodels.kernels.few_rows_experts import few_rows_experts
-from ligermodels.kernels.grouped_low_rank import GroupedLowRank
+from ligermodels.kernels.moe.experts import experts, experts_reference
+from ligermodels.kernels.moe.grouped_low_rank import GroupedLowRank
 from tests.conftest import DEVICE
 from tests.kernels.ops.base import RANK, Case, Op, normal
 

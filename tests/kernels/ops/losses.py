@@ -6,20 +6,20 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ligermodels.kernels.cross_entropy import (
+from ligermodels.kernels.losses.cross_entropy import (
     cross_entropy,
     cross_entropy_reference,
     cross_entropy_with_metrics,
     cross_entropy_with_metrics_reference,
 )
-from ligermodels.kernels.linear_cross_entropy import (
+from ligermodels.kernels.losses.linear_cross_entropy import (
     linear_cross_entropy,
     linear_cross_entropy_reference,
     linear_cross_entropy_with_metrics,
     linear_cross_entropy_with_metrics_reference,
 )
-from ligermodels.kernels.linear_divergence import linear_divergence, linear_divergence_reference
-from ligermodels.kernels.linear_logprobs import linear_logprobs, linear_logprobs_reference
+from ligermodels.kernels.losses.linear_divergence import linear_divergence, linear_divergence_reference
+from ligermodels.kernels.losses.linear_logprobs import linear_logprobs, linear_logprobs_reference
 from ligermodels.losses.divergences import KINDS
 from tests.conftest import DEVICE
 from tests.kernels.ops.base import VOCABULARIES, Case, Function, Op, normal

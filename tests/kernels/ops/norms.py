@@ -4,11 +4,11 @@ from functools import partial
 
 import torch
 
-from ligermodels.kernels.gated_rms_norm import gated_rms_norm, gated_rms_norm_reference
-from ligermodels.kernels.layer_norm import layer_norm, layer_norm_reference
-from ligermodels.kernels.layer_norm_linear import layer_norm_linear, layer_norm_linear_reference
-from ligermodels.kernels.norm_linear import norm_linear, norm_linear_reference
-from ligermodels.kernels.rms_norm import (
+from ligermodels.kernels.linear.layer_norm_linear import layer_norm_linear, layer_norm_linear_reference
+from ligermodels.kernels.linear.norm_linear import norm_linear, norm_linear_reference
+from ligermodels.kernels.norms.gated_rms_norm import gated_rms_norm, gated_rms_norm_reference
+from ligermodels.kernels.norms.layer_norm import layer_norm, layer_norm_reference
+from ligermodels.kernels.norms.rms_norm import (
     CHUNKED_WIDTHS,
     add_rms_norm,
     add_rms_norm_reference,

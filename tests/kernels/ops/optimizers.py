@@ -5,8 +5,8 @@ from itertools import product
 
 import torch
 
-from ligermodels.kernels.adamw import adamw_, adamw_reference
-from ligermodels.kernels.adamw8bit import adamw8bit_, adamw8bit_reference, encode_reference
+from ligermodels.kernels.optim.adamw import adamw_, adamw_reference
+from ligermodels.kernels.optim.adamw8bit import adamw8bit_, adamw8bit_reference, encode_reference
 from tests.conftest import DEVICE
 from tests.kernels.ops.base import Case, Op, normal
 

@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.kernels.fp8 import Float8, fp8_dequantize_reference
-from ligermodels.kernels.layer_norm_linear import layer_norm_linear, layer_norm_linear_reference
-from ligermodels.kernels.mxfp4 import EXPONENT_BIAS, Mxfp4Layout, mxfp4_dequantize_reference
-from ligermodels.kernels.nf4 import Nf4, nf4_dequantize_reference, nf4_encode, nf4_encode_reference
-from ligermodels.kernels.norm_linear import norm_linear, norm_linear_reference
-from ligermodels.kernels.quantised_weight import QuantisedWeight, frozen_linear
+from ligermodels.kernels.linear.layer_norm_linear import layer_norm_linear, layer_norm_linear_reference
+from ligermodels.kernels.linear.norm_linear import norm_linear, norm_linear_reference
+from ligermodels.kernels.quant.fp8 import Float8, fp8_dequantize_reference
+from ligermodels.kernels.quant.mxfp4 import EXPONENT_BIAS, Mxfp4Layout, mxfp4_dequantize_reference
+from ligermodels.kernels.quant.nf4 import Nf4, nf4_dequantize_reference, nf4_encode, nf4_encode_reference
+from ligermodels.kernels.quant.quantised_weight import QuantisedWeight, frozen_linear
 from tests.conftest import DEVICE
 from tests.kernels.ops.base import EPS, Case, Function, Op, draw_update, normal, with_low_rank_update
 from tests.kernels.ops.decoding import few_rows_linear_case

@@ -19,9 +19,9 @@ from ligermodels.distributed import World
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.training.checkpoints import Checkpoints, Progress, files
 from ligermodels.training.checkpoints import state as training_state
-from ligermodels.training.runs.folder import locked
-from ligermodels.training.runs.stopping import signals
-from ligermodels.training.scaling.fsdp import shard
+from ligermodels.training.parallel.fsdp import shard
+from ligermodels.training.run.folder import locked
+from ligermodels.training.run.stopping import signals
 from ligermodels.weights.sharding import full_tensor
 from tests.training.checkpoints.checkpointing import (
     assert_same,
@@ -33,7 +33,7 @@ from tests.training.checkpoints.checkpointing import (
     state_of,
     train,
 )
-from tests.training.scaling.test_fsdp import config
+from tests.training.parallel.test_fsdp import config
 
 
 def check_bit_exact_resume(folder, mesh, **options):

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from ligermodels.training.checkpoints import Checkpoints, Progress, files
-from ligermodels.training.runs.folder import locked
+from ligermodels.training.run.folder import locked
 from tests.training.checkpoints.checkpointing import new_run, state_of, train
 from tests.training.file_operations import kill_self_at_fsync
 

@@ -6,10 +6,10 @@ from tempfile import TemporaryDirectory
 import torch
 
 from ligermodels.distributed import World
-from ligermodels.training.data.batches import TrainingRows, ValidationRows
-from ligermodels.training.data.packing import pack_documents
-from ligermodels.training.data.split import all_documents
-from ligermodels.training.data.store import Document, open_store, write_store
+from ligermodels.training.data.rows.batches import TrainingRows, ValidationRows
+from ligermodels.training.data.rows.packing import pack_documents
+from ligermodels.training.data.rows.split import all_documents
+from ligermodels.training.data.rows.store import Document, open_store, write_store
 
 CPU = World(torch.device("cpu"))
 VOCABULARY = 10_000

@@ -5,10 +5,10 @@ import json
 
 import pyarrow
 
-from ligermodels.training.data import sources
-from ligermodels.training.data.progress import ReadingProgress
-from ligermodels.training.data.record_formats import FieldNames
-from ligermodels.training.data.records import BadLines
+from ligermodels.training.data.formats import sources
+from ligermodels.training.data.formats.progress import ReadingProgress
+from ligermodels.training.data.formats.record_formats import FieldNames
+from ligermodels.training.data.formats.records import BadLines
 
 USER, ANSWER = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}
 PART = {"type": "text", "text": "2 + "}

@@ -8,10 +8,11 @@ import tokenizers
 
 from ligermodels.errors import InputError
 from ligermodels.tokenizer import Tokenizer
-from ligermodels.training.data import chat, sources
+from ligermodels.training.data import chat
 from ligermodels.training.data.chat import tokenize_records
-from ligermodels.training.data.records import BadLines, Completion, Conversation, Text
-from ligermodels.training.data.store import Document
+from ligermodels.training.data.formats import sources
+from ligermodels.training.data.formats.records import BadLines, Completion, Conversation, Text
+from ligermodels.training.data.rows.store import Document
 from tests.tokenizer.chat_templates import CHAT_TEMPLATES
 from tests.tokenizer.folders import FORMS, TEXTS, write_folder
 from tests.training.data.source_files import read, read_counting

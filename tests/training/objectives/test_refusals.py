@@ -9,9 +9,9 @@ from ligermodels.distributed import World
 from ligermodels.errors import InputError
 from ligermodels.training import TrainConfig
 from ligermodels.training.objectives import OBJECTIVES, make_objective
-from ligermodels.training.objectives.references import ReferenceSpec, parse_reference
+from ligermodels.training.objectives.preference.references import ReferenceSpec, parse_reference
 from ligermodels.training.objectives.watching import GenerationWatch, PairWatch
-from ligermodels.training.runs.contradictions import refuse_contradictions
+from ligermodels.training.planning.contradictions import refuse_contradictions
 
 ALONE = World(torch.device("cpu"))
 

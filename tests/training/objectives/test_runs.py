@@ -13,10 +13,10 @@ from ligermodels.distributed import World
 from ligermodels.errors import InputError
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.training import TrainConfig, plan, train
-from ligermodels.training.data import embedded
-from ligermodels.training.objectives.pairs import DPO
-from ligermodels.training.runs.preparing import prepare
-from ligermodels.training.runs.settings import config_of_run
+from ligermodels.training.data.embedded import embedded
+from ligermodels.training.objectives.preference.pairs import DPO
+from ligermodels.training.preparing import prepare
+from ligermodels.training.settings.settings import config_of_run
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 COMMON = {"model": "qwen2", "data": ("pairs.jsonl",), "pairs": 8, "steps": 2, "eval_every": 9, "max_length": 64,

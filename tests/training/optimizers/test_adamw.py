@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ligermodels.errors import InputError
-from ligermodels.kernels.adamw import adamw_reference
+from ligermodels.kernels.optim.adamw import adamw_reference
 from ligermodels.training.optimizers import clip_and_step
 from ligermodels.training.optimizers.adamw import AdamW
 from tests.conftest import DEVICE

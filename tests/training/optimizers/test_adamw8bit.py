@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 from torchao.optim.quant_utils import create_dynamic_map
 
-from ligermodels.kernels.adamw8bit import dynamic_map
+from ligermodels.kernels.optim.adamw8bit import dynamic_map
 from ligermodels.training.optimizers.adamw import AdamW
 from ligermodels.training.optimizers.adamw8bit import AdamW8bit
 from tests.conftest import DEVICE

@@ -8,9 +8,8 @@ import torch
 
 import ligermodels
 from ligermodels.errors import InputError
-from ligermodels.memory import elements, training_memory
+from ligermodels.memory.model import elements, training_memory
 from ligermodels.training import TrainConfig, loop, plan, train
-from ligermodels.training.config import RunConfig
 from ligermodels.training.optimizers import (
     OPTIMIZERS,
     OptimizerInBackward,
@@ -18,10 +17,11 @@ from ligermodels.training.optimizers import (
     clip_and_step,
     set_learning_rate,
 )
-from ligermodels.training.runs.contradictions import refuse_unfit_optimizer_in_backward
-from ligermodels.training.runs.settings import config_of_run
-from ligermodels.training.runs.stopping import Stop
-from ligermodels.training.scaling.fsdp import gradient_norm
+from ligermodels.training.parallel.fsdp import gradient_norm
+from ligermodels.training.planning.contradictions import refuse_unfit_optimizer_in_backward
+from ligermodels.training.run.stopping import Stop
+from ligermodels.training.settings.config import RunConfig
+from ligermodels.training.settings.settings import config_of_run
 from tests.training.launching import weights
 from tests.training.small_models import RAW
 

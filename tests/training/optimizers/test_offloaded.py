@@ -9,8 +9,8 @@ from torch import nn
 from ligermodels.training import TrainConfig, loop, train
 from ligermodels.training.optimizers import OPTIMIZERS, OptimizerInBackward
 from ligermodels.training.optimizers import offloaded as module
-from ligermodels.training.runs.settings import config_of_run
-from ligermodels.training.runs.stopping import Stop
+from ligermodels.training.run.stopping import Stop
+from ligermodels.training.settings.settings import config_of_run
 from tests.conftest import DEVICE
 from tests.training.launching import weights
 from tests.training.optimizers.test_in_backward import IDS, assert_equal, new_run, steps_in_backward, usual_steps

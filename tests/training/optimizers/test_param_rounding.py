@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from ligermodels.kernels.param_rounding import master_reference
+from ligermodels.kernels.optim.param_rounding import master_reference
 from ligermodels.training.optimizers import adamw
 from ligermodels.training.optimizers.adamw import AdamW
 from ligermodels.training.optimizers.adamw8bit import AdamW8bit

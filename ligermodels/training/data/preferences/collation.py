@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from ligermodels.kernels.shared_keys import SharedKeys
-from ligermodels.training.data.decoding import ImageDecoder
+from ligermodels.kernels.attention.shared_keys import SharedKeys
 from ligermodels.training.data.preferences.dealing import pack_units
 from ligermodels.training.data.preferences.formats import GroupKind
 from ligermodels.training.data.preferences.groups import Group, unshared
 from ligermodels.training.data.preferences.layout import GroupPiece, RowLayout, lay_out, split_group
+from ligermodels.training.data.rows.decoding import ImageDecoder
 
 ROW_MULTIPLE = 128  # of tokens in a row, and of rows that meet the head: a tile of a matrix product
 

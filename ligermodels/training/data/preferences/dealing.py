@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ligermodels.training.data.packing import best_fit
+from ligermodels.training.data.rows.packing import best_fit
 
 
 def deal_units(sizes: Sequence[int], ranks: int) -> list[list[int]]:

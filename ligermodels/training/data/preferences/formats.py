@@ -14,9 +14,8 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ligermodels.errors import InputError
-from ligermodels.training.data.messages import json_type, parse_messages, parse_template_kwargs, parse_tools
-from ligermodels.training.data.preferences.record_images import Part, take_group_images
-from ligermodels.training.data.record_formats import (
+from ligermodels.training.data.formats.messages import json_type, parse_messages, parse_template_kwargs, parse_tools
+from ligermodels.training.data.formats.record_formats import (
     IMAGE_FIELDS,
     KNOWN_FIELDS,
     LIKE_PROMPTS,
@@ -24,7 +23,8 @@ from ligermodels.training.data.record_formats import (
     RecordFields,
     record_images,
 )
-from ligermodels.training.data.records import GroupRecord, Record, TeacherRecord
+from ligermodels.training.data.formats.records import GroupRecord, Record, TeacherRecord
+from ligermodels.training.data.preferences.record_images import Part, take_group_images
 
 GroupKind: TypeAlias = Literal["pairs", "judged", "prompts", "distillation"]
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from ligermodels.errors import InputError
 from ligermodels.training.data.preferences.formats import GroupKind
-from ligermodels.training.data.store import TokenStore
+from ligermodels.training.data.rows.store import TokenStore
 
 
 class Teacher(NamedTuple):

@@ -20,10 +20,9 @@ import numpy as np
 from ligermodels.errors import InputError
 from ligermodels.images.inputs import Processor
 from ligermodels.tokenizer import Tokenizer
-from ligermodels.training.config import TrainConfig
-from ligermodels.training.data.decoding import ImageDecoder
-from ligermodels.training.data.embedded import EMBEDDED_GROUPS, VALIDATION_QUESTIONS, Question
-from ligermodels.training.data.new_image_tokenizer import NewImages
+from ligermodels.training.data.embedded.embedded import EMBEDDED_GROUPS, VALIDATION_QUESTIONS, Question
+from ligermodels.training.data.embedded.new_image_tokenizer import NewImages
+from ligermodels.training.data.formats.specs import SourceSpec, parse_spec
 from ligermodels.training.data.opening import mixture_weights, sample_pictures, unweighted_name
 from ligermodels.training.data.preferences.formats import GroupFormats
 from ligermodels.training.data.preferences.groups import GroupOptions
@@ -32,8 +31,9 @@ from ligermodels.training.data.preferences.steps import GroupSelection, Training
 from ligermodels.training.data.preferences.store import GroupStore
 from ligermodels.training.data.preferences.tokenization import Lengths
 from ligermodels.training.data.reader import SourceReader
-from ligermodels.training.data.specs import SourceSpec, parse_spec
-from ligermodels.training.data.split import default_fraction, is_member
+from ligermodels.training.data.rows.decoding import ImageDecoder
+from ligermodels.training.data.rows.split import default_fraction, is_member
+from ligermodels.training.settings.config import TrainConfig
 from ligermodels.units import counted
 
 NumberedStore: TypeAlias = tuple[GroupStore, np.ndarray]  # a store, and the numbers of some of its groups

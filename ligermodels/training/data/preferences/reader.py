@@ -13,16 +13,16 @@ from typing import cast
 import numpy as np
 
 from ligermodels.errors import InputError
-from ligermodels.training.data.cache import cached_folder
-from ligermodels.training.data.embedded import EMBEDDED_GROUPS
+from ligermodels.training.data.embedded.embedded import EMBEDDED_GROUPS
+from ligermodels.training.data.formats.progress import ReadingProgress
+from ligermodels.training.data.formats.records import BadLines, GroupRecord, Record
+from ligermodels.training.data.formats.sources import TOKEN_SUFFIXES, read_records, suffix_of
+from ligermodels.training.data.formats.specs import BUILT_IN_SOURCES
 from ligermodels.training.data.preferences.groups import GroupOptions
 from ligermodels.training.data.preferences.store import GroupStore, open_groups, write_groups
 from ligermodels.training.data.preferences.tokenization import GroupTokenizer, Lengths
-from ligermodels.training.data.progress import ReadingProgress
 from ligermodels.training.data.reader import SourceReader, hub_names, input_files, tokenizer_hash, total_bytes
-from ligermodels.training.data.records import BadLines, GroupRecord, Record
-from ligermodels.training.data.sources import TOKEN_SUFFIXES, read_records, suffix_of
-from ligermodels.training.data.specs import BUILT_IN_SOURCES
+from ligermodels.training.data.rows.cache import cached_folder
 
 
 class GroupReader:

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from ligermodels.errors import InputError
 from ligermodels.images.parts import image_places, is_image_part, parse_source, take_images, template_part
 from ligermodels.images.reading import ImageSource
-from ligermodels.training.data.record_formats import has_image_parts, with_images_first, with_marked_images
+from ligermodels.training.data.formats.record_formats import has_image_parts, with_images_first, with_marked_images
 
 Part: TypeAlias = str | list[dict[str, Any]]  # a text, or messages
 

@@ -32,10 +32,10 @@ from ligermodels.training.data.chat import (
     render_conversation,
     tokenize_records,
 )
-from ligermodels.training.data.image_documents import ImageChats, plan_images
-from ligermodels.training.data.image_store import DocumentImage
+from ligermodels.training.data.formats.records import BadLines, Conversation, GroupRecord, TeacherRecord
 from ligermodels.training.data.preferences.groups import GroupOptions
-from ligermodels.training.data.records import BadLines, Conversation, GroupRecord, TeacherRecord
+from ligermodels.training.data.rows.image_documents import ImageChats, plan_images
+from ligermodels.training.data.rows.image_store import DocumentImage
 from ligermodels.training.data.run_tokenizer import template_advice
 
 

@@ -7,11 +7,11 @@ import pyarrow.parquet
 import pytest
 
 from ligermodels.errors import InputError
-from ligermodels.training.data import sources
+from ligermodels.training.data.formats import sources
+from ligermodels.training.data.formats.progress import ReadingProgress
+from ligermodels.training.data.formats.record_formats import parse_record
+from ligermodels.training.data.formats.records import BadLines
 from ligermodels.training.data.preferences.formats import GroupFormats
-from ligermodels.training.data.progress import ReadingProgress
-from ligermodels.training.data.record_formats import parse_record
-from ligermodels.training.data.records import BadLines
 
 ASKED, AGAIN = {"role": "user", "content": "2 + 2?"}, {"role": "user", "content": "Sure?"}
 GOOD, BAD = {"role": "assistant", "content": "4"}, {"role": "assistant", "content": "5"}

@@ -8,9 +8,9 @@ import pytest
 import ligermodels
 from ligermodels.errors import InputError
 from ligermodels.training import TrainConfig
+from ligermodels.training.data.formats.records import BadLines, TeacherRecord, Text
 from ligermodels.training.data.preferences import GroupOptions, open_preferences
 from ligermodels.training.data.preferences.tokenization import GroupTokenizer
-from ligermodels.training.data.records import BadLines, TeacherRecord, Text
 from tests.images.folders import QWEN_TEMPLATE, picture, png, write_folder
 from tests.images.reference import SMALL
 from tests.training.data.documents import CPU

@@ -1,0 +1,1 @@
+"""Activations, with a gate and without."""

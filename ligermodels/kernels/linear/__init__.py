@@ -1,0 +1,1 @@
+"""Linears with LoRA, fused with the norm or activation before them."""

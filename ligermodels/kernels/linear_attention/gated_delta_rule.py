@@ -1,0 +1,231 @@
+"""Gated delta rule: linear attention whose state forgets by g and corrects what a key stores by beta.
+
+Per value head, with S [hk, hv] fp32, k̂ = k rsqrt(Σ k² + eps), q̂ = hk^-½ q rsqrt(Σ q² + eps); value head j reads the
+queries and keys of key head j // (Hv / Hk):
+    S̃ = exp(g_t) S;  e = v_t - S̃ᵀk̂_t;  S = S̃ + β_t k̂_t eᵀ;  o_t = Sᵀq̂_t
+Backward, over t in reverse, with dS the gradient of S:
+    dS += q̂ doᵀ;  dq̂ = S do;  w = dSᵀk̂;  dk̂ = β dS e - β S̃ w;  dβ = e·w;  dv = β w;  dS̃ = dS - k̂ (β w)ᵀ
+    dg = <S̃, dS̃>;  dS <- exp(g) dS̃
+The kernels compute chunks of 64 tokens. In a chunk, with G = cumsum(g), Γ_ij = exp(G_i - G_j) for i >= j, S the state
+at its start and Q, K, V its rows:
+    M = (1 + strict_lower(β∘(K Kᵀ)∘Γ))^-1        V' = M (β∘(V - e^G∘(K S)))        P = (Q Kᵀ)∘Γ
+    O = e^G∘(Q S) + P V'        S <- e^{G_C} S + Kᵀ(r∘V'), r = exp(G_C - G)
+delta_chunks.py computes M, delta_states.py passes states forward and gradients back, delta_gradients.py has the rest of
+the gradients; each has its formulas. g, G, S, M's inversion and all sums are in fp32; operands of products are in the
+dtype of qkv.
+Moves, forward, qkv and o once for each tile of a head's columns, and 64 elements of M a token and value head. Kept for
+backward: qkv, beta, G, M and the reciprocal norms; states are computed again.
+Yang, Kautz & Hatamizadeh 2024, https://arxiv.org/abs/2412.06464.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ligermodels.kernels.dispatch import Node, as_factor, autocast, register_op, runs_kernels, widen
+from ligermodels.kernels.launch import as_rows_with_stride
+from ligermodels.kernels.linear_attention.delta_chunks import (
+    L2_EPS,
+    DeltaShape,
+    compute_pairs,
+    delta_shape,
+    prepare_chunks,
+)
+from ligermodels.kernels.linear_attention.delta_gradients import compute_gradients
+from ligermodels.kernels.linear_attention.delta_states import backward_scan, forward_scan, recompute_states
+from ligermodels.kernels.linear_attention.document_chunks import SPAN, each_document, row_offsets
+
+
+def gated_delta_rule_reference(
+    qkv: Tensor, g: Tensor, beta: Tensor, key_heads: int, key_size: int, initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, eps: float = L2_EPS,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Token by token. As in a matrix product, factors are in the dtype of qkv and sums in fp32; the state is fp32."""
+    (qkv,) = autocast(qkv)
+    shape = delta_shape(qkv, g, key_heads, key_size)
+    if cu_seqlens is not None:
+        alone = partial(gated_delta_rule_reference, key_heads=key_heads, key_size=key_size, eps=eps)
+        return each_document(
+            lambda *tokens: alone(*tokens[:3], initial_state=tokens[3]), (qkv, g, beta), initial_state, cu_seqlens
+        )
+    batch, length = qkv.shape[:2]
+    q, k, v = split_qkv(qkv, shape)
+    group = shape.value_heads // key_heads
+    q, k = (as_factor(_unit(x, eps) * s, qkv).repeat_interleave(group, 2) for x, s in ((q, key_size**-0.5), (k, 1.0)))
+    v, decay, beta = widen(v), widen(g).exp(), widen(beta)
+    state = decay.new_zeros(batch, shape.value_heads, key_size, shape.value_size)
+    state = state if initial_state is None else state + widen(initial_state)
+    outputs = []
+    for t in range(length):
+        state = state * decay[:, t, :, None, None]
+        error = v[:, t] - (as_factor(state, qkv) * k[:, t, :, :, None]).sum(2)
+        state = state + k[:, t, :, :, None] * as_factor(beta[:, t, :, None] * error, qkv)[:, :, None]
+        outputs.append((as_factor(state, qkv) * q[:, t, :, :, None]).sum(2))
+    o = torch.stack(outputs, 1) if outputs else decay.new_empty(*v.shape)
+    return o.to(qkv.dtype), state
+
+
+def split_qkv(qkv: Tensor, shape: DeltaShape) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k [..., Hk, hk] and v [..., Hv, hv] of a packed qkv."""
+    q, k, v = qkv.split([shape.key_columns, shape.key_columns, shape.columns - 2 * shape.key_columns], -1)
+    return *(x.unflatten(-1, (shape.key_heads, -1)) for x in (q, k)), v.unflatten(-1, (shape.value_heads, -1))
+
+
+def _unit(x: Tensor, eps: float) -> Tensor:
+    wide = widen(x)
+    return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)
+
+
+def _launch_forward(
+    qkv: Tensor, g: Tensor, beta: Tensor, key_heads: int, key_size: int, initial_state: Tensor | None,
+    cu_seqlens: Tensor | None, eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(o, final_state, norms, decay, inverse)."""
+    shape = delta_shape(qkv, g, key_heads, key_size)
+    scale = key_size**-0.5
+    o, final, norms, decay, inverse = _fake_forward(qkv, g, beta, key_heads, key_size, initial_state, cu_seqlens, eps)
+    if not g.numel():
+        return o, final.zero_() if initial_state is None else final.copy_(initial_state), norms, decay, inverse
+    qkv, stride = as_rows_with_stride(qkv, shape.columns)
+    beta = beta.contiguous()
+    offsets = row_offsets(g) if cu_seqlens is None else cu_seqlens
+    initial_state = None if initial_state is None else initial_state.contiguous()
+    chunks = norms, decay, inverse
+    prepare_chunks(qkv, stride, g.contiguous(), beta, offsets, shape, eps, chunks)
+    pairs = compute_pairs(qkv, stride, norms, decay, offsets, scale, shape)
+    forward_scan(qkv, stride, chunks, beta, pairs, offsets, initial_state, scale, shape, o, final)
+    return o, final, norms, decay, inverse
+
+
+def _launch_backward(
+    do: Tensor, dfinal: Tensor | None, qkv: Tensor, g: Tensor, beta: Tensor, norms: Tensor, decay: Tensor,
+    inverse: Tensor, key_heads: int, key_size: int, initial_state: Tensor | None, cu_seqlens: Tensor | None,
+    qkv_grad: bool, g_grad: bool, beta_grad: bool, initial_grad: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """(dqkv, dg, dbeta, dinitial), each None where it is not needed."""
+    shape = delta_shape(qkv, g, key_heads, key_size)
+    scale = key_size**-0.5
+    gradients = _fake_backward(
+        do, dfinal, qkv, g, beta, norms, decay, inverse, key_heads, key_size, initial_state, cu_seqlens,
+        qkv_grad, g_grad, beta_grad, initial_grad,
+    )  # fmt: skip
+    *of_tokens, dinitial = gradients
+    if not g.numel():
+        if dinitial is not None:
+            dinitial.zero_() if dfinal is None else dinitial.copy_(dfinal)
+        return gradients
+    qkv, stride = as_rows_with_stride(qkv, shape.columns)
+    offsets = row_offsets(g) if cu_seqlens is None else cu_seqlens
+    do, beta = do.contiguous(), beta.contiguous()
+    dfinal = None if dfinal is None else dfinal.contiguous()
+    initial_state = None if initial_state is None else initial_state.contiguous()
+    chunks = norms, decay, inverse
+    pairs = compute_pairs(qkv, stride, norms, decay, offsets, scale, shape)
+    passed = backward_scan(do, dfinal, qkv, stride, chunks, beta, pairs, offsets, scale, shape, dinitial)
+    if qkv_grad or g_grad or beta_grad:
+        states = recompute_states(qkv, stride, chunks, beta, offsets, initial_state, scale, shape)
+        compute_gradients(
+            do, qkv, stride, norms, decay, beta, pairs, offsets, (*states, *passed), scale, shape, *of_tokens
+        )  # fmt: skip
+    return gradients
+
+
+def _fake_forward(qkv, g, beta, key_heads, key_size, initial_state, cu_seqlens, eps):
+    shape = delta_shape(qkv, g, key_heads, key_size)
+    batch, length, value_heads = g.shape
+    documents = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    o = qkv.new_empty(batch, length, value_heads, shape.value_size)
+    final = qkv.new_empty(documents, value_heads, key_size, shape.value_size, dtype=torch.float32)
+    norms = qkv.new_empty(batch, length, 2, key_heads, dtype=torch.float32)
+    decay = qkv.new_empty(batch, length, value_heads, dtype=torch.float32)
+    return o, final, norms, decay, qkv.new_empty(batch, length, value_heads, SPAN.value)
+
+
+def _fake_backward(
+    do, dfinal, qkv, g, beta, norms, decay, inverse, key_heads, key_size, initial_state, cu_seqlens,
+    qkv_grad, g_grad, beta_grad, initial_grad,
+):  # fmt: skip
+    return (
+        qkv.new_empty(qkv.shape) if qkv_grad else None,
+        g.new_empty(g.shape) if g_grad else None,
+        beta.new_empty(beta.shape) if beta_grad else None,
+        initial_state.new_empty(initial_state.shape) if initial_grad else None,
+    )
+
+
+_forward = register_op(
+    "gated_delta_rule(Tensor qkv, Tensor g, Tensor beta, int key_heads, int key_size, Tensor? initial_state,"
+    " Tensor? cu_seqlens, float eps) -> (Tensor o, Tensor final_state, Tensor norms, Tensor decay, Tensor inverse)",
+    _launch_forward,
+    _fake_forward,
+)
+_backward = register_op(
+    "gated_delta_rule_backward(Tensor do, Tensor? dfinal, Tensor qkv, Tensor g, Tensor beta, Tensor norms,"
+    " Tensor decay, Tensor inverse, int key_heads, int key_size, Tensor? initial_state, Tensor? cu_seqlens,"
+    " bool qkv_grad, bool g_grad, bool beta_grad, bool initial_grad)"
+    " -> (Tensor dqkv, Tensor dg, Tensor dbeta, Tensor dinitial)",
+    _launch_backward,
+    _fake_backward,
+)
+
+
+class _GatedDeltaRule(Node):
+    @staticmethod
+    def forward(ctx, qkv, g, beta, key_heads, key_size, initial_state, cu_seqlens, eps):
+        ctx.set_materialize_grads(False)
+        o, final, *chunks = _forward(qkv, g, beta, key_heads, key_size, initial_state, cu_seqlens, eps)
+        ctx.save_for_backward(qkv, g, beta, *chunks, initial_state, cu_seqlens)
+        ctx.heads = key_heads, key_size
+        return o, final
+
+    @staticmethod
+    def backward(ctx, do, dfinal):
+        qkv, g, beta, *chunks, initial_state, cu_seqlens = ctx.saved_tensors
+        needed = *ctx.needs_input_grad[:3], ctx.needs_input_grad[5]
+        if do is None:  # only the state was used
+            do = qkv.new_zeros(*g.shape, delta_shape(qkv, g, *ctx.heads).value_size)
+        gradients = _backward(do, dfinal, qkv, g, beta, *chunks, *ctx.heads, initial_state, cu_seqlens, *needed)
+        dqkv, dg, dbeta, dinitial = (x if need else None for x, need in zip(gradients, needed, strict=True))
+        return dqkv, dg, dbeta, None, None, dinitial, None, None
+
+
+def gated_delta_rule(
+    qkv: Tensor, g: Tensor, beta: Tensor, key_heads: int, key_size: int, initial_state: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, eps: float = L2_EPS,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Gated delta rule over whole sequences: (o, final_state).
+
+    qkv [B, T, 2 Hk hk + Hv hv] float: queries, keys and values, packed and head by head, as `causal_conv` returns them.
+    g [B, T, Hv] float, at most 0: log of the decay, -exp(A_log) softplus(a + dt_bias). beta [B, T, Hv] float, 0 to 1.
+    Both are read in fp32 and should be fp32. key_heads: Hk, of which Hv is a multiple; key_size: hk <= 256.
+    initial_state [N, Hv, hk, hv] float, zeros if None. cu_seqlens int32 [N + 1]: offsets of the documents packed into
+    one row (B = 1), the first 0, the last T; each document starts from its own initial state. Without it each row is a
+    document, N = B. eps: of the norms of queries and keys, which are normalized and scaled by hk^-½ here.
+    -> o [B, T, Hv, hv] in the dtype of qkv, final_state [N, Hv, hk, hv] fp32: the state after each document's last
+    token. Where beta and g are 0 a token leaves the state as it is.
+
+    Differentiable in qkv, g, beta and initial_state, by o and by final_state. Under torch.autocast qkv is cast.
+    Raises ValueError if the shapes disagree. `gated_delta_step_` computes one token of each of many rows.
+    """
+    (qkv,) = autocast(qkv)
+    check_arguments(qkv, g, beta, key_heads, key_size, initial_state, cu_seqlens)
+    if not runs_kernels(qkv):
+        return gated_delta_rule_reference(qkv, g, beta, key_heads, key_size, initial_state, cu_seqlens, eps)
+    return _GatedDeltaRule.apply(qkv, g, beta, key_heads, key_size, initial_state, cu_seqlens, eps)
+
+
+def check_arguments(qkv, g, beta, key_heads, key_size, initial_state, cu_seqlens) -> None:
+    """Raises ValueError where a kernel would read out of bounds."""
+    shape = delta_shape(qkv, g, key_heads, key_size)
+    if qkv.ndim != 3 or g.shape[:2] != qkv.shape[:2] or g.shape != beta.shape:
+        raise ValueError(
+            f"gated_delta_rule: qkv {list(qkv.shape)}, g {list(g.shape)}, beta {list(beta.shape)}; needed [B, T,"
+            " columns] and twice [B, T, Hv]"
+        )
+    if cu_seqlens is not None and qkv.shape[0] != 1:
+        raise ValueError(f"gated_delta_rule: cu_seqlens needs a batch of one row, but there are {qkv.shape[0]} rows")
+    documents = qkv.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    needed = documents, shape.value_heads, key_size, shape.value_size
+    if initial_state is not None and initial_state.shape != needed:
+        raise ValueError(f"gated_delta_rule: initial_state is {list(initial_state.shape)}; needed {list(needed)}")

@@ -1,0 +1,1 @@
+"""Mixture of experts: tokens permuted by expert, grouped products, exchange between ranks."""

@@ -1,0 +1,1 @@
+"""Frozen weights in few bits, and their linear."""

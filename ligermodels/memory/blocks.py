@@ -1,0 +1,215 @@
+"""What a block saves for the backward pass of a training step, by its modules; part of the plan of `model.py`.
+
+These are the tensors that it saves on a GPU (ARCHITECTURE.md, "A token: forward and backward"). Must not know any
+family, nor how a run is trained.
+"""
+
+from typing import cast
+
+from torch import nn
+
+from ligermodels.kernels.linear_attention.document_chunks import SPAN
+from ligermodels.layers.attention import Attention, GatedQKNormAttention, QKNormAttention
+from ligermodels.layers.block import Block, LayerInputLayer, ParallelLayer, PostNormLayer
+from ligermodels.layers.checkpointing.kept_tensors import FP32_BYTES
+from ligermodels.layers.context_parallel import copies_of_keys
+from ligermodels.layers.gated_delta import GatedDeltaNet
+from ligermodels.layers.latent_attention import LatentAttention
+from ligermodels.layers.lora import GroupedUpdate, LoRALinear, lora_modules
+from ligermodels.layers.mamba2 import Mamba2
+from ligermodels.layers.mixer import Mixer
+from ligermodels.layers.mlp import MLP, GatedMLP
+from ligermodels.layers.moe import LoRAExperts, MoE
+from ligermodels.layers.norm import LayerNorm, RMSNorm
+from ligermodels.layers.normed_heads import NormedHeadsAttention, ReadingAttention
+from ligermodels.layers.packed import PackedLinear
+from ligermodels.layers.quantised import QuantisedLinear
+from ligermodels.layers.short_conv import ShortConv
+from ligermodels.vision.cross_attention import CrossAttention, GatedLayer
+
+INT64_BYTES = 8
+
+
+def saved_by_block(block: Block, size: int) -> int:
+    """Bytes per token that a block saves for backward; elements have `size` bytes."""
+    hidden = block.mixer.hidden_size
+    children = list(block.children())
+    norms = sum(isinstance(child, RMSNorm | LayerNorm) for child in children)
+    statistics = norms + sum(isinstance(child, LayerNorm) for child in children)  # rstd, of a LayerNorm the mean too
+    # Attention and MLP save their inputs, where no norm is fused with them; parallel branches have the same one.
+    inputs = 2 if isinstance(block, PostNormLayer) else 1 if isinstance(block, ParallelLayer) else 0
+    masks = 2 * hidden if block.dropout else 0  # one byte per element of each branch
+    low_rank = sum(update.lora_A.shape[0] for update in lora_modules(block) if isinstance(update, LoRALinear))
+    saved = (norms + inputs) * hidden * size + statistics * FP32_BYTES + low_rank * size + masks
+    if isinstance(block, GatedLayer) and block.gate_attn.requires_grad:
+        saved += 2 * hidden * size  # both branches before their gates
+    if isinstance(block, LayerInputLayer):
+        saved += saved_beside_mlp(block, hidden, size)
+    return saved + saved_by_mixer(block.mixer, size) + saved_by_mlp(block.mlp, hidden, size)
+
+
+def saved_beside_mlp(block: LayerInputLayer, hidden: int, size: int) -> int:
+    """Bytes per token of a block's experts and its layer input."""
+    saved = 0
+    if block.moe is not None:  # its norm and its router read what the MLP's norm has saved; the router saves its input
+        saved += saved_by_mlp(block.moe, hidden, size) + FP32_BYTES
+    if block.has_layer_input:  # the stream, and the gate beside the input, then their product
+        saved += (hidden + 3 * block.per_layer_projection.in_features) * size
+    return saved
+
+
+def saved_by_mixer(mixer: Mixer, size: int) -> int:
+    """Bytes per token that attention, or what stands for it, saves."""
+    if isinstance(mixer, LatentAttention):
+        return saved_by_latent_attention(mixer, size)
+    if isinstance(mixer, GatedDeltaNet):
+        return saved_by_delta_rule(mixer, size)
+    if isinstance(mixer, Mamba2):
+        return saved_by_mamba2(mixer, size)
+    if isinstance(mixer, ShortConv):
+        return 6 * mixer.hidden_size * size  # the projection; what is behind its gate, the convolution, and both
+    if isinstance(mixer, NormedHeadsAttention | ReadingAttention):
+        return saved_by_normed_heads(mixer, size)
+    if isinstance(mixer, CrossAttention):
+        # Queries before and after their norm, the output, its log-sum-exp, and rstd.
+        return 3 * mixer.num_heads * mixer.head_dim * size + 2 * mixer.num_heads * FP32_BYTES
+    return saved_by_attention(cast(Attention, mixer), size)
+
+
+def saved_by_attention(attention: Attention, size: int) -> int:
+    """Bytes per token: queries, keys and values, the output, its log-sum-exp.
+
+    With QK-norm also queries and keys before the norm, of scaled queries also the unscaled ones; with an output gate
+    the gate and the gated output.
+    """
+    heads, key_value_heads = attention.num_heads, attention.num_key_value_heads
+    rows = 2 * (heads + key_value_heads)
+    if isinstance(attention, QKNormAttention):
+        rows += heads + key_value_heads
+    if isinstance(attention, GatedQKNormAttention):
+        rows += 2 * heads
+    if attention.scales_queries:
+        rows += heads
+    return rows * attention.head_dim * size + heads * FP32_BYTES
+
+
+def beside_recomputed(block: Block, tokens: int, size: int) -> int:
+    """Bytes in the backward pass of a checkpointed block beside what the block saves and the gradient of its output.
+
+    Where its feed-forward layer runs over tiles of tokens, what the layer saves of a tile takes the place of what it
+    saves of all tokens, and the mixer may take more than the layer: its gradients are then the larger part.
+    """
+    mlp, mixer = block.mlp, block.mixer
+    if not isinstance(mlp, GatedMLP | MLP) or (tiles := mlp.tiles(tokens)) == 1:
+        return tokens * recomputed_by_mlp(mlp, size)
+    hidden, of_all_tokens = mixer.hidden_size * size, saved_by_mlp(mlp, mixer.hidden_size, size)
+    of_tile = -(-tokens // tiles) * (of_all_tokens + recomputed_by_mlp(mlp, size) + hidden)  # and its output
+    sums = FP32_BYTES * sum(p.numel() for p in mlp.parameters() if p.requires_grad)
+    sums += sum(p.nbytes for p in mlp.down_proj.parameters() if p.requires_grad)
+    in_mlp = tokens * hidden + of_tile + sums  # the gradient of the layer's input; sums over tiles, and one by a tile
+    in_mixer = tokens * (gradients_in_mixer(mixer, size) - hidden)  # the layer's input is gone
+    return max(in_mlp, in_mixer) - tokens * of_all_tokens
+
+
+def beside_saved(block: Block, tokens: int, size: int) -> int:
+    """Bytes in the backward pass of a block's mixer beside what the block saves: its gradients, where they are more
+    than what its feed-forward layer has saved, which is free by then."""
+    of_mlp = saved_by_mlp(block.mlp, block.mixer.hidden_size, size)
+    return tokens * max(0, gradients_in_mixer(block.mixer, size) - of_mlp)
+
+
+def gradients_in_mixer(mixer: Mixer, size: int) -> int:
+    """Bytes per token of the gradients of all that a mixer saves, and of what attention sums: those of queries in fp32;
+    those of keys and values in fp32 too, or, as cuDNN does, for each of the query heads that share them."""
+    summed = 0
+    if mixer.score_width:
+        queries = mixer.num_heads * cast(Attention, mixer).head_dim
+        keys = cast(Attention, mixer).kept().elements
+        summed = queries * FP32_BYTES + max(keys * FP32_BYTES, 2 * queries * size)
+    return saved_by_mixer(mixer, size) + summed
+
+
+def recomputed_by_mlp(mlp: GatedMLP | MLP | MoE, size: int) -> int:
+    """Bytes per token in the backward pass of a checkpointed block's down projection, beside what the block saves: its
+    input, which is saved because it is not fused with the activation, and the gradient of the input."""
+    if isinstance(mlp, GatedMLP):
+        return width(mlp.gate_up_proj) * size
+    return 2 * width(mlp.up_proj) * size if isinstance(mlp, MLP) else 0
+
+
+def saved_by_exchanges(block: Block, size: int, context: int, expert_ranks: int) -> int:
+    """Bytes per token that a block saves beside, where ranks share rows or experts: attention's output for all tokens
+    of this rank's heads and copies of key-value heads; of a token's k experts the rows, and their places."""
+    saved, mixer = 0, block.mixer
+    if context > 1:
+        heads = getattr(mixer, "num_key_value_heads", mixer.num_heads)
+        copied = (copies_of_keys(heads, context) - 1) * mixer.kept().elements
+        saved += (mixer.output_size + copied) * size
+    if expert_ranks > 1:
+        slots = sum(module.experts_per_token for module in block.modules() if isinstance(module, MoE))
+        saved += slots * (mixer.hidden_size * size + 2 * INT64_BYTES + FP32_BYTES)
+    return saved
+
+
+def saved_of_updates(block: nn.Module, size: int) -> int:
+    """Bytes, of any number of tokens: copies of the updates of routed experts, in the order that the products read."""
+    return sum(update.lora_B.numel() * size for update in block.modules() if isinstance(update, GroupedUpdate))
+
+
+def saved_by_delta_rule(mixer: GatedDeltaNet, size: int) -> int:
+    """Bytes per token: the projection, queries, keys and values behind the convolution, the output before and after its
+    norm, and of each value head a row of a chunk's inverse. In fp32 of each value head g, three steps to it and beta;
+    the norms of queries and keys."""
+    values = mixer.value_heads * mixer.value_size
+    wide = width(mixer.in_proj) + mixer.channels + 2 * values + mixer.value_heads * SPAN.value
+    return wide * size + (5 * mixer.value_heads + 2 * mixer.key_heads) * FP32_BYTES
+
+
+def saved_by_mamba2(mixer: Mamba2, size: int) -> int:
+    """Bytes per token: the projection, what is behind the convolution, the scan's output before and after its norm. In
+    fp32 of each head the step size, and two steps to it."""
+    return (width(mixer.in_proj) + mixer.channels + 2 * mixer.size) * size + 3 * mixer.heads * FP32_BYTES
+
+
+def saved_by_latent_attention(attention: LatentAttention, size: int) -> int:
+    """Bytes per token: the latents and rstd of their norms; queries, keys, what the values are a part of, the output
+    and its log-sum-exp."""
+    norms = 1 if attention.q_b_proj is None else 2
+    heads = 2 * attention.head_dim + (attention.nope_size + attention.value_size) + attention.value_size
+    saved = width(attention.qkv_a_proj) + attention.num_heads * heads
+    return saved * size + (norms + attention.num_heads) * FP32_BYTES
+
+
+def saved_by_normed_heads(attention: NormedHeadsAttention | ReadingAttention, size: int) -> int:
+    """Bytes per token: the heads before and after their norms, the output, rstd and log-sum-exp."""
+    heads, others = attention.num_heads, 0
+    if isinstance(attention, NormedHeadsAttention):
+        others = 2 * attention.num_key_value_heads
+    saved = (2 * (heads + others) + heads) * attention.head_dim
+    return saved * size + (heads + others // 2) * FP32_BYTES
+
+
+def saved_by_mlp(mlp: GatedMLP | MLP | MoE, hidden: int, size: int) -> int:
+    """Bytes per token: gate_up, without a gate the activation's input; for experts gate_up of each of a token's k
+    experts, their input and the routing."""
+    if isinstance(mlp, GatedMLP | MLP):
+        return width(mlp.gate_up_proj if isinstance(mlp, GatedMLP) else mlp.up_proj) * size
+    experts, low_rank = mlp.experts, 0
+    if isinstance(experts, LoRAExperts):
+        experts, low_rank = experts.base_layer, experts.gate_up_proj.rank + experts.down_proj.rank
+    slots, (num_experts, gate_up, _) = mlp.experts_per_token, experts.gate_up_proj.shape
+    # Probabilities and the sum of the top k; for each slot three indices and its weight, as routed and as sorted.
+    routing = (num_experts + 1) * FP32_BYTES + slots * (3 * INT64_BYTES + 2 * FP32_BYTES)
+    saved = (hidden + slots * (gate_up + low_rank)) * size + routing
+    if mlp.shared_expert is not None:
+        saved += width(mlp.shared_expert.gate_up_proj) * size
+    if mlp.shared_expert_gate is not None:
+        saved += (hidden + 1) * size  # the shared expert's output and its gate, which are multiplied
+    return saved
+
+
+def width(projection: nn.Module) -> int:
+    """Output features of a linear, with or without LoRA."""
+    base = projection.base_layer if isinstance(projection, LoRALinear) else projection
+    assert isinstance(base, nn.Linear | PackedLinear | QuantisedLinear)
+    return base.out_features

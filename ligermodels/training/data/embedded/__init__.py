@@ -1,0 +1,1 @@
+"""Data that needs no file, and the tokenizers of new models."""

@@ -1,0 +1,1 @@
+"""Files and data sets, read as a stream of records."""

@@ -1,0 +1,197 @@
+"""JSON lines and JSON arrays as records.
+
+No file is read into memory as a whole. Of a JSON array, no more is held than its longest element needs. A line that is
+not JSON is one bad line; in an array, everything after such an error is lost, so it ends reading. This module knows
+nothing about tokens.
+"""
+
+import codecs
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, TextIO
+
+from ligermodels.errors import InputError, first_line
+from ligermodels.training.data.formats.progress import ReadingProgress
+from ligermodels.training.data.formats.record_formats import RecordFormats, parse_record
+from ligermodels.training.data.formats.records import MAX_RECORD_BYTES, MAX_RECORD_VALUES, BadLines, Record
+from ligermodels.training.data.formats.streams import (
+    describe_invalid_utf8,
+    open_stream,
+    open_text_stream,
+    refuse_placeholder,
+)
+from ligermodels.weights.reading import has_more_values
+
+CHUNK_CHARACTERS = 2**16
+DECODER = json.JSONDecoder()
+JSON_WHITESPACE = re.compile(r"[ \t\n\r]*")
+SURROGATE_ESCAPE, SURROGATE = re.compile(r"\\u[dD][89a-fA-F]"), re.compile("[\ud800-\udfff]")
+JSON_LAYOUTS = "the file must have one object per line, or be one array of objects"
+
+
+def read_json_file(
+    file: Path, fields: RecordFormats, bad_lines: BadLines, progress: ReadingProgress
+) -> Iterator[Record]:
+    """The records of a JSON file, which is an array if its first character is "[", and JSON lines otherwise."""
+    with open_stream(file, progress) as stream:
+        refuse_placeholder(file, stream)
+        is_array = stream.peek().removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+    return (read_json_array if is_array else read_json_lines)(file, fields, bad_lines, progress)
+
+
+def read_json_lines(
+    file: Path, fields: RecordFormats, bad_lines: BadLines, progress: ReadingProgress
+) -> Iterator[Record]:
+    for number, line in numbered_lines(file, progress):
+        record = bad_lines.attempt(parse_json_line, line, f"{file}:{number}", fields)
+        if record is not None:
+            yield record
+
+
+def numbered_lines(file: Path, progress: ReadingProgress) -> Iterator[tuple[int, bytes]]:
+    """The lines that are not blank, with their line numbers, which start at 1."""
+    with open_stream(file, progress) as stream:
+        yield from stream_lines(stream, str(file))
+
+
+def stream_lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
+    """The same, of an open stream. name: of the stream, for errors."""
+    number = 0
+    while line := stream.readline(MAX_RECORD_BYTES + 1):
+        number += 1
+        if len(line) > MAX_RECORD_BYTES:
+            raise InputError(f"{name}:{number}: has more than {MAX_RECORD_BYTES:,} bytes; {JSON_LAYOUTS}")
+        line = (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).rstrip()
+        if line:
+            yield number, line
+
+
+def parse_json_line(line: bytes, place: str, fields: RecordFormats) -> Record:
+    return parse_record(decode_json_line(line, place), place, fields)
+
+
+def decode_json_line(line: bytes, place: str) -> Any:
+    """The JSON value of a line. Raises InputError naming the place."""
+    refuse_many_values(line, place)
+    try:
+        text = line.decode()
+        value = json.loads(text)
+    except UnicodeDecodeError as error:
+        column = len(line[: error.start].decode()) + 1
+        raise InputError(describe_invalid_utf8(f"{place}:{column}", error)) from None
+    except json.JSONDecodeError as error:
+        raise InputError(f"{place}:{error.colno}: not JSON: {error.msg}; {JSON_LAYOUTS}") from None
+    except (ValueError, RecursionError) as error:
+        raise unsupported_json(place, error) from None
+    refuse_half_characters(value, text, place)
+    return value
+
+
+def read_json_array(
+    file: Path, fields: RecordFormats, bad_lines: BadLines, progress: ReadingProgress
+) -> Iterator[Record]:
+    with open_text_stream(file, progress) as stream:
+        scanner = JSONScanner(stream)
+        scanner.take()  # the [
+        delimiter = scanner.take() if scanner.peek() == "]" else ","
+        number = 0
+        while delimiter == ",":
+            number += 1
+            place = f"{file}: element {number}"
+            record = bad_lines.attempt(parse_json_record, *scanner.take_value(place), place, fields)
+            if record is not None:
+                yield record
+            delimiter = scanner.take()
+        if delimiter != "]":
+            problem = f"followed by {delimiter!r} instead of , or ]" if delimiter else "the last, and the ] is missing"
+            raise InputError(f"{file}: element {number} is {problem}; the file is damaged or truncated")
+        if scanner.peek():
+            raise InputError(f"{file}: has {scanner.peek()!r} after the end of the array; {JSON_LAYOUTS}")
+
+
+class JSONScanner:
+    """Takes characters and JSON values from a text stream. Holds only the text that is not taken yet."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream, self.buffer, self.position = stream, "", 0
+
+    def read_more(self) -> bool:
+        """Reads a chunk, at least as long as the text not taken yet; returns False at the end of the stream."""
+        chunk = self.stream.read(max(CHUNK_CHARACTERS, len(self.buffer) - self.position))
+        if chunk:
+            self.buffer, self.position = self.buffer[self.position :] + chunk, 0
+        return bool(chunk)
+
+    def peek(self) -> str:
+        """The next character that is not whitespace; empty at the end of the stream."""
+        while True:
+            self.position = JSON_WHITESPACE.match(self.buffer, self.position).end()  # type: ignore[union-attr]
+            if self.position < len(self.buffer) or not self.read_more():
+                return self.buffer[self.position : self.position + 1]
+
+    def take(self) -> str:
+        character = self.peek()
+        self.position += len(character)
+        return character
+
+    def take_value(self, place: str) -> tuple[Any, str]:
+        """The next JSON value, and its text. Raises InputError naming the place.
+
+        Reads on while the text is not valid JSON, because it may be incomplete. A value must also be followed by a
+        character: the digits of a number may continue in the next chunk.
+        """
+        self.peek()
+        while True:
+            error, value, end = try_decode(self.buffer, self.position, place)
+            if error is None and end < len(self.buffer):
+                break
+            if len(self.buffer) - self.position > MAX_RECORD_BYTES:
+                raise InputError(f"{place}: has more than {MAX_RECORD_BYTES:,} characters; {JSON_LAYOUTS}")
+            if not self.read_more():
+                break
+            if len(self.buffer) - self.position > MAX_RECORD_VALUES:  # a shorter text has fewer values
+                refuse_many_values(self.buffer[self.position :].encode("utf-8", "surrogatepass"), place)
+        if error:
+            column = error.pos - self.position + 1
+            raise InputError(f"{place}: not JSON at character {column}: {error.msg}; the rest of the file is not read")
+        text, self.position = self.buffer[self.position : end], end
+        return value, text
+
+
+def try_decode(text: str, start: int, place: str) -> tuple[json.JSONDecodeError | None, Any, int]:
+    """(error, None, start) if there is no JSON value at text[start:], or (None, value, end of the value)."""
+    try:
+        return None, *DECODER.raw_decode(text, start)
+    except json.JSONDecodeError as error:
+        return error, None, start
+    except (ValueError, RecursionError) as error:
+        raise unsupported_json(place, error) from None
+
+
+def refuse_many_values(text: bytes, place: str) -> None:
+    """Raises InputError, before it is parsed, for a JSON text whose values would take gigabytes."""
+    if has_more_values(text, MAX_RECORD_VALUES):
+        raise InputError(f"{place}: has more than {MAX_RECORD_VALUES:,} JSON values; {JSON_LAYOUTS}")
+
+
+def unsupported_json(place: str, error: Exception) -> InputError:
+    """For valid JSON that Python does not decode: numbers of thousands of digits, and very deep nesting."""
+    return InputError(f"{place}: JSON that cannot be decoded: {first_line(error)}")
+
+
+def parse_json_record(value: Any, text: str, place: str, fields: RecordFormats) -> Record:
+    """text: the JSON text of the value."""
+    refuse_half_characters(value, text, place)
+    return parse_record(value, place, fields)
+
+
+def refuse_half_characters(value: Any, text: str, place: str) -> None:
+    """Raises InputError for strings that are not Unicode. text: the JSON text of the value."""
+    try:
+        halved = SURROGATE_ESCAPE.search(text) and SURROGATE.search(json.dumps(value, ensure_ascii=False))
+    except RecursionError as error:
+        raise unsupported_json(place, error) from None
+    if halved:
+        raise InputError(f"{place}: has half of a surrogate pair, such as \\ud83d alone, which is not a character")

@@ -1,0 +1,256 @@
+"""The token store: the token ids of many documents, one after the other, memory-mapped from files.
+
+A store may be larger than memory. On disk a token takes two or four bytes, and one more if any document has a mask. A
+document takes 24 bytes: its offset, its hash, and its line in the file from which it was read. A store is written in
+batches of documents, so that a stream of any length is never held as a list. This module knows nothing about rows or
+models.
+"""
+
+import bisect
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+
+from ligermodels.errors import InputError
+from ligermodels.training.data.rows.image_store import (
+    DocumentImage,
+    ImageWriter,
+    StoredImages,
+    open_images,
+    source_bytes,
+)
+
+DESCRIPTION = "store.json"
+STORE_BATCH_TOKENS = 2**18  # written at a time
+PLACE_WITH_NUMBER = re.compile(r"(.*?)(0|[1-9][0-9]{0,17})?", re.DOTALL)
+NO_NUMBER = -1
+
+
+class Document(NamedTuple):
+    """A tokenised document.
+
+    ids: with the end-of-text token or whatever else ends the document. supervised: whether each token is in the loss;
+    None for all. The value for the first token has no effect: that token is context. place: where the document was
+    read, as file:line. images: in the order of their tokens.
+    """
+
+    ids: list[int]
+    supervised: list[bool] | None
+    place: str
+    images: Sequence[DocumentImage] = ()
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where each of D documents was read. Most are in the same file as the document before, on another line.
+
+    origins: the places without their numbers, as "file:", one for each run of documents that share it. firsts: the
+    first document of each run, ascending. numbers: [D] int64, the number at the end of each place, or NO_NUMBER.
+    """
+
+    firsts: list[int]
+    origins: list[str]
+    numbers: np.ndarray
+
+    def __getitem__(self, document: int) -> str:
+        origin = self.origins[bisect.bisect_right(self.firsts, document) - 1]
+        number = int(self.numbers[document])
+        return origin if number == NO_NUMBER else f"{origin}{number}"
+
+
+@dataclass(frozen=True)
+class TokenStore:
+    """D documents of N tokens in total.
+
+    tokens: [N] uint16 or uint32. supervised: [N] bool, whether each token is in the loss; None for all of them.
+    offsets: [D + 1] int64, where documents begin. hashes: [D] uint64, of the documents' tokens and of their images'
+    sources. places: of the documents, or the name of the token file from which all of them come. images: None if no
+    document has one.
+    """
+
+    tokens: np.ndarray
+    offsets: np.ndarray
+    hashes: np.ndarray
+    supervised: np.ndarray | None
+    places: Places | str
+    images: StoredImages | None = None
+
+    def __len__(self) -> int:
+        return len(self.hashes)
+
+    @property
+    def features_before(self) -> np.ndarray:
+        """The number of image tokens before each document, and of all: int64 [D + 1]."""
+        if self.images is None:
+            return np.zeros(len(self.offsets), np.int64)
+        before = np.concatenate([[0], np.cumsum(self.images.features, dtype=np.int64)])
+        return before[np.searchsorted(self.images.starts, self.offsets)]
+
+    def place(self, token: int) -> str:
+        """Where the document that contains tokens[token] was read."""
+        if isinstance(self.places, str):
+            return f"{self.places}: token {token}"
+        return self.places[int(np.searchsorted(self.offsets, token, side="right")) - 1]
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
+
+
+def write_store(documents: Iterable[Document], vocab_size: int, folder: Path) -> None:
+    """Writes documents to an empty folder, for `open_store`.
+
+    Raises InputError for a token id outside the vocabulary, naming its place.
+    """
+    files: dict[str, BinaryIO] = {name: (folder / name).open("wb") for name in array_dtypes(vocab_size)}
+    images = ImageWriter(folder)
+    writer = StoreWriter(files, vocab_size, images)
+    try:
+        for batch in document_batches(documents):
+            writer.write(batch)
+    finally:
+        images.close()
+        for file in files.values():
+            file.close()
+    if not writer.masked:
+        (folder / "supervised").unlink()
+    description = {
+        "vocab_size": vocab_size, "masked": writer.masked, "firsts": writer.firsts, "origins": writer.origins,
+    }  # fmt: skip
+    (folder / DESCRIPTION).write_text(json.dumps(description))
+
+
+def open_store(folder: Path) -> TokenStore:
+    """The store that `write_store` wrote to a folder, memory-mapped."""
+    description = json.loads((folder / DESCRIPTION).read_text())
+    masked, dtypes = description["masked"], array_dtypes(description["vocab_size"])
+    names = [name for name in dtypes if masked or name != "supervised"]
+    arrays = {name: map_file(folder / name, dtypes[name]) for name in names}
+    places = Places(description["firsts"], description["origins"], arrays.pop("numbers"))
+    images = open_images(folder)
+    return TokenStore(**({"supervised": None} | arrays), places=places, images=images)  # type: ignore[arg-type]
+
+
+def map_file(file: Path, dtype: Any) -> np.ndarray:
+    """The numbers in a file, memory-mapped; an empty file, which cannot be mapped, gives an empty array."""
+    return np.memmap(file, dtype, mode="r") if file.stat().st_size else np.empty(0, dtype)
+
+
+def array_dtypes(vocab_size: int) -> dict[str, np.dtype[Any]]:
+    """The arrays of a store, each in a file of that name, and their dtypes."""
+    return {
+        "tokens": token_dtype(vocab_size), "supervised": np.dtype(bool), "offsets": np.dtype(np.int64),
+        "hashes": np.dtype(np.uint64), "numbers": np.dtype(np.int64),
+    }  # fmt: skip
+
+
+def document_batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """Batches that end with the document that reaches STORE_BATCH_TOKENS tokens."""
+    batch: list[Document] = []
+    tokens = 0
+    for document in documents:
+        batch.append(document)
+        tokens += len(document.ids)
+        if tokens >= STORE_BATCH_TOKENS:
+            yield batch
+            batch, tokens = [], 0
+    if batch:
+        yield batch
+
+
+class StoreWriter:
+    """Appends documents to the files of a store.
+
+    tokens, documents: written so far. masked: whether any document so far has a mask. Masks are written from the first
+    such document on, after ones for all tokens before it. firsts, origins: as in `Places`.
+    """
+
+    def __init__(self, files: dict[str, BinaryIO], vocab_size: int, images: ImageWriter) -> None:
+        self.files, self.vocab_size, self.images = files, vocab_size, images
+        self.tokens = self.documents = 0
+        self.masked = False
+        self.firsts: list[int] = []
+        self.origins: list[str] = []
+        files["offsets"].write(np.int64(0).tobytes())
+
+    def write(self, batch: Sequence[Document]) -> None:
+        stops = np.cumsum([len(document.ids) for document in batch])
+        ids = np.fromiter(itertools.chain.from_iterable(d.ids for d in batch), np.int64, count=stops[-1])
+        if has_unknown_ids(ids, self.vocab_size):
+            for document in batch:
+                refuse_unknown_ids(np.array(document.ids, np.int64), self.vocab_size, document.place)
+        tokens = ids.astype(token_dtype(self.vocab_size))
+        self.files["tokens"].write(tokens.data)
+        self.write_masks(batch)
+        self.files["offsets"].write((stops + self.tokens).tobytes())
+        hashes = document_hashes([(tokens, stops.tolist())])
+        self.files["hashes"].write(b"".join(with_images(*pair) for pair in zip(hashes, batch, strict=True)))
+        for document, stop in zip(batch, stops.tolist(), strict=True):
+            self.images.write(document.images, self.tokens + stop - len(document.ids))
+        self.files["numbers"].write(np.array([self.add_place(d.place) for d in batch], np.int64).data)
+        self.tokens += len(tokens)
+
+    def write_masks(self, batch: Sequence[Document]) -> None:
+        if not self.masked and any(document.supervised is not None for document in batch):
+            self.masked = True
+            for start in range(0, self.tokens, STORE_BATCH_TOKENS):
+                self.files["supervised"].write(b"\1" * min(STORE_BATCH_TOKENS, self.tokens - start))
+        if self.masked:
+            masks = (b"\1" * len(d.ids) if d.supervised is None else bytes(d.supervised) for d in batch)
+            self.files["supervised"].write(b"".join(masks))
+
+    def add_place(self, place: str) -> int:
+        """Returns the number at the end of the next document's place; records the origin if it is a new one."""
+        origin, number = PLACE_WITH_NUMBER.fullmatch(place).groups()  # type: ignore[union-attr]
+        if not self.origins or self.origins[-1] != origin:
+            self.firsts.append(self.documents)
+            self.origins.append(origin)
+        self.documents += 1
+        return NO_NUMBER if number is None else int(number)
+
+
+def with_images(tokens: bytes, document: Document) -> bytes:
+    """The hash of a document from that of its tokens: equal questions about other images are other documents."""
+    if not document.images:
+        return tokens
+    digest = hashlib.blake2b(tokens, digest_size=8)
+    for image in document.images:
+        digest.update(hashlib.blake2b(source_bytes(image.source)).digest())
+    return digest.digest()
+
+
+def has_unknown_ids(ids: np.ndarray, vocab_size: int) -> bool:
+    return bool(len(ids)) and bool(ids.max() >= vocab_size or ids.min() < 0)
+
+
+def refuse_unknown_ids(ids: np.ndarray, vocab_size: int, place: str, first: int = 0) -> None:
+    """Raises InputError for an id outside the vocabulary. ids: of the tokens at `place`, from number `first` on."""
+    if has_unknown_ids(ids, vocab_size):
+        unknown = np.flatnonzero((ids >= vocab_size) | (ids < 0))
+        raise InputError(
+            f"{place}: token {first + unknown[0]} has the id {ids[unknown[0]]}, outside the model's vocabulary of "
+            f"{vocab_size}: use the tokenizer that belongs to the model"
+        )
+
+
+def document_hashes(blocks: Iterable[tuple[np.ndarray, Sequence[int]]]) -> Iterator[bytes]:
+    """A hash of 8 bytes for each document's tokens, a little-endian uint64 that does not depend on their dtype.
+
+    blocks: pairs of tokens and the places in them where documents end. A document may span any number of blocks.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for tokens, stops in blocks:
+        content = tokens.astype("<u4").data.cast("B")
+        begin = 0
+        for stop in stops:
+            digest.update(content[4 * begin : 4 * stop])
+            yield digest.digest()
+            digest, begin = hashlib.blake2b(digest_size=8), stop
+        digest.update(content[4 * begin :])

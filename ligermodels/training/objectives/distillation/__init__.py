@@ -1,0 +1,1 @@
+"""Learning from a teacher's distribution, or from its samples."""

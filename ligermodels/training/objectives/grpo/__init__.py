@@ -1,0 +1,1 @@
+"""Reinforcement learning: rewards, sampled completions, and the updates that they give."""

@@ -1,0 +1,178 @@
+"""Sampled completions and their rewards, from all ranks: advantages, metrics, and lines of completions.jsonl.
+
+Must not know models.
+"""
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ligermodels import distributed
+from ligermodels.errors import InputError
+from ligermodels.generation.requests import GeneratedSample
+from ligermodels.losses import reward_table
+from ligermodels.training.data.preferences import GroupPrompt
+from ligermodels.training.objectives.grpo.rewards import Judged, RewardFunction, Rewards, TrainerState, call_rewards
+from ligermodels.training.objectives.grpo.sampling import as_completion
+
+
+class JudgedGroup(NamedTuple):
+    """A prompt with its samples. rewards: of each function, for each sample. extras: columns that functions added."""
+
+    prompt: GroupPrompt
+    samples: list[GeneratedSample]
+    rewards: list[list[float | None]]
+    extras: dict[str, list[Any]]
+
+
+class JudgedGeneration(NamedTuple):
+    """The groups of all ranks, by the number of their prompt. logged: what functions logged, by name."""
+
+    groups: list[JudgedGroup]
+    logged: dict[str, float]
+
+    @property
+    def samples(self) -> list[GeneratedSample]:
+        return [sample for group in self.groups for sample in group.samples]
+
+    @property
+    def rewards(self) -> Tensor:
+        """float64 [C, K], NaN for None."""
+        functions = range(len(self.groups[0].rewards))
+        return reward_table([[value for group in self.groups for value in group.rewards[k]] for k in functions])
+
+
+def judge(
+    functions: Sequence[RewardFunction],
+    prompts: Sequence[GroupPrompt],
+    samples: Sequence[Sequence[GeneratedSample]],
+    state: TrainerState,
+    seconds: float,
+) -> JudgedGeneration:
+    """Calls the reward functions on this rank's completions, and gathers those of all ranks. Every rank must call it.
+
+    Raises InputError on every rank where a function fails on one.
+    """
+    error, mine = None, None
+    try:
+        mine = judge_own(functions, prompts, samples, state, seconds)
+    except InputError as failure:
+        error = failure
+    distributed.raise_on_all(error)
+    assert mine is not None
+    gathered = distributed.gather_objects(mine)
+    logged: dict[str, list[float]] = defaultdict(list)
+    for _, metrics in gathered:
+        for name, values in metrics.items():
+            logged[name] += values
+    groups = sorted((group for groups, _ in gathered for group in groups), key=lambda group: group.prompt.unit)
+    return JudgedGeneration(groups, {name: sum(values) / len(values) for name, values in logged.items()})
+
+
+def judge_own(
+    functions: Sequence[RewardFunction],
+    prompts: Sequence[GroupPrompt],
+    samples: Sequence[Sequence[GeneratedSample]],
+    state: TrainerState,
+    seconds: float,
+) -> tuple[list[JudgedGroup], dict[str, list[float]]]:
+    if not prompts:
+        return [], {}
+    rewards = call_rewards(functions, as_judged(prompts, samples), state, seconds)
+    return list(groups_of_prompts(prompts, samples, rewards)), dict(rewards.metrics)
+
+
+def as_judged(prompts: Sequence[GroupPrompt], samples: Sequence[Sequence[GeneratedSample]]) -> Judged:
+    pairs = [(prompt, sample) for prompt, group in zip(prompts, samples, strict=True) for sample in group]
+    names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
+    return Judged(
+        [prompt.text for prompt, _ in pairs],
+        [as_completion(prompt.text, sample.text or "") for prompt, sample in pairs],
+        [sample.ids for _, sample in pairs],
+        {name: [prompt.columns.get(name) for prompt, _ in pairs] for name in names},
+        [prompt.place for prompt, _ in pairs],
+    )
+
+
+def groups_of_prompts(
+    prompts: Sequence[GroupPrompt], samples: Sequence[Sequence[GeneratedSample]], rewards: Rewards
+) -> Iterator[JudgedGroup]:
+    begin = 0
+    for prompt, group in zip(prompts, samples, strict=True):
+        part = slice(begin, begin + len(group))
+        begin += len(group)
+        values = [values[part] for values in rewards.values]
+        yield JudgedGroup(prompt, list(group), values, {name: all[part] for name, all in rewards.extras.items()})
+
+
+def weighted_totals(rewards: Tensor, weights: Sequence[float]) -> Tensor:
+    """The reward of each completion, float64 [C]: the weighted sum of those that are present, NaN without any."""
+    total = (rewards.nan_to_num(0.0) * torch.tensor(weights, dtype=rewards.dtype)).sum(1)
+    return total.masked_fill(rewards.isnan().all(1), math.nan)
+
+
+def has_spread(values: Tensor, generations: int) -> Tensor:
+    """bool [Q]: whether the present rewards of a prompt's completions differ, in any column of values [C, …]."""
+    groups = values.reshape(-1, generations, values[0].numel())
+    highest = groups.nan_to_num(-math.inf).amax(1)
+    return (highest > groups.nan_to_num(math.inf).amin(1)).any(1)
+
+
+def generation_metrics(generation: JudgedGeneration, functions: Sequence[RewardFunction]) -> dict[str, float]:
+    """The metrics of a generation under TRL's names."""
+    rewards, samples = generation.rewards, generation.samples
+    size = len(generation.groups[0].samples)
+    totals = weighted_totals(rewards, [function.weight for function in functions])
+    deviations = torch.stack([std(group) for group in totals.unflatten(0, (-1, size))])
+    metrics = {
+        "reward": mean(totals), "reward_std": mean(deviations),
+        "frac_reward_zero_std": 1 - float(has_spread(totals, size).double().mean()),
+    }  # fmt: skip
+    for function, values in zip(functions, rewards.T, strict=True):
+        metrics |= {f"rewards/{function.name}/mean": mean(values), f"rewards/{function.name}/std": float(std(values))}
+    lengths = [len(sample.ids) for sample in samples]
+    ended = [len(sample.ids) for sample in samples if sample.finish_reason == "stop"]
+    metrics |= {
+        "completions/mean_length": sum(lengths) / len(lengths), "completions/min_length": min(lengths),
+        "completions/max_length": max(lengths), "completions/clipped_ratio": 1 - len(ended) / len(lengths),
+        "completions/mean_terminated_length": sum(ended) / max(1, len(ended)),
+    }  # fmt: skip
+    return metrics | generation.logged
+
+
+def pass_fraction(values: Tensor, count: int) -> float:
+    """The fraction of prompts of which one completion has a reward of 1 or more: pass@count. values: of one function,
+    for `count` completions of each prompt."""
+    return float((values.view(-1, count).nan_to_num(0.0) >= 1).any(1).double().mean())
+
+
+def mean(values: Tensor) -> float:
+    """Of the values that are present; 0 without any."""
+    return float(values.nanmean().nan_to_num(0.0))
+
+
+def std(values: Tensor) -> Tensor:
+    """The standard deviation of the values that are present, with n − 1; 0 of fewer than two."""
+    present = values[~values.isnan()]
+    return present.std() if len(present) > 1 else torch.zeros((), dtype=values.dtype)
+
+
+def completion_lines(
+    generation: JudgedGeneration, functions: Sequence[RewardFunction], advantages: Sequence[float], step: int
+) -> Iterator[str]:
+    """A JSON object for each completion."""
+    number = iter(advantages)
+    for group in generation.groups:
+        for index, sample in enumerate(group.samples):
+            record: Mapping[str, Any] = {
+                "step": step, "prompt": group.prompt.text, "completion": sample.text, "tokens": len(sample.ids),
+                "finish_reason": sample.finish_reason,
+                **{f"rewards/{f.name}": values[index] for f, values in zip(functions, group.rewards, strict=True)},
+                "advantage": next(number), **{name: values[index] for name, values in group.extras.items()},
+            }  # fmt: skip
+            yield json.dumps(record, ensure_ascii=False, default=str)

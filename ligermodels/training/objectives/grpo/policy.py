@@ -1,0 +1,214 @@
+"""The loss of a micro-batch of rollouts, by the names of --loss, and its metrics. Must not know how they were sampled.
+
+Options that are None have the default of the loss (`ligermodels.losses.policy`).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ligermodels import losses
+from ligermodels.errors import InputError
+from ligermodels.kernels.losses.logprobs_of_logits import LogProbs
+from ligermodels.losses import segment_means, segment_sums
+from ligermodels.training.objectives.grpo.rollouts import RolloutBatch
+
+CLIP = ("epsilon", "epsilon_high")
+RATIO = ("importance_sampling_level",)
+
+
+class PolicyLoss(NamedTuple):
+    """unit: what the sum is divided by: "completions" or "tokens" of the step, or "longest": completions times the
+    longest possible. options: that the function takes. of_tokens: whether its ratios are those of tokens by default."""
+
+    function: Callable[..., Tensor]
+    unit: str
+    options: tuple[str, ...]
+    of_tokens: bool = False
+
+
+POLICY_LOSSES = {
+    "grpo": PolicyLoss(losses.grpo, "completions", (*CLIP, "delta", *RATIO), of_tokens=True),
+    "dapo": PolicyLoss(losses.dapo, "tokens", (*CLIP, "delta", *RATIO), of_tokens=True),
+    "bnpo": PolicyLoss(losses.bnpo, "tokens", (*CLIP, "delta", *RATIO), of_tokens=True),
+    "dr_grpo": PolicyLoss(losses.dr_grpo, "longest", (*CLIP, "delta", *RATIO), of_tokens=True),
+    "luspo": PolicyLoss(losses.luspo, "completions", (*CLIP, "delta", *RATIO)),
+    "cispo": PolicyLoss(losses.cispo, "tokens", ("epsilon_high", *RATIO), of_tokens=True),
+    "sapo": PolicyLoss(losses.sapo, "completions", RATIO, of_tokens=True),
+    "vespo": PolicyLoss(losses.vespo, "tokens", ()),
+    "gmpo": PolicyLoss(losses.gmpo, "completions", CLIP),
+    "rloo": PolicyLoss(losses.rloo, "completions", CLIP),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyOptions:
+    """The loss and what is added to it; names as in `losses.policy` and `losses.policy_weights`.
+
+    sampler_correction: mode of `sampler_weights`, None for none; sampler_clip, sampler_clip_min: its bounds. longest:
+    the most tokens that a completion may have. Raises InputError for an option that the loss does not have.
+    """
+
+    name: str
+    longest: int
+    epsilon: float | None = None
+    epsilon_high: float | None = None
+    delta: float | None = None
+    importance_sampling_level: str | None = None
+    beta: float = 0.0
+    use_bias_correction_kl: bool = True
+    sampler_correction: str | None = None
+    sampler_clip: float = 3.0
+    sampler_clip_min: float | None = None
+    off_policy_threshold: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.name not in POLICY_LOSSES:
+            raise InputError(f"--loss {self.name}: must be one of {', '.join(POLICY_LOSSES)}")
+        flags = {
+            "epsilon": "--epsilon", "epsilon_high": "--epsilon-high", "delta": "--delta",
+            "importance_sampling_level": "--importance-sampling-level",
+        }  # fmt: skip
+        for option, flag in flags.items():
+            if getattr(self, option) is not None and option not in self.loss.options:
+                raise InputError(f"{flag} has no effect with --loss {self.name}: leave it out")
+        high = 1 + (self.epsilon_high or self.epsilon or 0.2)
+        if self.delta is not None and self.delta <= high:
+            raise InputError(f"--delta {self.delta:g}: must be above 1 + --epsilon-high, {high:g}")
+
+    @property
+    def loss(self) -> PolicyLoss:
+        return POLICY_LOSSES[self.name]
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of the loss's function, those that are not its defaults."""
+        return {name: getattr(self, name) for name in self.loss.options if getattr(self, name) is not None}
+
+    @property
+    def penalises_kl(self) -> bool:
+        """Whether the KL divergence is a term of the loss."""
+        return self.beta > 0 and self.name != "rloo"
+
+    @property
+    def subtracts_kl(self) -> bool:
+        """Whether β times the KL divergence of a completion is subtracted from its reward: RLOO's."""
+        return self.beta > 0 and self.name == "rloo"
+
+    def reads_tokens_alone(self, row: RolloutBatch) -> bool:
+        """Whether a token's term of the loss depends on no other token's log-probability under the policy.
+
+        Ratios of completions read all of its tokens. So does the sampler's correction of completions, as long as the
+        policy before the update is the one that is trained.
+        """
+        ratios = self.loss.of_tokens and self.importance_sampling_level in (None, "token")
+        corrected = (self.sampler_correction or "").startswith("sequence") and row.old_logprobs is None
+        return ratios and not corrected and self.off_policy_threshold is None
+
+    def divisor(self, completions: int, tokens: int) -> int:
+        """What the sum over the step is divided by; at least 1."""
+        units = {"completions": completions, "tokens": tokens, "longest": completions * self.longest}
+        return max(1, units[self.loss.unit])
+
+
+def policy_loss(options: PolicyOptions, row: RolloutBatch, logprobs: Tensor, only: Tensor | None = None) -> Tensor:
+    """The sum of the loss over a micro-batch, a scalar with a graph, without the entropy's term. logprobs: fp32 [N].
+
+    only: fp32 [N] of 0 and 1, the tokens whose terms are added, of a loss that reads tokens alone.
+    """
+    cu_seqlens = row.batch.completions
+    old = logprobs.detach() if row.old_logprobs is None else row.old_logprobs
+    arguments = dict(options.arguments)
+    weights: list[Tensor] = []
+    if options.sampler_correction:
+        correct = losses.sampler_log_weights if options.name == "vespo" else losses.sampler_weights
+        correction = correct(
+            old, row.sampling_logprobs, cu_seqlens, mode=options.sampler_correction, clip_max=options.sampler_clip,
+            clip_min=options.sampler_clip_min,
+        )  # fmt: skip
+        if options.name == "vespo":
+            arguments["sampler_log_weights"] = correction
+        else:
+            weights.append(correction)
+    if options.off_policy_threshold is not None:
+        weights.append(
+            losses.off_policy_mask(
+                logprobs, row.sampling_logprobs, row.advantages, cu_seqlens, options.off_policy_threshold
+            )
+        )
+    if row.token_mask is not None:
+        if options.name == "gmpo":
+            arguments["token_mask"] = row.token_mask
+        else:
+            weights.append(row.token_mask)
+    if only is not None:
+        weights.append(only)
+    if weights:
+        arguments["token_weights"] = torch.stack(weights).prod(0)
+    if options.penalises_kl:
+        penalty = options.beta * kl_of_tokens(options, row, logprobs)
+        arguments["token_penalty"] = penalty if only is None else penalty * only
+    return options.loss.function(logprobs, row.old_logprobs, row.advantages, cu_seqlens, **arguments)
+
+
+def kl_of_tokens(options: PolicyOptions, row: RolloutBatch, logprobs: Tensor) -> Tensor:
+    assert row.ref_logprobs is not None
+    return losses.kl_penalty(
+        logprobs, row.ref_logprobs, row.old_logprobs, row.batch.completions,
+        importance_sampling_level=options.importance_sampling_level or "token",
+        use_bias_correction_kl=options.use_bias_correction_kl,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def metric_sums(
+    options: PolicyOptions, row: RolloutBatch, found: LogProbs
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(sums, maxima) of a micro-batch's tokens, from which `step_metrics` makes TRL's metrics."""
+    logprobs, cu_seqlens = found.logprobs.detach(), row.batch.completions
+    assert found.entropy is not None
+    old = logprobs if row.old_logprobs is None else row.old_logprobs
+    difference = (old - row.sampling_logprobs).abs()
+    sums = {
+        "tokens": cu_seqlens[-1].double(),
+        "entropy": segment_sums(found.entropy.detach(), cu_seqlens).sum(),
+        "sampling_difference": segment_sums(difference, cu_seqlens).sum(),
+    }
+    maxima = {"sampling_difference": difference.max()}
+    if row.ref_logprobs is not None:
+        sums["kl"] = segment_sums(kl_of_tokens(options, row, logprobs), cu_seqlens).sum()
+    if "epsilon" in options.loss.options:
+        bounds = {name: value for name, value in options.arguments.items() if name in (*CLIP, *RATIO)}
+        low, high = losses.clipped_tokens(logprobs, old, row.advantages, cu_seqlens, **bounds)
+        sums |= {
+            "clipped_low": segment_sums(low, cu_seqlens).sum(),
+            "clipped_high": segment_sums(high, cu_seqlens).sum(),
+        }
+        # Of a row of padding alone, what changes neither extreme.
+        maxima["clipped_high"] = torch.cat([segment_means(high, cu_seqlens), high.new_zeros(1)]).max()
+        maxima["not_clipped_low"] = 1 - torch.cat([segment_means(low, cu_seqlens), low.new_ones(1)]).min()
+    return sums, maxima
+
+
+def step_metrics(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
+    """The metrics of an update under TRL's names, from the sums and maxima over all micro-batches and ranks."""
+    tokens = max(1.0, sums["tokens"])
+    metrics = {
+        "entropy": sums["entropy"] / tokens,
+        "sampling/sampling_logp_difference/mean": sums["sampling_difference"] / tokens,
+        "sampling/sampling_logp_difference/max": maxima["sampling_difference"],
+    }
+    if "kl" in sums:
+        metrics["kl"] = sums["kl"] / tokens
+    if "clipped_low" in sums:
+        metrics |= {
+            "clip_ratio/low_mean": sums["clipped_low"] / tokens,
+            "clip_ratio/low_min": 1 - maxima["not_clipped_low"],
+            "clip_ratio/high_mean": sums["clipped_high"] / tokens,
+            "clip_ratio/high_max": maxima["clipped_high"],
+            "clip_ratio/region_mean": (sums["clipped_low"] + sums["clipped_high"]) / tokens,
+        }
+    return metrics

@@ -1,0 +1,289 @@
+"""Reward functions: their names, how they are called, and what they may return. The signature is that of TRL:
+
+    def reward(prompts, completions, completion_ids, **columns) -> list[float | None]
+
+All arguments are passed by name, as lists with one value for each completion. `prompts` and `completions` are texts, or
+of conversations lists of messages; every column of the data is passed under its own name. A function gets those
+arguments that it names, and all with `**kwargs`. Beside these: `trainer_state`, `log_extra(column, values)` for columns
+of completions.jsonl, and `log_metric(name, value)`. Async functions run at the same time. Must not know how a function
+finds its rewards.
+"""
+
+import asyncio
+import importlib.util
+import inspect
+import math
+import sys
+import traceback
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from ligermodels.errors import InputError
+from ligermodels.training.objectives.grpo.built_in_rewards import BUILT_IN_REWARDS, RewardCallable, built_in_reward
+from ligermodels.training.objectives.grpo.reward_models import REWARD_MODEL, ModelReward
+from ligermodels.training.objectives.grpo.time_limit import TimeLimitExceeded, time_limit
+
+REWARD_KINDS = f"FILE.py:FUNCTION, {REWARD_MODEL}FOLDER of a reward model, or one of {', '.join(BUILT_IN_REWARDS)}"
+RESERVED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+
+
+class RewardFunction(NamedTuple):
+    """spec: as it was given, without its weight. name: in metrics and errors. file: that defines it, if any."""
+
+    spec: str
+    name: str
+    function: RewardCallable
+    weight: float
+    file: Path | None = None
+
+
+class TrainerState(NamedTuple):
+    """What a reward function may know of the run. global_step: completed steps. max_steps: of the whole run."""
+
+    global_step: int
+    max_steps: int
+
+
+class Judged(NamedTuple):
+    """Completions to be judged, and what belongs to each; all lists have one value for each completion.
+
+    columns: by name. places: where each prompt was read.
+    """
+
+    prompts: list[Any]
+    completions: list[Any]
+    completion_ids: list[list[int]]
+    columns: Mapping[str, list[Any]]
+    places: list[str]
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """values: of each function, in order, the rewards of all completions. extras: columns of completions.jsonl.
+
+    metrics: what the functions have logged, by name.
+    """
+
+    values: list[list[float | None]]
+    extras: dict[str, list[Any]] = field(default_factory=dict)
+    metrics: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+
+def open_rewards(specs: Sequence[str], max_completion_length: int) -> list[RewardFunction]:
+    """The functions of --reward: FILE.py:FUNCTION, model:FOLDER or the name of a built-in one, each with =WEIGHT or
+    without.
+
+    Files are run as Python code. Raises InputError for a name that is not found, a file that does not run, two
+    functions of one name.
+    """
+    if not specs:
+        raise InputError(f"--reward is missing: {REWARD_KINDS}")
+    modules: dict[Path, ModuleType] = {}  # a file runs once, however many functions it has
+    functions = [open_reward(spec, max_completion_length, modules) for spec in specs]
+    name, count = Counter(function.name for function in functions).most_common(1)[0]
+    if count > 1:
+        raise InputError(f"--reward has {count} functions with the name {name}: metrics need one name each; rename one")
+    return functions
+
+
+def open_reward(text: str, max_completion_length: int, modules: dict[Path, ModuleType]) -> RewardFunction:
+    spec, weight = split_weight(text)
+    function = built_in_reward(spec, max_completion_length)
+    if function is not None:
+        return RewardFunction(spec, spec.partition(":")[0], function, weight)
+    if spec.startswith(REWARD_MODEL):
+        source = spec.removeprefix(REWARD_MODEL)
+        return RewardFunction(spec, Path(source).name, ModelReward(source), weight)
+    path, colon, name = spec.rpartition(":")
+    if not colon or not path.endswith(".py"):
+        raise InputError(f"--reward {spec}: must be {REWARD_KINDS}")
+    file = Path(path)
+    if file not in modules:
+        modules[file] = run_reward_file(file, spec)
+    found = getattr(modules[file], name, None)
+    if not callable(found):
+        raise InputError(f"--reward {spec}: the file has no function of this name")
+    return RewardFunction(spec, name, found, weight, file)
+
+
+def split_weight(text: str) -> tuple[str, float]:
+    """A spec and its weight, which follows the last "=" if that is a number; 1 without one."""
+    spec, equals, weight = text.rpartition("=")
+    try:
+        value = float(weight) if equals else math.nan
+    except ValueError:
+        return text, 1.0
+    if not equals:
+        return text, 1.0
+    if not math.isfinite(value):
+        raise InputError(f"--reward {text}: the weight is {weight}; must be a finite number")
+    return spec, value
+
+
+def run_reward_file(file: Path, spec: str) -> ModuleType:
+    if not file.is_file():
+        raise InputError(f"--reward {spec}: the file does not exist")
+    module_spec = importlib.util.spec_from_file_location(f"reward_file_{file.resolve()}", file)
+    assert module_spec is not None and module_spec.loader is not None  # the name ends with .py
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_spec.name] = module  # where dataclasses and pickle look for it
+    try:
+        module_spec.loader.exec_module(module)
+    except Exception as error:
+        raise InputError(f"--reward {spec}: the file does not run: {described(error, file)}") from error
+    return module
+
+
+def described(error: BaseException, file: Path | None) -> str:
+    """An exception with the last line of the file that took part in it."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if file and Path(frame.filename) == file]
+    where = f" in {file}:{frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}: {error}{where}" if str(error) else f"{type(error).__name__}{where}"
+
+
+def arguments_of(function: RewardFunction, available: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the available arguments that a function takes. Raises InputError for one that is not available."""
+    parameters = inspect.signature(function.function).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        taken = dict(available)
+    else:
+        taken = {p.name: available[p.name] for p in parameters if p.name in available}
+    needed = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    for parameter in needed:
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            raise InputError(f"--reward {function.spec}: takes {parameter.name} by position; take all by name")
+        if parameter.name not in taken:
+            raise InputError(
+                f"--reward {function.spec}: needs {parameter.name}, which the prompts do not have; their columns are "
+                f"{', '.join(sorted(available.keys() - set(RESERVED))) or 'none'}"
+            )
+    return taken
+
+
+def check_columns(functions: Sequence[RewardFunction], columns: Mapping[str, Any]) -> None:
+    """Raises InputError for a function that needs a column that the data does not have, or for a reserved name."""
+    if reserved := [name for name in columns if name in RESERVED]:
+        raise InputError(f"--data: column {reserved[0]} has the name of an argument of reward functions; rename it")
+    for function in functions:
+        arguments_of(function, dict.fromkeys([*RESERVED, *columns]))
+
+
+def call_rewards(functions: Sequence[RewardFunction], judged: Judged, state: TrainerState, seconds: float) -> Rewards:
+    """The rewards of all completions. seconds: that the functions have.
+
+    Raises InputError, which names the function and the prompts, where a function raises, does not return in time, or
+    returns anything but one finite number or None for each completion.
+    """
+    rewards = Rewards([])
+
+    def log_extra(column: str, values: Sequence[Any]) -> None:
+        rewards.extras[column] = list(values)
+
+    def log_metric(name: str, value: float) -> None:
+        rewards.metrics[name].append(float(value))
+
+    lists = {"prompts": judged.prompts, "completions": judged.completions, "completion_ids": judged.completion_ids}
+    helpers = {"trainer_state": state, "log_extra": log_extra, "log_metric": log_metric}
+    available = {**judged.columns, **lists, **helpers}
+    calls = [(function, arguments_of(function, available)) for function in functions]
+    returned = call_async(calls, judged, seconds)
+    for function, arguments in calls:
+        if not inspect.iscoroutinefunction(function.function):
+            returned[function.name] = call_one(function, arguments, judged, seconds)
+    rewards.values.extend(checked_values(function, returned[function.name], judged) for function in functions)
+    for column, values in rewards.extras.items():
+        if len(values) != len(judged.completions):
+            raise InputError(
+                f"log_extra({column!r}) has {len(values)} values; must have one for each of "
+                f"{len(judged.completions)} completions"
+            )
+    return rewards
+
+
+def call_async(
+    calls: Sequence[tuple[RewardFunction, dict[str, Any]]], judged: Judged, seconds: float
+) -> dict[str, Any]:
+    """What the async functions return, by name; they run at the same time."""
+    awaited = [(function, arguments) for function, arguments in calls if inspect.iscoroutinefunction(function.function)]
+    returned: dict[str, Any] = {}
+
+    async def one(function: RewardFunction, arguments: dict[str, Any]) -> None:
+        try:
+            returned[function.name] = await function.function(**arguments)
+        except Exception as error:
+            raise failed(function, judged, error) from error
+        except (TimeLimitExceeded, BaseExceptionGroup):  # the latter from a TaskGroup
+            raise too_slow(function, judged, seconds) from None
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*(one(function, arguments) for function, arguments in awaited))
+
+    try:
+        with time_limit(seconds):  # not a timeout of asyncio, which a function that blocks would hold back
+            asyncio.run(all_of_them())
+    except TimeLimitExceeded:  # while all of them waited
+        for function, _ in awaited:
+            if function.name not in returned:
+                raise too_slow(function, judged, seconds) from None
+    return returned
+
+
+def call_one(function: RewardFunction, arguments: dict[str, Any], judged: Judged, seconds: float) -> Any:
+    try:
+        with time_limit(seconds):
+            return function.function(**arguments)
+    except TimeLimitExceeded:
+        raise too_slow(function, judged, seconds) from None
+    except Exception as error:
+        raise failed(function, judged, error) from error
+
+
+def failed(function: RewardFunction, judged: Judged, error: Exception) -> InputError:
+    return InputError(f"--reward {function.spec}: raised {described(error, function.file)}, for {prompts_of(judged)}")
+
+
+def too_slow(function: RewardFunction, judged: Judged, seconds: float) -> InputError:
+    return InputError(
+        f"--reward {function.spec}: did not return within {seconds:g} s, for {prompts_of(judged)}; give the function a "
+        "limit of its own, or raise --reward-timeout"
+    )
+
+
+def prompts_of(judged: Judged) -> str:
+    """Where the prompts were read: the first and the last."""
+    first, last = judged.places[0], judged.places[-1]
+    return f"the prompt of {first}" if first == last else f"the prompts of {first} to {last}"
+
+
+def checked_values(function: RewardFunction, values: Any, judged: Judged) -> list[float | None]:
+    count = len(judged.completions)
+    if not hasattr(values, "__len__") or isinstance(values, str | bytes | Mapping):
+        raise InputError(
+            f"--reward {function.spec}: returned {type(values).__name__}; must return a list of {count} numbers, one "
+            "for each completion"
+        )
+    if len(values) != count:
+        raise InputError(
+            f"--reward {function.spec}: returned {len(values)} rewards for {count} completions, for "
+            f"{prompts_of(judged)}; must return one for each"
+        )
+    return [checked_reward(function, value, place) for value, place in zip(values, judged.places, strict=True)]
+
+
+def checked_reward(function: RewardFunction, value: Any, place: str) -> float | None:
+    if value is None:
+        return None
+    try:
+        number = math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise InputError(
+            f"--reward {function.spec}: returned {value!r} for a completion of the prompt of {place}; must be a finite "
+            "number, or None where there is no reward"
+        )
+    return number

@@ -1,0 +1,1 @@
+"""Learning from pairs and judged completions, and reward models."""

@@ -1,0 +1,106 @@
+"""KTO and APO-zero of single answers that were judged good or bad. The formulas are in `ligermodels.losses`."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from ligermodels import distributed, losses
+from ligermodels.distributed import World
+from ligermodels.errors import InputError
+from ligermodels.layers.decoder import CausalLM
+from ligermodels.training.data.preferences import PreferenceBatch, Step
+from ligermodels.training.objectives.objective import Share, Work
+from ligermodels.training.objectives.preference.groups import balance_share, logit_sums, mean_logits, token_sums
+from ligermodels.training.objectives.preference.options import given
+from ligermodels.training.objectives.preference.referenced import Referenced
+from ligermodels.training.objectives.preference.references import default_reference, row_logprobs
+from ligermodels.training.settings.config import TrainConfig
+
+KTO_LOSSES = ("kto", "apo_zero_unpaired")
+BALANCED = 1.0, 4 / 3  # of the weights of good over bad examples: KTO's paper, eq. 8
+NO_EXAMPLE = torch.zeros(1), torch.tensor([0, 1], dtype=torch.int32), torch.zeros(1), torch.tensor([True]), 0.0
+
+
+class KTO(Referenced):
+    """Kahneman-Tversky optimisation. `counts` of a step: examples, supervised tokens, z.
+
+    z, the estimate of the divergence from the reference, is of the whole step: two passes without a gradient over its
+    prompts with other examples' completions. With the loss apo_zero_unpaired it is 0.
+    """
+
+    kind = "judged"
+    learning_rate = 5e-6
+
+    def __init__(self, config: TrainConfig, world: World) -> None:
+        self.name = "kto" if config.loss is None else " ".join(config.loss)
+        if self.name not in KTO_LOSSES:
+            raise InputError(f"--loss {self.name}: of --objective kto must be one of {', '.join(KTO_LOSSES)}")
+        super().__init__(config, world)
+        if self.spec.kind == "precomputed" and self.name == "kto":
+            raise InputError(
+                "--reference precomputed: KTO compares prompts with other examples' completions, which differ in every "
+                "step; take --reference model, or --loss apo_zero_unpaired"
+            )
+        self.options = given(
+            beta=config.beta, desirable_weight=config.desirable_weight, undesirable_weight=config.undesirable_weight
+        )
+        losses.kto(*NO_EXAMPLE, **self.options)
+
+    def default_reference(self) -> str:
+        found = default_reference(self.config)
+        return "model" if found == "precomputed" and self.name == "kto" else found
+
+    def advice(self) -> list[str]:
+        good, bad = self.data.training.labels
+        if not good or not bad:
+            return [f"all examples are {'good' if good else 'bad'}: KTO learns from both kinds"]
+        weights = (self.options.get(f"{kind}_weight", 1.0) for kind in ("desirable", "undesirable"))
+        ratio = good * next(weights) / max(bad * next(weights), 1e-9)
+        if BALANCED[0] <= ratio <= BALANCED[1]:
+            return []
+        fitting = ratio / BALANCED[0] if ratio < BALANCED[0] else ratio / BALANCED[1]
+        flag, value = ("--desirable-weight", 1 / fitting) if ratio < BALANCED[0] else ("--undesirable-weight", fitting)
+        weighed = f"{good:,} good and {bad:,} bad examples weigh {ratio:.2f} to 1"
+        return [f"{weighed}; the paper takes 1 to 1.33: {flag} {value:.2f}"]
+
+    def count(self, batch: PreferenceBatch) -> Tensor:
+        lengths = batch.completions.diff()
+        return torch.stack([(lengths > 0).sum(), lengths.sum()])
+
+    def assemble(self, model: CausalLM, step: Step, mismatched: Callable[[], Step]) -> Work:
+        work = super().assemble(model, step, mismatched)
+        z = self.z(model, mismatched()) if self.name == "kto" else work.counts.new_zeros(())
+        return work._replace(counts=torch.cat([work.counts, z.to(work.counts.dtype)[None]]))
+
+    @torch.no_grad()
+    def z(self, model: CausalLM, step: Step) -> Tensor:
+        """The estimate of the divergence over all ranks, a scalar."""
+        sums = []
+        for batch in step.batches:
+            batch = batch.to(self.world.device)
+            reference = self.reference.sums(model, batch, None)
+            sums.append(torch.stack(losses.kto_kl_sum(row_logprobs(model, batch), batch.completions, reference)))
+        return losses.kto_z(*distributed.total(torch.stack(sums).sum(0)).unbind())
+
+    def loss(self, model: CausalLM, batch: PreferenceBatch, work: Work) -> Share:
+        examples, supervised, z = work.counts.unbind()
+        reference = self.reference.sums(model, batch, None)  # before the policy's pass: it may exchange weights
+        found, balance = self.policy(model, batch)
+        assert batch.desirable is not None  # of judged completions
+        result = losses.kto(found.logprobs, batch.completions, reference, batch.desirable, z, **self.options)
+        loss = result.loss / examples + balance_share(balance, batch, supervised) + 0.0 * found.logprobs.sum()
+        sums = {"examples": result.examples, "kl": z * result.examples, **result.metrics, **token_sums(found)}
+        sums |= logit_sums(found, batch.completions, batch.desirable)
+        return Share(loss, sums)
+
+    def metrics(self, sums: Mapping[str, float], maxima: Mapping[str, float], step: int) -> dict[str, float]:
+        found = {"kl": sums["kl"] / max(1.0, sums["examples"]), **mean_logits(sums)}
+        for name in ("entropy", "mean_token_accuracy"):
+            found[name] = sums[name] / max(1.0, sums["supervised"])
+        for side in ("chosen", "rejected"):
+            count = sums[f"count/{side}"]
+            found |= {f"{name}/{side}": sums[f"{name}/{side}"] / count for name in ("rewards", "logps") if count}
+        if {"rewards/chosen", "rewards/rejected"} <= found.keys():
+            found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
+        return found

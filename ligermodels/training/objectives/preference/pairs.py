@@ -1,0 +1,191 @@
+"""DPO, ORPO, CPO and SimPO: losses of pairs, over the pairs of a step. The formulas are in `ligermodels.losses`."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ligermodels import losses
+from ligermodels.distributed import World
+from ligermodels.errors import InputError
+from ligermodels.kernels.losses.logprobs_of_logits import LogProbs
+from ligermodels.layers.decoder import CausalLM
+from ligermodels.losses.preference import SORTED
+from ligermodels.training.data.preferences import PreferenceBatch
+from ligermodels.training.data.preferences.steps import Groups
+from ligermodels.training.objectives.objective import Share, Work
+from ligermodels.training.objectives.preference.groups import (
+    GroupObjective,
+    balance_share,
+    logit_sums,
+    mean_logits,
+    token_sums,
+)
+from ligermodels.training.objectives.preference.options import given, parse_f_divergence, parse_losses
+from ligermodels.training.objectives.preference.referenced import Referenced
+from ligermodels.training.objectives.watching import PairWatch
+from ligermodels.training.settings.config import RunConfig, TrainConfig
+
+NO_PAIR = torch.zeros(2), torch.tensor([0, 1, 2], dtype=torch.int32)  # log-probabilities and offsets, to try a loss on
+
+
+class PairObjective(GroupObjective):
+    """A loss of pairs. `counts` of a step: pairs, tokens of the chosen sides, supervised tokens."""
+
+    kind = "pairs"
+
+    def __init__(self, config: TrainConfig, world: World) -> None:
+        super().__init__(config, world)
+        self.watch = PairWatch()
+        self.options = self.read_options()
+        self.try_options()
+
+    @abstractmethod
+    def read_options(self) -> dict[str, Any]:
+        """The keyword arguments of the loss. Those that are not given have its defaults."""
+
+    def try_options(self) -> None:
+        """Raises InputError where the loss refuses its options."""
+        self.pair_loss(*NO_PAIR, **self.options)
+
+    pair_loss: Callable[..., losses.PairLoss]
+
+    def count(self, batch: PreferenceBatch) -> Tensor:
+        lengths = batch.completions.diff().view(-1, 2)
+        return torch.stack([(lengths.amin(1) > 0).sum(), lengths[:, 0].sum(), lengths.sum()])
+
+    def loss(self, model: CausalLM, batch: PreferenceBatch, work: Work) -> Share:
+        pairs, chosen, supervised = work.counts.unbind()
+        reference = self.reference_sums(model, batch)  # before the policy's pass: it may exchange weights
+        found, balance = self.policy(model, batch)
+        result = self.pair_loss(found.logprobs, batch.completions, **reference, **self.options_with(found))
+        loss = result.loss / pairs + result.nll / chosen + balance_share(balance, batch, supervised)
+        sums = {"pairs": result.pairs, "tokens": result.tokens, **result.metrics, **token_sums(found)}
+        chosen = torch.arange(len(batch.completions) - 1, device=batch.completions.device) % 2 == 0
+        sums |= logit_sums(found, batch.completions, chosen)
+        return Share(loss + 0.0 * found.logprobs.sum(), sums)
+
+    def reference_sums(self, model: CausalLM, batch: PreferenceBatch) -> dict[str, Tensor]:
+        """What the loss reads of a reference; empty where it has none."""
+        return {}
+
+    def options_with(self, found: LogProbs) -> dict[str, Any]:
+        """The keyword arguments of the loss for a row."""
+        return self.options
+
+    def metrics(self, sums: Mapping[str, float], maxima: Mapping[str, float], step: int) -> dict[str, float]:
+        over = {"nll_loss": "tokens", "entropy": "supervised", "mean_token_accuracy": "supervised"}
+        counts = {name: max(1.0, sums[name]) for name in ("pairs", "tokens", "supervised")}
+        own = {name: value for name, value in sums.items() if name not in counts and not name.startswith("logit")}
+        return {name: value / counts[over.get(name, "pairs")] for name, value in own.items()} | mean_logits(sums)
+
+    def warnings(self, values: Mapping[str, float]) -> list[str]:
+        return self.watch.warnings(values)
+
+
+class DPO(Referenced, PairObjective):
+    """Direct preference optimisation and its relatives: losses of the log-ratios with a reference."""
+
+    learning_rate = 5e-6
+    pair_loss = staticmethod(losses.dpo)
+
+    def read_options(self) -> dict[str, Any]:
+        config = self.config
+        names, weights = parse_losses(config.loss or ("sigmoid",))
+        divergence, alpha = parse_f_divergence(config.f_divergence)
+        self.ld_alpha = config.ld_alpha
+        return {"loss_type": names, "loss_weights": weights} | given(
+            beta=config.beta, label_smoothing=config.label_smoothing, f_divergence_type=divergence,
+            f_alpha_divergence_coef=alpha, discopop_tau=config.discopop_tau, ld_alpha=config.ld_alpha,
+        )  # fmt: skip
+
+    def try_options(self) -> None:
+        trust = {"log_sum_squares": torch.zeros(2)} if self.config.wpo else {}
+        if self.config.discopop_tau is not None and "discopop" not in self.options["loss_type"]:
+            raise InputError("--discopop-tau goes with --loss discopop, which is missing")
+        self.pair_loss(*NO_PAIR, torch.zeros(2), **{**self.options, **trust})
+        if self.sorts and self.world.size > 1:
+            raise InputError(
+                f"--loss {self.sorts}: sorts the pairs of a step, which must be on one rank, but there are "
+                f"{self.world.size}: start one process"
+            )
+
+    @property
+    def sorts(self) -> str | None:
+        """The name of a loss that sorts the pairs of a step; None without one."""
+        return min(SORTED & set(self.options["loss_type"]), default=None)
+
+    def complete(self, config: RunConfig) -> None:
+        super().complete(config)
+        if self.sorts:
+            self.refuse_several_rows()
+
+    def refuse_several_rows(self) -> None:
+        """Raises InputError where a step of the run, or of its validation, is more than one row."""
+        length, units, steps = self.config.sequence_length, self.config.units, self.config.steps
+        training, held_out = self.data.training, self.data.validation.groups
+        taken = [training.numbers(step * units, units) for step in range(steps)]
+        validated = [range(first, min(first + units, len(held_out))) for first in range(0, len(held_out), units)]
+        most = max(most_tokens(training.groups, taken), most_tokens(held_out, validated))
+        if units > 1 and most > length:
+            raise InputError(
+                f"--loss {self.sorts}: sorts the pairs of a step, which must be in one row, but a step has up to "
+                f"{most:,} tokens: give --sequence-length {most} instead of {length}, or lower --pairs {units}"
+            )
+
+    def policy(self, model: CausalLM, batch: PreferenceBatch, *extras: str) -> tuple[LogProbs, Tensor | None]:
+        return super().policy(model, batch, *extras, *(["log_sum_squares"] if self.config.wpo else []))
+
+    def reference_sums(self, model: CausalLM, batch: PreferenceBatch) -> dict[str, Tensor]:
+        return {"ref_sums": self.reference.sums(model, batch, self.ld_alpha)}
+
+    def options_with(self, found: LogProbs) -> dict[str, Any]:
+        return self.options | {"log_sum_squares": found.log_sum_squares}
+
+
+class ORPO(PairObjective):
+    """Odds-ratio preference optimisation: the likelihood of the chosen side, and its odds against the rejected one."""
+
+    learning_rate = 1e-5
+    pair_loss = staticmethod(losses.orpo)
+
+    def read_options(self) -> dict[str, Any]:
+        return given(beta=self.config.beta)
+
+
+class CPO(PairObjective):
+    """Contrastive preference optimisation: DPO with a uniform reference, and the likelihood of the chosen side."""
+
+    learning_rate = 1e-5
+    pair_loss = staticmethod(losses.cpo)
+
+    def read_options(self) -> dict[str, Any]:
+        config = self.config
+        names, weights = parse_losses(config.loss or ("sigmoid",))
+        if len(names) > 1 or weights != [1.0]:
+            raise InputError(f"--loss {' '.join(config.loss or ())}: --objective cpo has one loss without a weight")
+        return {"loss_type": names[0]} | given(
+            beta=config.beta, label_smoothing=config.label_smoothing, nll_weight=config.nll_weight
+        )
+
+
+class SimPO(PairObjective):
+    """Simple preference optimisation: mean log-probabilities and a margin, without a reference."""
+
+    learning_rate = 5e-6
+    pair_loss = staticmethod(losses.simpo)
+
+    def read_options(self) -> dict[str, Any]:
+        config = self.config
+        return given(
+            beta=config.beta, gamma=config.gamma, alpha=config.alpha, label_smoothing=config.label_smoothing,
+            nll_weight=config.nll_weight,
+        )  # fmt: skip
+
+
+def most_tokens(groups: Groups, steps: Iterable[Sequence[int]]) -> int:
+    """Of the groups of one step, in a row. steps: the numbers of their groups."""
+    tokens = groups.laid_out[0]
+    return max(int(tokens[step].sum()) for step in steps)

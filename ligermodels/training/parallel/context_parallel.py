@@ -1,0 +1,69 @@
+"""Context parallelism of a run: which ranks share rows of tokens, and what cannot be shared.
+
+FSDP2 shards over all ranks, also over those that share rows: each has a share of the loss, and gradients are summed.
+Must not know the data.
+"""
+
+from dataclasses import replace
+
+from torch.distributed.device_mesh import init_device_mesh
+
+from ligermodels.distributed import World
+from ligermodels.errors import InputError
+from ligermodels.generation.cache import PerToken
+from ligermodels.layers.context_parallel import ContextGroup, can_share_heads
+from ligermodels.layers.decoder import CausalLM
+from ligermodels.training.settings.config import RunConfig, TrainConfig
+
+
+def share_rows(world: World, config: TrainConfig) -> World:
+    """The world in which `config.context_parallel` neighbouring ranks share each row. Raises InputError."""
+    ranks = config.context_parallel
+    if world.size % ranks:
+        raise InputError(
+            f"--context-parallel {ranks} does not divide the number of ranks, {world.size}: lower it, or start a "
+            f"multiple of {ranks} ranks, such as torchrun --nproc-per-node {ranks}"
+        )
+    if ranks > 1 and not config.packing:
+        raise InputError(f"--context-parallel {ranks} divides packed rows: leave out --packing off")
+    return replace(world, context=ranks)
+
+
+def context_group(world: World) -> ContextGroup | None:
+    """This rank's group of the ranks that share its rows; None if it has them alone. Every rank must call it."""
+    if world.context == 1:
+        return None
+    sizes = world.data_size, world.context
+    mesh = init_device_mesh(world.device.type, sizes, mesh_dim_names=("data", "context"))
+    return ContextGroup(mesh.get_group("context"))
+
+
+def refuse_unfit_model(model: CausalLM, ranks: int) -> None:
+    """Raises InputError for a model whose rows ranks cannot share. model: on the meta device."""
+    if ranks == 1:
+        return
+    given = f"--context-parallel {ranks}"
+    if model.takes_images:
+        raise InputError(f"{given}: rows with images cannot be divided over ranks; leave it out")
+    for block in model.blocks:
+        mixer = block.mixer
+        if not isinstance(mixer.kept(), PerToken):
+            raise InputError(
+                f"{given}: the states of the model's {type(mixer).__name__} layers pass through whole rows, which "
+                "ranks cannot share; leave it out"
+            )
+        heads, keys = mixer.num_heads, getattr(mixer, "num_key_value_heads", mixer.num_heads)
+        if not can_share_heads(heads, keys, ranks):
+            raise InputError(
+                f"{given}: {ranks} ranks cannot have equal parts of {heads} query heads with {keys} key-value heads; "
+                "choose a number that divides both"
+            )
+
+
+def refuse_unfit_length(config: RunConfig) -> None:
+    """Raises InputError for rows that cannot be divided equally."""
+    ranks, length = config.context_parallel, config.sequence_length
+    if length % ranks:
+        raise InputError(
+            f"--context-parallel {ranks} does not divide --sequence-length {length}: give {-(-length // ranks) * ranks}"
+        )

@@ -1,0 +1,207 @@
+"""Placement: how a step fits into the memory of its devices, chosen together: the micro-batch size, the moments of the
+optimizer, its step in the backward pass, where its states are, and what activation checkpointing recomputes.
+
+Settings that are given stay as they are. Of all others the placement is the fastest that fits, by the plan of the
+memory (memory/) and the time of the step (step_time.py). Where several take about as long, it is the one that changes
+least: of 8-bit moments, clipping by a running norm and offloading none is for nothing.
+
+It depends on the kind of the devices, not on what is free on them at the moment. What depends on the host's free memory
+or changes the result is a setting of the run from then on, so that a resumed run takes the same. On a CPU nothing is
+chosen.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from ligermodels.distributed import World
+from ligermodels.layers.checkpointing.host_memory import available_host_memory
+from ligermodels.layers.decoder import CausalLM
+from ligermodels.memory.model import TrainingMemory
+from ligermodels.training.parallel.activation_checkpointing import (
+    Checkpointing,
+    MemoryEstimator,
+    checkpointing_of,
+    device_memory,
+    usable_share,
+)
+from ligermodels.training.parallel.fsdp import dp_shard_size
+from ligermodels.training.planning.contradictions import misfit_of_optimizer_in_backward
+from ligermodels.training.planning.defaults import Choice
+from ligermodels.training.planning.step_time import StepTime, device_rates
+from ligermodels.training.settings.config import FIELDS, RunConfig
+from ligermodels.units import memory_size
+
+MOST_TOKENS = {"cuda": 2**14, "cpu": 2**12}  # of a micro-batch; more are not faster
+NO_CHECKPOINTING = Checkpointing(0, 0)
+NEARLY = 1.02  # times that differ by less are equal: the plan of the time is within 2 %
+
+
+@dataclass(frozen=True)
+class Placement:
+    """optimizer_state_dtype: None for that of the parameters. checkpointing: of a device of which nothing is in use."""
+
+    micro_batch_size: int
+    optimizer: str
+    optimizer_state_dtype: str | None
+    optimizer_in_backward: bool
+    offload: tuple[str, ...]
+    checkpointing: Checkpointing = NO_CHECKPOINTING
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Those of the run. The micro-batch size is none: it depends on the devices, and a run may resume on others."""
+        names = "optimizer", "optimizer_state_dtype", "optimizer_in_backward", "offload"
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def changes(self) -> tuple[int, bool, bool]:
+        """What it does beyond a plain step, that which changes the result first."""
+        moments = 2 if self.optimizer == "adamw8bit" else int(self.optimizer_state_dtype == "bfloat16")
+        return moments, self.optimizer_in_backward, "optimizer" in self.offload
+
+
+@dataclass(frozen=True)
+class Device:
+    """usable: bytes that a step can use. total: bytes that it has. host: available bytes of host memory. time: of
+    steps on it."""
+
+    usable: float
+    total: int
+    host: int
+    time: StepTime
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A placement, with the plan of its memory and the seconds of a step."""
+
+    placement: Placement
+    memory: TrainingMemory
+    seconds: float
+
+
+def find_device(config: RunConfig, model: CausalLM, world: World) -> Device | None:
+    """The device of every rank; None for a CPU, whose memory other processes share."""
+    if world.device.type != "cuda":
+        return None
+    rates = device_rates(torch.cuda.get_device_name(world.device), config.dtype)
+    time = StepTime(model, config.sequence_length, rates, dp_shard_size(world, config.dp_replicate))
+    total = device_memory(world.device)
+    return Device(usable_share(total, world), total, available_host_memory(), time)
+
+
+@dataclass(frozen=True)
+class Search:
+    """What placements are compared for.
+
+    sizes: the micro-batch sizes that divide a rank's share of the step, the largest first. micro_batches: how many of
+    them a step has, by their size. needs: the plan of a run with other settings.
+    """
+
+    config: RunConfig
+    model: CausalLM
+    world: World
+    sizes: Sequence[int]
+    micro_batches: Callable[[int], int]
+    needs: Callable[[RunConfig], MemoryEstimator]
+
+    def plain(self) -> Placement:
+        """Without memory in mind."""
+        config, most = self.config, self.most_rows
+        size = next((size for size in self.sizes if size <= most), self.sizes[-1])
+        if config.is_tiny or config.optimizer_in_backward:
+            size = self.sizes[0]
+        in_backward, offload = bool(config.optimizer_in_backward), config.offload or ()
+        return Placement(size, config.optimizer or "adamw", config.optimizer_state_dtype, in_backward, offload)
+
+    @property
+    def most_rows(self) -> int:
+        """Of a micro-batch, with which more are not faster."""
+        return max(1, MOST_TOKENS[self.world.device.type] * self.world.context // self.config.sequence_length)
+
+    def options(self) -> Iterator[Placement]:
+        """All placements that the given settings leave, without checkpointing."""
+        config, plain = self.config, self.plain()
+        chooses = not config.with_lora  # whose states and gradients are small
+        moments = [(plain.optimizer, plain.optimizer_state_dtype)]
+        if chooses and config.optimizer is None and config.optimizer_state_dtype is None:
+            moments += [("adamw", "bfloat16")] * (config.param_dtype == "float32")
+            moments.append(("adamw8bit", None))
+        places = [plain.offload]
+        if chooses and config.offload is None and self.world.size == 1:
+            places.append(("optimizer",))
+        useful = [size for size in self.sizes if size <= self.most_rows] or self.sizes[-1:]
+        steps = [(size, False) for size in useful]
+        if config.optimizer_in_backward:
+            steps = [(self.sizes[0], True)]
+        elif chooses and config.optimizer_in_backward is None and self.may_step_in_backward:
+            steps.append((self.sizes[0], True))
+        for (size, in_backward), (optimizer, state_dtype), offload in itertools.product(steps, moments, places):
+            yield Placement(size, optimizer, state_dtype, in_backward, offload)
+
+    @property
+    def may_step_in_backward(self) -> bool:
+        config, micro_batches = self.config, self.micro_batches(self.sizes[0])
+        fits = misfit_of_optimizer_in_backward(config, self.world.size, micro_batches) is None
+        objectives = FIELDS["optimizer_in_backward"].metadata["objectives"]
+        return fits and config.objective in objectives and config.on_nan != "skip"
+
+    def estimate_of(self, placement: Placement) -> MemoryEstimator:
+        needs = self.needs(replace(self.config, **placement.settings))
+        return partial(needs, batch_size=placement.micro_batch_size)
+
+    def fitted(self, placement: Placement, device: Device, usable: float) -> Fitted:
+        """The placement with as little checkpointing as `usable` bytes demand; all of it may not be enough."""
+        config, estimate = self.config, self.estimate_of(placement)
+        chosen = checkpointing_of(self.model, config.activation_checkpointing, estimate, usable)
+        memory = estimate(checkpointed_blocks=chosen.blocks, kept_tensors=chosen.kept_tensors)
+        tokens = placement.micro_batch_size * config.sequence_length // self.world.context
+        seconds = device.time.seconds(
+            memory, tokens, self.micro_batches(placement.micro_batch_size), *chosen,
+            in_backward=placement.optimizer_in_backward, in_8_bits=placement.optimizer == "adamw8bit",
+        )  # fmt: skip
+        return Fitted(replace(placement, checkpointing=chosen), memory, seconds)
+
+
+def fits_on_host(memory: TrainingMemory, device: Device) -> bool:
+    """Whether the host has room for offloaded states, beside a copy of weights and states for a checkpoint."""
+    offloaded = memory.offloaded_states
+    copied = device.time.trained + memory.optimizer_states + offloaded
+    return not offloaded or offloaded + copied <= device.host
+
+
+def choose_placement(search: Search, device: Device | None) -> Placement:
+    """The placement that takes least time of those that fit; where none fits, that which takes least memory."""
+    if device is None or search.config.is_tiny:
+        return search.plain()
+    unlimited = [search.fitted(option, device, math.inf) for option in search.options()]
+    if search.config.offload is None:
+        unlimited = [option for option in unlimited if fits_on_host(option.memory, device)]
+    fitting: list[Fitted] = []
+    for option in sorted(unlimited, key=lambda option: option.seconds):
+        if fitting and option.seconds > NEARLY * min(each.seconds for each in fitting):
+            break  # with what it recomputes it takes longer still
+        found = search.fitted(option.placement, device, device.usable)
+        if found.memory.peak <= device.usable:
+            fitting.append(found)
+    if not fitting:
+        least = [search.fitted(option.placement, device, 0.0) for option in unlimited]
+        return min(least, key=lambda each: each.memory.peak).placement
+    fastest = min(each.seconds for each in fitting)
+    near = [each for each in fitting if each.seconds <= NEARLY * fastest]
+    return min(near, key=lambda each: (each.placement.changes, each.seconds)).placement
+
+
+def as_choices(placement: Placement, plain: Placement, device: Device | None) -> dict[str, Choice]:
+    """The settings of a placement, with a reason for each that is not that of a plain step."""
+    reason = f"the fastest of what fits into {memory_size(device.total)}" if device else ""
+    return {
+        name: Choice(value, reason if value != plain.settings[name] else "")
+        for name, value in placement.settings.items()
+    }

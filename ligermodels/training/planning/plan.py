@@ -1,0 +1,418 @@
+"""The plan of a run: parameters, data, tokens, steps, epochs, FLOPs and memory, known before anything is allocated.
+
+`--dry-run` prints it, and every run begins with its first line. Must not build or change anything that the run uses.
+"""
+
+import functools
+import math
+import os
+import platform
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from ligermodels.aliases import flag_of
+from ligermodels.distributed import World, ranks_of_host, smallest
+from ligermodels.layers.checkpointing.host_memory import available_host_memory
+from ligermodels.layers.decoder import CausalLM
+from ligermodels.memory.model import (
+    Parameters,
+    TrainingMemory,
+    count_parameters,
+    elements,
+    state_bytes,
+    trained_parameters,
+    training_memory,
+)
+from ligermodels.training.checkpoints.files import committed_steps
+from ligermodels.training.data.opening import DocumentLengths
+from ligermodels.training.data.rows.batches import split_global_batch
+from ligermodels.training.optimizers.adamw import AdamW
+from ligermodels.training.optimizers.offloaded import bytes_where_offloaded
+from ligermodels.training.parallel.activation_checkpointing import MemoryEstimator, device_memory
+from ligermodels.training.parallel.fsdp import dp_shard_size
+from ligermodels.training.planning.image_load import NO_IMAGES, ImageLoad
+from ligermodels.training.reporting.flops import flops_per_token
+from ligermodels.training.run.folder import CHECKPOINTS
+from ligermodels.training.settings.config import RL, SUPERVISED, UNIT_SETTINGS, RunConfig
+from ligermodels.units import counted, memory_size
+
+MANY_EPOCHS = 10
+OFFLOADED = {"optimizer": "optimizer states", "activations": "inputs of blocks"}  # by the values of --offload
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The numbers of a run that is about to start.
+
+    rows: of the training data. passes: for each data source, the number of rows after which all of its own were seen
+    once. lengths: of the training documents; None for groups. micro_batch_size: sequences per forward pass of a rank.
+    tokens_per_step: over all ranks; of groups, about. chosen: a line for each setting that was not given. dtype: of
+    computation. attention: what computes it. checkpointed_blocks: blocks with activation checkpointing, of `blocks`.
+    kept_tensors: results that these keep. memory: of one rank. phases: peak bytes of a rank in each phase of the run.
+    facts, advice: further lines and warnings of the objective. flops: per token, those of the images among them.
+    positions: the model's max_position_embeddings. checkpoint: bytes of one checkpoint, about.
+    """
+
+    config: RunConfig
+    world: World
+    parameters: Parameters
+    trained: int
+    description: str
+    rows: int
+    passes: Sequence[float]
+    validation_rows: int
+    lengths: DocumentLengths | None
+    micro_batch_size: int
+    tokens_per_step: int
+    chosen: Sequence[str]
+    dtype: torch.dtype
+    attention: str
+    flops: int
+    images: ImageLoad
+    memory: TrainingMemory
+    phases: Mapping[str, int]
+    facts: Mapping[str, str]
+    advice: Sequence[str]
+    checkpointed_blocks: int
+    blocks: int
+    positions: int
+    checkpoint: int
+    kept_tensors: int
+
+    @property
+    def total(self) -> int | None:
+        """Bytes of the GPU's memory; None for a CPU, which other processes share."""
+        return device_memory(self.world.device) if self.world.device.type == "cuda" else None
+
+    @property
+    def accumulated(self) -> int:
+        """Micro-batches per step of a rank: gradient accumulation."""
+        return split_global_batch(self.config.units, self.micro_batch_size, self.world)[0]
+
+    @property
+    def epochs(self) -> list[float]:
+        """Of each data source; sources without mixture weights count as one."""
+        return [self.config.steps * self.config.units / rows for rows in self.passes]
+
+    @property
+    def title(self) -> str:
+        """The model, and the adapter that is continued on it."""
+        return self.config.title if self.config.adapter is None else f"{self.config.adapter} on {self.config.title}"
+
+    @property
+    def line(self) -> str:
+        """The whole run in one line."""
+        trained = "" if self.trained == self.parameters.total else f", {self.trained:,} of them trained"
+        return (
+            f"{self.title}: {self.parameters.total:,} parameters{trained}; {self.training_data}; "
+            f"{self.steps}; {self.step}{self.placement}"
+        )
+
+    @property
+    def placement(self) -> str:
+        """What a step does to fit into memory."""
+        config, blocks = self.config, self.checkpointed_blocks
+        parts = {
+            "8-bit moments": config.optimizer == "adamw8bit",
+            "the update in the backward pass": config.optimizer_in_backward,
+            f"{' and '.join(OFFLOADED[name] for name in config.offload)} in host memory": config.offload,
+            f"{blocks} of {self.blocks} blocks checkpointed": blocks,
+        }
+        named = [part for part, there in parts.items() if there]
+        return f", with {', '.join(named)}" if named else ""
+
+    @property
+    def training_data(self) -> str:
+        return f"{self.description}: {counted(self.rows, self.unit)}"
+
+    @property
+    def unit(self) -> str:
+        """What the data are counted in."""
+        return "row" if self.config.objective in SUPERVISED else UNIT_SETTINGS[self.config.objective].removesuffix("s")
+
+    @property
+    def steps(self) -> str:
+        return f"{counted(self.config.steps, 'step')} = {' + '.join(map(as_text, self.epochs))} epochs"
+
+    @property
+    def step(self) -> str:
+        devices = f"{self.world.size} x {self.world.device.type}"
+        if self.world.context > 1:
+            devices += f", each row on {self.world.context} of them"
+        if self.config.objective not in SUPERVISED:
+            rows = f"in rows of {self.config.sequence_length:,} tokens on {devices}"
+            return f"{counted(self.config.units, self.unit)} a step, about {self.tokens_per_step:,} tokens, {rows}"
+        batches = "1 batch" if self.accumulated == 1 else f"{self.accumulated} batches"
+        return (
+            f"{self.tokens_per_step:,} tokens a step = {batches} of {self.micro_batch_size} x "
+            f"{self.config.sequence_length} on {devices}"
+        )
+
+    def text(self) -> str:
+        return "\n".join([self.title, *(f"  {label:13} {value}" for label, value in self.table())])
+
+    def table(self) -> Iterator[tuple[str, str]]:
+        count = self.parameters
+        active = f", {count.active:,} active" if count.active < count.total else ""
+        yield "parameters", f"{count.total:,}{active}, {count.embedding:,} of them embeddings"
+        yield "trained", f"{self.trained:,}, {self.trained / count.total:.2%}"
+        yield "data", self.training_data
+        yield (
+            "validation",
+            f"{counted(self.validation_rows, self.unit)}, every {counted(self.config.eval_every, 'step')}",
+        )
+        yield "a step", self.step
+        tokens = self.config.steps * self.tokens_per_step
+        yield "the run", f"{self.steps}, {tokens:,} tokens"
+        yield "compute", f"{self.flops:.3g} FLOPs a token, {self.flops * tokens:.3g} in all"
+        if self.images.tokens:
+            of_flops = self.images.flops / self.flops
+            share = f"{self.images.share:.0%} of the tokens of the rows, {of_flops:.0%} of the FLOPs"
+            yield "images", f"{share}; at most {self.images.most_patches:,} patches in a row"
+        if self.config.packing:
+            yield "attention", self.attention
+        yield from self.facts.items()
+        checkpointed = (
+            f", {self.checkpointed_blocks} of {self.blocks} blocks checkpointed" if self.checkpointed_blocks else ""
+        )
+        checkpointed += f" with {self.kept_tensors} results kept" if self.kept_tensors else ""
+        yield "memory", f"of a {device_name(self.world.device)}, not all at the same time{checkpointed}"
+        for part, size in self.memory.parts.items():
+            if size:
+                yield f"  {part}", f"{memory_size(size):>10}"
+        total = self.total
+        for phase, size in self.phases.items():
+            yield (
+                f"  peak{f', {phase}' if len(self.phases) > 1 else ''}",
+                f"{memory_size(size):>10}" + (f" of {memory_size(total)}" if total else ""),
+            )
+        if self.memory.host:
+            inputs, every = memory_size(self.memory.offloaded_inputs), self.memory.offloads_every
+            blocks = "every checkpointed block" if every == 1 else f"one of {every} checkpointed blocks"
+            of_them = f", {inputs} of them the inputs of {blocks}" if every else ""
+            available = memory_size(available_host_memory())
+            yield "  host memory", f"{memory_size(self.memory.host):>10} of {available}{of_them}"
+        if self.cut:
+            yield "cut", self.cut
+        for line in self.chosen:
+            yield "chosen", line
+        for warning in self.warnings:
+            yield "warning", warning
+
+    @property
+    def notes(self) -> list[str]:
+        """What a user may not expect: settings that were chosen, and documents that are cut."""
+        facts = [f"{label}: {line}" for label, line in self.facts.items()]
+        return [*facts, *(f"chosen: {line}" for line in self.chosen), *([f"cut: {self.cut}"] if self.cut else [])]
+
+    @property
+    def cut(self) -> str:
+        """How many documents are longer than a row; empty for none."""
+        lengths, length = self.lengths, self.config.sequence_length
+        if lengths is None or not lengths.cut:
+            return ""
+        return (
+            f"{lengths.cut:,} of {counted(lengths.documents, 'document')} are longer than --sequence-length {length} "
+            f"and are cut into pieces; {lengths.holds_most} holds 99 % of them whole"
+        )
+
+    @property
+    def exported(self) -> int:
+        """Bytes of the export on the disk, about."""
+        if self.config.exports_adapter:
+            return self.trained * torch.float32.itemsize
+        return self.parameters.total * self.dtype.itemsize
+
+    @property
+    def checkpoints(self) -> int:
+        """The most checkpoints on the disk at a time: a new one is complete before an old one is removed."""
+        config = self.config
+        if config.checkpoint_every == 0:
+            return 0
+        saves = math.ceil(config.steps / (config.checkpoint_every or 1))  # by time: perhaps after every step
+        if config.best_checkpoint:
+            saves = min(config.steps, saves + math.ceil(config.steps / config.eval_every))
+        return min(saves, max(2, config.keep_checkpoints) + config.best_checkpoint)
+
+    @property
+    def warnings(self) -> list[str]:
+        return list(self.find_warnings())
+
+    def find_warnings(self) -> Iterator[str]:
+        config, fewest, most = self.config, min(self.epochs), max(self.epochs)
+        if fewest < 1:
+            seen = f"all are seen once by --steps {math.ceil(max(self.passes) / config.units)}"
+            yield f"{as_text(fewest)} epochs: --steps {config.steps} does not see all {self.unit}s; {seen}"
+        if most > MANY_EPOCHS:
+            rows = f"every {self.unit} is" if len(self.passes) == 1 else f"{self.unit}s of one source are"
+            yield f"{as_text(most)} epochs: {rows} repeated as often; watch the validation loss"
+        if config.warmup >= config.steps:
+            yield f"--warmup {config.warmup} is all of --steps {config.steps}"
+        flag = "sequence_length" if config.objective in SUPERVISED else "max_length"
+        if config.objective not in RL and getattr(config, flag) > self.positions:
+            made_for = f"the model's max_position_embeddings, {self.positions}"
+            yield f"{flag_of(flag)} {getattr(config, flag)} is more than {made_for}"
+        if config.dtype == "bfloat16" and self.world.device.type == "cpu" and not computes_in_bfloat16():
+            yield "--dtype bfloat16: this CPU has no bf16 instructions and is many times slower with it; leave it out"
+        total = self.total
+        for phase, size in self.phases.items():
+            if total and size > total:
+                where = f"{phase}: " if len(self.phases) > 1 else ""
+                yield f"{where}{memory_size(size)} is more than the GPU has; {', '.join(self.remedies())} or more ranks"
+        yield from self.advice
+        yield from self.host_memory_warnings()
+        yield from self.disk_warnings()
+
+    def remedies(self) -> Iterator[str]:
+        """What makes a step smaller that is not chosen by itself, with most effect first."""
+        config = self.config
+        if config.activation_checkpointing != "auto":
+            yield "use --activation-checkpointing auto"
+        if not config.with_lora:
+            yield "use --lora-rank 16"
+        if config.quantize is None and not config.has_new_weights:
+            yield "with LoRA --quantize nf4"
+        yield f"lower {'--micro-batch-size, ' * bool(config.micro_batch_size)}--sequence-length"
+
+    def host_memory_warnings(self) -> Iterator[str]:
+        """Warns where the host has no room for the copy that each rank makes of its part of a checkpoint."""
+        ranks = ranks_of_host()
+        copies = ranks * self.checkpoint // dp_shard_size(self.world, self.config.dp_replicate)
+        offloaded = ranks * self.memory.host
+        if self.world.device.type == "cuda" and self.checkpoints and copies + offloaded > host_memory():
+            beside = f" beside {memory_size(offloaded)} that are offloaded" if offloaded else ""
+            yield (
+                f"a checkpoint is copied to host memory first, {memory_size(copies)}{beside}, but this host has "
+                f"{memory_size(host_memory())}; --checkpoint-every 0 saves none"
+            )
+
+    def disk_warnings(self) -> Iterator[str]:
+        """Warns where the disk is too full, beyond what a resumed run has on it already."""
+        config, number = self.config, self.checkpoints
+        folder, free = free_space(config.output or Path())
+        there = len(committed_steps(config.resume / CHECKPOINTS)) if config.resume else 0
+        exported = 0 if config.no_export else self.exported
+        stay = min(number, config.keep_checkpoints + config.best_checkpoint)
+        needed = max(number * self.checkpoint, stay * self.checkpoint + exported)
+        if needed - there * self.checkpoint <= free:
+            return
+        most = "up to " if number > 1 and (config.checkpoint_every is None or config.best_checkpoint) else ""
+        parts = [f"{most}{counted(number, 'checkpoint')} of {memory_size(self.checkpoint)}"] * bool(number)
+        parts += [f"the export of {memory_size(exported)}"] * bool(exported)
+        yield f"no room for {' and '.join(parts)}: {folder} has {memory_size(free)}; make room there"
+
+
+def make_plan(
+    model: CausalLM,
+    config: RunConfig,
+    world: World,
+    *,
+    description: str,
+    rows: int,
+    passes: Sequence[float],
+    validation_rows: int,
+    lengths: DocumentLengths | None,
+    micro_batch_size: int,
+    tokens_per_step: int,
+    chosen: Sequence[str],
+    dtype: torch.dtype,
+    checkpointed_blocks: int,
+    kept_tensors: int,
+    memory: TrainingMemory,
+    phases: Mapping[str, int],
+    facts: Mapping[str, str],
+    images: ImageLoad = NO_IMAGES,
+    advice: Sequence[str] = (),
+) -> Plan:
+    """The plan of a run.
+
+    images: what they add. model: with its LoRA, not sharded yet; it may be on the meta device.
+    """
+    trained = trained_parameters(model)
+    states = memory.offloaded_states or memory.optimizer_states * dp_shard_size(world, config.dp_replicate)
+    checkpoint = sum(parameter.nbytes for parameter in trained) + states
+    attention = model.attention_implementation(world.device, dtype)
+    return Plan(
+        config, world, count_parameters(model), elements(trained), description, rows, passes, validation_rows,
+        lengths, micro_batch_size, tokens_per_step, chosen, dtype, attention,
+        round(flops_per_token(model, config.sequence_length) + images.flops), images, memory, phases, facts, advice,
+        checkpointed_blocks, len(model.blocks), model.config.max_position_embeddings, checkpoint, kept_tensors,
+    )  # fmt: skip
+
+
+def as_text(epochs: float) -> str:
+    """0.12, 1.5, 20."""
+    return f"{epochs:.2g}" if epochs < 1 else f"{epochs:.{1 if epochs < MANY_EPOCHS else 0}f}"
+
+
+def free_space(folder: Path) -> tuple[Path, int]:
+    """The nearest existing folder among `folder` and its parents, and the bytes that are free there."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    return there, shutil.disk_usage(there).free
+
+
+def host_memory() -> int:
+    """Bytes of this host's memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def computes_in_bfloat16() -> bool:
+    """Whether this CPU has bf16 instructions: AVX512_BF16 (AMX implies it) or Arm's.
+
+    Without them torch is slower in bf16 than in float32; without AVX512, ten times slower and more.
+    """
+    if platform.machine().lower() in ("x86_64", "amd64"):
+        return torch.cpu._is_avx512_bf16_supported()
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU process"
+
+
+class StateBytes(NamedTuple):
+    """Bytes of an optimizer's states, and where they are if they are offloaded: on the device and on the host."""
+
+    all: int
+    on_device: int
+    on_host: int
+
+
+def state_sizes(optimizer: AdamW) -> StateBytes:
+    """optimizer: of a model on the meta device, on which its states are created."""
+    optimizer.create_states()
+    return StateBytes(state_bytes(optimizer), *bytes_where_offloaded(optimizer))
+
+
+def memory_needs(
+    model: CausalLM, states: StateBytes, config: RunConfig, world: World, dtype: torch.dtype, beside: int,
+    micro_batches: Callable[[int], int], row_patches: int = 0, head_op: str = "linear_cross_entropy",
+) -> MemoryEstimator:  # fmt: skip
+    """The memory of a step of this run as a function of the settings that may still change.
+
+    model: on the meta device, unsharded. states: of its optimizer. beside: bytes of a rank that stay beside the model.
+    micro_batches: how many of them a step has, by their rows. row_patches: the most of the images of a row. head_op: as
+    that of `training_memory`. The result takes the micro-batch size as `batch_size`.
+    """
+    on_device, on_host, room = states.all, 0, 0
+    # A checkpoint copies weights and states to the host, so that it can be written beside the next steps.
+    copied = (sum(p.nbytes for p in trained_parameters(model)) + on_device) // dp_shard_size(world, config.dp_replicate)
+    if "optimizer" in config.offload:
+        _, on_device, on_host = states
+    if "activations" in config.offload:
+        free = torch.tensor(available_host_memory() // ranks_of_host(), dtype=torch.float64, device=world.device)
+        room = max(0, int(smallest(free).item()) - copied - on_host)
+    estimate = functools.partial(
+        training_memory, model, sequence_length=config.sequence_length, dtype=dtype,
+        shards=dp_shard_size(world, config.dp_replicate), optimizer_states=on_device, offloaded_states=on_host,
+        room_for_inputs=room, beside=beside, context=world.context, expert_ranks=config.expert_parallel,
+        head_op=head_op, low_memory_loss=config.low_memory_loss, step_in_backward=config.optimizer_in_backward,
+    )  # fmt: skip
+    return lambda *, batch_size, **options: estimate(
+        batch_size, patches=batch_size * row_patches, micro_batches=micro_batches(batch_size), **options
+    )

@@ -1,1 +1,0 @@
-"""Reinforcement learning: rewards, sampled completions, and the updates that they give. Must not know the loop."""

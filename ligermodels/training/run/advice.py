@@ -1,0 +1,71 @@
+"""The commands that a run prints at its end: how to resume it, generate with its model, and train on two devices.
+
+Only commands that work are printed. Must not know how the model was trained or written.
+"""
+
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import torch
+
+from ligermodels.distributed import World
+from ligermodels.errors import InputError
+from ligermodels.tokenizer.files import has_tokenizer
+from ligermodels.training.data.rows.batches import split_global_batch
+from ligermodels.training.run.folder import ADAPTER
+from ligermodels.training.settings.config import RunConfig
+from ligermodels.training.settings.settings import SETTINGS_FILE
+
+SCRIPT = "train.py"
+
+
+def advice(config: RunConfig, world: World, exported: Path, *, chats: bool) -> list[str]:
+    """Lines for the user; the first says what was saved.
+
+    exported: the model's or the adapter's folder, inside that of the run; an adapter names its base model. chats:
+    whether the model was trained on conversations.
+    """
+    commands = {}
+    if has_tokenizer(exported) and config.objective != "reward":
+        prompt = "--chat" if chats else '--prompt "Once upon a time"'
+        commands["generate with it"] = f"ligermodels generate {shlex.quote(str(exported))} {prompt}"
+    if runs_on_two(config, world):
+        file = shlex.quote(str(exported.parent / SETTINGS_FILE))
+        commands["train the same on two devices"] = f"torchrun --nproc-per-node 2 {torchrun_target()} --config {file}"
+    saved = f"Saved {exported}" + (", in PEFT's format" if exported.name == ADAPTER else "")
+    if not commands:
+        return [saved]
+    return [f"{saved}. To {', and to '.join(commands)}:", *(f"  {command}" for command in commands.values())]
+
+
+def resume_command(output: Path, world: World) -> str:
+    """The command that resumes a run as this one was started; on several hosts, for each of them."""
+    return f"{launch_command(world)} --resume {shlex.quote(str(output))}"
+
+
+def launch_command(world: World) -> str:
+    if world.size == 1:
+        return f"python {shlex.quote(sys.argv[0])}" if is_script() else "ligermodels train"
+    hosts = int(os.environ.get("GROUP_WORLD_SIZE", 1))
+    address = f"--nnodes {hosts} --rdzv-backend c10d --rdzv-endpoint {os.environ['MASTER_ADDR']} " if hosts > 1 else ""
+    return f"torchrun {address}--nproc-per-node {os.environ['LOCAL_WORLD_SIZE']} {torchrun_target()}"
+
+
+def torchrun_target() -> str:
+    """What torchrun starts: the script that this process was started with, else the installed package."""
+    return shlex.quote(sys.argv[0]) if is_script() else "-m ligermodels train"
+
+
+def is_script() -> bool:
+    return Path(sys.argv[0]).name.endswith(SCRIPT)
+
+
+def runs_on_two(config: RunConfig, world: World) -> bool:
+    """Whether a run on one device can also run on two of this host."""
+    try:
+        split_global_batch(config.units, config.micro_batch_size, World(world.device, size=2))
+    except InputError:
+        return False
+    return world.size == 1 and (world.device.type == "cpu" or torch.cuda.device_count() > 1)

@@ -1,0 +1,79 @@
+"""The upload of a run's export to the Hub (`--push-to-hub`), with its model card. Must not know the Hub's protocol."""
+
+import shlex
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+from ligermodels import distributed
+from ligermodels.distributed import World
+from ligermodels.errors import HubError
+from ligermodels.hub.upload import upload_folder, writable_repository
+from ligermodels.training.run.folder import ADAPTER
+from ligermodels.training.settings.config import SUPERVISED, UNIT_SETTINGS, RunConfig, TrainConfig
+from ligermodels.units import counted
+from ligermodels.weights.writing import failure
+
+UPLOAD_TIMEOUT = timedelta(days=2)  # for the other ranks to wait
+
+
+def check_hub_access(config: TrainConfig, world: World) -> None:
+    """Raises HubError on all ranks, before anything is trained, where the export could not be uploaded."""
+    if config.push_to_hub is not None:
+        error = failure(refuse_unwritable, config.push_to_hub) if world.is_first else None
+        distributed.raise_on_all(error)
+
+
+def refuse_unwritable(name: str) -> None:
+    try:
+        writable_repository(name)
+    except HubError as error:
+        raise HubError(f"--push-to-hub {error}") from error
+
+
+def publish(
+    config: RunConfig, exported: Path | None, step: int, loss: float | None, world: World, say: Callable[[str], None]
+) -> None:
+    """Uploads the export. Every rank calls; rank 0 uploads, the others wait. A failure is a warning with a remedy.
+
+    exported: its folder; None for a run that was stopped. step: of the exported weights. loss: their validation loss,
+    if it is known.
+    """
+    name = config.push_to_hub
+    if name is None or exported is None:
+        return
+    with distributed.waiting_group(UPLOAD_TIMEOUT) as group:
+        if world.is_first:
+            try:
+                say(f"Uploaded to {upload_folder(exported, name, model_card(config, exported, step, loss))}")
+            except HubError as error:
+                say(f"warning: --push-to-hub {error}. To upload it by hand:")
+                say(f"  hf upload {shlex.quote(name)} {shlex.quote(str(exported))} . --private")
+        distributed.gather_objects(None, group)
+
+
+def model_card(config: RunConfig, exported: Path, step: int, loss: float | None) -> str:
+    """README.md of the repository: what the weights are, and how they were trained. It names no file of the user."""
+    base = None if config.has_new_weights or Path(str(config.model)).expanduser().exists() else config.model
+    library = "peft" if exported.name == ADAPTER else "transformers"
+    header = [f"library_name: {library}", "pipeline_tag: text-generation", "tags:", "- ligermodels"]
+    lora = f"LoRA of rank {config.lora_rank}" if config.lora_rank else "LoRA"
+    trained = f"{lora} on" if config.with_lora else "All weights of"
+    base = base and str(base).partition(":")[0]  # of a GGUF file, its repository
+    origin = f"[{base}](https://huggingface.co/{base})" if base else "a local model"
+    described = f"New weights: {config.title}" if config.has_new_weights else f"{trained} {origin}"
+    unit = " nats per token" if config.objective == "sft" else ""
+    validation = "" if loss is None else f", validation loss {loss:.3f}{unit}"
+    lines = [
+        *("---", *header, *([f"base_model: {base}"] if base else []), "---", ""),
+        *(f"# {str(config.push_to_hub).rpartition('/')[2]}", ""),
+        f"{described}. Trained with ligermodels: {counted(step, 'step')} of {trained_units(config)}{validation}.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def trained_units(config: RunConfig) -> str:
+    """What a step of the run takes."""
+    if config.objective in SUPERVISED:
+        return f"{counted(config.units, 'sequence')} of {config.sequence_length:,} tokens"
+    return f"{counted(config.units, UNIT_SETTINGS[config.objective].removesuffix('s'))} ({config.objective.upper()})"

@@ -1,0 +1,108 @@
+"""When a run may be resumed: it is not finished, and its settings and data have not changed, unless that is allowed.
+
+A run is finished when it is exported, or with --no-export validated, after its last step. More steps lengthen it: it
+goes on from its last checkpoint.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ligermodels.errors import InputError
+from ligermodels.training.checkpoints.files import checkpoint_step, committed_steps, read_record
+from ligermodels.training.reporting.metrics import METRICS_FILE, read_metrics
+from ligermodels.training.run.folder import CHECKPOINTS
+from ligermodels.training.run.validations import Validations, validation_losses
+from ligermodels.training.settings.config import RunConfig, TrainConfig
+from ligermodels.training.settings.settings import SETTINGS_FILE, differences
+from ligermodels.training.settings.settings_file import read_settings
+from ligermodels.units import counted
+
+# Settings that decide which tensors a checkpoint has, and in which dtypes.
+CHECKPOINT_SETTINGS = (
+    *("param_dtype", "param_rounding", "optimizer", "optimizer_state_dtype"),
+    *("lora_rank", "lora_targets", "modules_to_save", "adapter", "train_parts"),
+)
+
+
+def refuse_other_settings(config: TrainConfig) -> None:
+    """Raises InputError where the settings of the run to resume have changed. Its length is compared later."""
+    if config.resume is None:
+        return
+    changed = differences(read_settings(config.resume / SETTINGS_FILE), config)
+    steps = last_step(config.resume)
+    misfits = [change for change in changed if steps and change.partition(":")[0] in CHECKPOINT_SETTINGS]
+    if misfits:
+        raise InputError(
+            f"--resume {config.resume}: {'; '.join(misfits)}: its checkpoints do not fit; keep the setting, or start "
+            "another run"
+        )
+    if changed and not config.allow_changes:
+        raise InputError(f"--resume {config.resume}: {'; '.join(changed)}: keep the setting, or add --allow-changes")
+
+
+def refuse_finished(config: RunConfig) -> None:
+    """Raises InputError where the run to resume is finished, or has taken or planned more steps than it now gets.
+
+    config: with its number of steps.
+    """
+    if config.resume is None:
+        return
+    checkpoints, taken = committed_steps(config.resume / CHECKPOINTS), last_step(config.resume)
+    if config.steps < taken:
+        raise InputError(
+            f"--resume {config.resume}: it has taken {counted(taken, 'step')}, more than the {config.steps} now given; "
+            "give more --epochs or --steps"
+        )
+    planned = read_record(checkpoints[-1])["settings"].get("steps", 0) if checkpoints else 0
+    if config.steps < planned and not config.allow_changes:
+        raise InputError(
+            f"--resume {config.resume}: steps: {config.steps}, was {planned}: keep the setting, or add --allow-changes"
+        )
+    file = config.resume / METRICS_FILE
+    records = read_metrics(file) if os.path.lexists(file) else []
+    end = last_end(config, records, taken)
+    if end is None:
+        return
+    losses = {step: loss for step, loss in validation_losses(records).items() if step <= end}
+    stopped_early = Validations(config, losses).end_run
+    if stopped_early or end >= config.steps:
+        remedy = f"more than --early-stopping {config.early_stopping}" if stopped_early else "more --epochs or --steps"
+        export = ", or --no-export off to export it" if config.no_export else ""
+        raise InputError(
+            f"--resume {config.resume}: the run is finished, after {counted(end, 'step')}; to lengthen it, give "
+            f"{remedy}{export}"
+        )
+    if not checkpoints:
+        raise InputError(
+            f"--resume {config.resume}: the run is finished, and has no checkpoint from which it could go on; start "
+            "another run from its export"
+        )
+
+
+def last_end(config: TrainConfig, records: Sequence[Mapping[str, Any]], taken: int) -> int | None:
+    """The step after which the run was exported, or would have been with an export; None if it never was.
+
+    records: of metrics.jsonl. taken: the step of the newest checkpoint. An export that was moved away does not count.
+    """
+    folder = config.resume or Path()
+    exports = (record for record in records if "exported" in record)
+    ends = [record["step"] for record in exports if (folder / str(record["exported"])).is_dir()]
+    if config.no_export and taken and taken in validation_losses(records):
+        ends.append(taken)
+    return max(ends, default=None)
+
+
+def last_step(output: Path) -> int:
+    """The step of the newest checkpoint; 0 without one."""
+    return max(map(checkpoint_step, committed_steps(output / CHECKPOINTS)), default=0)
+
+
+def refuse_other_data(config: TrainConfig, saved: Mapping[str, Any] | None, fingerprint: str) -> None:
+    """saved: the settings in the newest checkpoint. Raises InputError where it was trained on other data."""
+    if saved is not None and saved.get("data_fingerprint") != fingerprint and not config.allow_changes:
+        raise InputError(
+            f"--resume {config.resume}: the data have changed: documents, their order or their tokens differ; restore "
+            "them, or add --allow-changes"
+        )

@@ -1,1 +1,0 @@
-"""What surrounds the training loop: a run's folder, settings and plan, resuming and stopping it."""

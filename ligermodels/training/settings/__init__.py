@@ -1,0 +1,1 @@
+"""TrainConfig, its fields, their values and files."""

@@ -1,0 +1,164 @@
+"""A run's settings as a file: the one that `--config` reads, and the train.toml that a run leaves.
+
+Its keys are the fields of TrainConfig. Knows which fields are not settings of a run, and which leave the result of
+training unchanged. Must not know what they do.
+"""
+
+import json
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from ligermodels.aliases import TRAIN_ALIASES, alias_hint
+from ligermodels.errors import InputError, suggest_closest
+from ligermodels.training.settings.config import FIELDS, TrainConfig, type_of
+from ligermodels.training.settings.settings_file import read_settings
+from ligermodels.training.settings.values import parsed_item
+
+SETTINGS_FILE = "train.toml"
+# These tell a process what to do and do not describe the run; a run's folder is the one that holds its train.toml.
+NOT_SETTINGS = ("output", "resume", "allow_changes")
+# These leave a step's result unchanged, except for rounding where sums are taken in another order.
+WITHOUT_EFFECT_ON_RESULT = (
+    *("allow_bad_lines", "micro_batch_size", "activation_checkpointing", "compile", "lora_export", "checkpoint_every"),
+    *("checkpoint_minutes", "keep_checkpoints", "best_checkpoint", "early_stopping", "no_export", "push_to_hub"),
+    *("on_nan", "dp_replicate", "context_parallel", "expert_parallel", "eval_every", "log_to", "profile"),
+    *("deterministic", "offload"),
+)
+# A run may be lengthened. Its number of steps is known, and compared, once the data are open: run/resuming.py.
+LENGTH_SETTINGS = ("steps", "epochs")
+
+
+def config_from_file(file: Path, **changes: Any) -> TrainConfig:
+    """The settings of a TOML or YAML file, with `changes` in their place.
+
+    Raises InputError that names the file and the key.
+    """
+    values = read_values(file)
+    for name, other in (("epochs", "steps"), ("steps", "epochs")):
+        if changes.get(name) is not None:
+            values.pop(other, None)  # both set the length of the run
+    return TrainConfig(**(values | changes))
+
+
+def config_of_run(folder: Path, **changes: Any) -> TrainConfig:
+    """The settings that resume the run in `folder`: those of its train.toml, with `changes` in their place.
+
+    Raises InputError if the folder has no train.toml: a run writes it before it loads weights or takes a step.
+    """
+    file = folder / SETTINGS_FILE
+    if not os.path.lexists(file):
+        raise InputError(f"{file}: is missing: there is no run to resume; start one with --output {folder}")
+    if not file.is_file():
+        raise InputError(f"{file}: is not a regular file; replace it by the file")
+    return config_from_file(folder / SETTINGS_FILE, **changes, resume=folder)
+
+
+def read_values(file: Path) -> dict[str, Any]:
+    """The values of a settings file, in the types of TrainConfig's fields. A key without a value is as if left out."""
+    content = read_settings(file)
+    known = FIELDS.keys() - {"resume"}
+    for key, value in content.items():
+        if key not in known:
+            raise InputError(f"{file}: {key}: no such flag{hint_of_key(key, value, known)}")
+    return {key: parsed_value(key, value, f"{file}: {key}") for key, value in content.items() if value is not None}
+
+
+def hint_of_key(key: str, value: Any, known: Collection[str]) -> str:
+    """The end of a message about a key that is no setting."""
+    values = value if isinstance(value, list) else [value]
+    texts = [text_of_value(item) for item in values if isinstance(item, str | bool | int | float)]
+    hint = alias_hint(key, texts, TRAIN_ALIASES, known, key_with_value)
+    return hint or f"{suggest_closest(key, known)}; `ligermodels train --help` lists them"
+
+
+def key_with_value(key: str, value: str | None) -> str:
+    return key if value is None else f"{key}, with the value {value}"
+
+
+def text_of_value(value: str | bool | int | float) -> str:
+    """The text that the command line would have for a value of a file."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def parsed_value(name: str, value: Any, place: str) -> Any:
+    """A value of a settings file, read as the flag reads it on the command line."""
+    field, (kind, several) = FIELDS[name], type_of(name)
+    values = value if isinstance(value, list) else [value]
+    if isinstance(value, list) and not several:
+        raise InputError(f"{place} is a list; must be one value")
+    if several and not values and not field.metadata["may_be_empty"]:
+        raise InputError(f"{place} is empty; give at least one value, or leave it out")
+    if any(not isinstance(item, str | bool | int | float) for item in values):
+        raise InputError(f"{place} is {value!r}; must be text, a number, true or false")
+    if kind in (str, Path) and any(isinstance(item, bool) for item in values):
+        raise InputError(f"{place} is on or off, but must be text; put it into quotes")
+    try:
+        items = [parsed_item(field, kind, text_of_value(item)) for item in values]
+    except ValueError as error:
+        raise InputError(f"{place} {error}") from error
+    return tuple(items) if several else items[0]
+
+
+def settings(config: TrainConfig) -> dict[str, Any]:
+    """The settings that describe a run, in the values of JSON and TOML.
+
+    Fields that are None are left out, and those without effect under the objective.
+    """
+    names = [
+        name for name, field in FIELDS.items()
+        if name not in NOT_SETTINGS and config.objective in field.metadata["objectives"]
+    ]  # fmt: skip
+    values = {name: getattr(config, name) for name in names}
+    return {name: as_json_value(value) for name, value in values.items() if value is not None}
+
+
+def as_json_value(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return list(value)
+    return str(value) if isinstance(value, Path) else value
+
+
+def write_settings(config: TrainConfig, file: Path) -> None:
+    """Writes a run's train.toml. It is enough to start the same run again from the same working directory.
+
+    Raises InputError for the name of a file that is not UTF-8: TOML cannot hold it.
+    """
+    from ligermodels.weights.writing import replace_file  # imports torch, which reading settings does not need
+
+    lines = [f"{name} = {as_toml(value)}" for name, value in settings(config).items()]
+    header = "# All settings of this run. The same run in a new folder: ligermodels train --config train.toml"
+    try:
+        content = "\n".join([header, *lines, ""]).encode()
+    except UnicodeEncodeError as error:
+        line = error.object.count("\n", 0, error.start)
+        raise InputError(f"{lines[line - 1]!a}: is a name that is not UTF-8; rename the file or folder") from error
+    replace_file(file, content)
+
+
+def as_toml(value: str | bool | int | float | list[str]) -> str:
+    if isinstance(value, float):
+        return str(value)
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # TOML allows no control character
+
+
+def differences(saved: Mapping[str, Any], config: TrainConfig) -> list[str]:
+    """The settings that change the result of training and differ, as "learning_rate: 0.001, was 0.01".
+
+    The length of the run is not among them. saved: what `settings` or `read_settings` returned for the run that is
+    resumed.
+    """
+    now = settings(config)
+    names = [name for name in {**now, **saved} if name not in (*WITHOUT_EFFECT_ON_RESULT, *LENGTH_SETTINGS)]
+    return [
+        f"{name}: {shown_value(now.get(name))}, was {shown_value(saved.get(name))}"
+        for name in names
+        if now.get(name) != saved.get(name)
+    ]
+
+
+def shown_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "not set" if value is None else " ".join(value) if isinstance(value, list) else str(value)

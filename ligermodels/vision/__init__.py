@@ -1,0 +1,1 @@
+"""Vision towers, projectors, and where images stand in a prompt."""

@@ -1,0 +1,95 @@
+"""Language models with pictures of one size: their inputs, which tokens stand for each, the blocks of their towers.
+
+Every picture has the same number of tokens. Must not know any text model.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ligermodels.configs.vision import PictureConfig
+from ligermodels.errors import InputError
+from ligermodels.layers.attention import Attention
+from ligermodels.layers.block import DecoderLayer
+from ligermodels.layers.mlp import MLP
+from ligermodels.vision.hub_names import WrappedLanguageModel
+from ligermodels.vision.multimodal import Images
+from ligermodels.vision.patch_positions import Grid
+from ligermodels.vision.token_places import Documents, TokenGrid, place_images
+from ligermodels.weights.mapping import Concat, Rename, Rule
+
+LAYER = "encoder.layers.{}"
+# Names below the tower: ours -> those on the Hub.
+TOWER_NAMES = {
+    "class_embedding": "embeddings.class_embedding",
+    "patch_embed": "embeddings.patch_embedding",
+    "pos_embed": "embeddings.position_embedding",
+    "first_norm": "pre_layrnorm",
+    "norm": "post_layernorm",
+    "blocks.{}.input_layernorm": f"{LAYER}.layer_norm1",
+    "blocks.{}.post_attention_layernorm": f"{LAYER}.layer_norm2",
+    "blocks.{}.self_attn.o_proj": f"{LAYER}.self_attn.out_proj",
+    "blocks.{}.mlp.up_proj": f"{LAYER}.mlp.fc1",
+    "blocks.{}.mlp.down_proj": f"{LAYER}.mlp.fc2",
+}
+
+
+class PictureLanguageModel(WrappedLanguageModel):
+    """A causal language model with pictures of one size. `config.vision` is a `PictureConfig`."""
+
+    hub_block = LAYER
+    hub_towers = ("vision_tower.vision_model", "vision_tower")
+
+    def tower_rules(self, hub: str) -> tuple[Rule, ...]:
+        heads = tuple(f"{hub}.{LAYER}.self_attn.{part}_proj" for part in "qkv")
+        renamed = (Rename(f"{hub}.{theirs}", f"visual.{ours}") for ours, theirs in TOWER_NAMES.items())
+        return Concat("visual.blocks.{}.self_attn.qkv_proj", heads), *renamed
+
+    def example_images(self, rows: int) -> tuple[int, dict[str, Tensor]]:
+        vision = self.config.vision
+        shape = rows, vision.in_channels, vision.image_size, vision.image_size
+        pixels = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+        return vision.features_per_picture, {"pixel_values": pixels}
+
+    def place_pixels(self, documents: Documents, pixels: Tensor, **others: Any) -> Images:
+        """pixels: [pictures, C, side, side], crops as pictures."""
+        vision, side = self.config.vision, self.config.vision.image_size
+        expected = [vision.in_channels, side, side]
+        if pixels.ndim != 4 or list(pixels.shape[1:]) != expected:
+            raise InputError(f"pixel_values: has shape {list(pixels.shape)}; must be [pictures, *{expected}]")
+        count, token = len(pixels), TokenGrid(self.config.image_token_id, Grid(1, 1, vision.features_per_picture))
+        layout, _ = self.patch_layout([Grid(1, *[vision.table_side] * 2)] * count)
+        patches = picture_patches(pixels, vision.patch_size, vision.spatial_merge_size)
+        return Images(patches, layout, place_images(documents, [token] * count).places)
+
+    def split_by_row(self, pixels: Mapping[str, Any], ids: Tensor) -> list[dict[str, Any]]:
+        pictures, rows = pixels["pixel_values"], []
+        for row in ids:
+            count = int((row == self.config.image_token_id).sum()) // self.config.vision.features_per_picture
+            rows.append({"pixel_values": pictures[:count]} if count else {})
+            pictures = pictures[count:]
+        if len(pictures):
+            raise InputError(f"pixel_values: {len(pictures)} pictures have no tokens in the text; remove them")
+        return rows
+
+
+def picture_blocks(config: PictureConfig) -> list[DecoderLayer]:
+    """The computed blocks of a tower of CLIP's kind."""
+
+    def block() -> DecoderLayer:
+        attention = Attention(config, qkv_bias=True, o_bias=True, rope=None)
+        return DecoderLayer(config, attention, MLP(config, bias=True))
+
+    return [block() for _ in range(config.computed_blocks)]
+
+
+def picture_patches(pixels: Tensor, patch: int, side: int) -> Tensor:
+    """Pictures [n, C, H, W] -> patches [n patches, C patch patch], square by square of side × side patches.
+
+    Rows and columns of pixels behind the last patches are left out.
+    """
+    pixels = pixels[..., : pixels.shape[2] // patch * patch, : pixels.shape[3] // patch * patch]
+    squares = pixels.unflatten(3, (-1, side, patch)).unflatten(2, (-1, side, patch))  # [n, C, H', s, p, W', s, p]
+    return squares.permute(0, 2, 5, 3, 6, 1, 4, 7).reshape(-1, pixels.shape[1] * patch**2)

@@ -1,0 +1,163 @@
+"""A vision tower over square tiles of an image, with learned positions for each aspect ratio. Must not know any family.
+
+All tiles of an image attend to each other. An image has rows for the most tiles it may have, and a tile has a few rows
+behind its own: these rows are zeros at first. A row of a tile of the image sees all rows of the image, and a row of
+padding those of its tiles: the attention of the models' training. Source: Llama 3, https://arxiv.org/abs/2407.21783.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ligermodels.configs.mllama import ASPECT_RATIOS, MllamaVisionConfig
+from ligermodels.kernels.attention.attention import DocumentRun
+from ligermodels.kernels.attention.shared_keys import SharedKeys
+from ligermodels.layers.attention import Attention
+from ligermodels.layers.block import DecoderLayer
+from ligermodels.layers.fused import add_then_norm
+from ligermodels.layers.mixer import Positions
+from ligermodels.layers.mlp import MLP
+from ligermodels.layers.norm import LayerNorm
+from ligermodels.vision.cross_attention import GatedLayer
+from ligermodels.vision.patch_positions import offsets_from
+
+OUTER_NORM_EPS = 1e-5  # of the norms around the blocks, whatever the file says
+
+
+class TileLayout(NamedTuple):
+    """The rows of the images of a batch: images with equally many tiles are neighbours, their own rows come before
+    their padding.
+
+    order: int64 [P], the place of each row among the tiles' rows. cu_seqlens: int32 [2 I + 1], offsets of the rows of
+    each image's tiles and of its padding; longest: the most of them. runs: the same on the host. keys: which rows they
+    see.
+    """
+
+    order: Tensor
+    cu_seqlens: Tensor
+    longest: int
+    runs: tuple[DocumentRun, ...]
+    keys: SharedKeys
+
+
+def tile_layout(counts: Sequence[int], config: MllamaVisionConfig) -> TileLayout:
+    """counts: of the tiles of each image."""
+    rows, own = config.rows_per_tile, config.tokens_per_tile
+    size = config.max_num_tiles * rows
+    row, begin = torch.arange(size), 0
+    orders, places = [], []
+    copies: list[Tensor] = []
+    runs: list[DocumentRun] = []
+    for count in sorted(set(counts)):
+        belongs = (row % rows < own) & (row < count * rows)
+        images = torch.tensor([i for i, other in enumerate(counts) if other == count])[:, None]
+        orders += [(images * size + part.nonzero()[:, 0]).flatten() for part in (belongs, ~belongs)]
+        number, valid = len(images), int(belongs.sum())
+        first = begin + torch.arange(number)[:, None] * size  # of the keys that an image's own rows see: all its rows
+        second = begin + number * size + torch.arange(number)[:, None] * valid  # its padding sees its own rows
+        places += [
+            torch.stack([first + row[:valid], second + row[:valid]], -1).flatten(),
+            (first + row[valid:]).flatten(),
+        ]
+        copies += [torch.full((number * valid,), 2), torch.ones(number * (size - valid), dtype=torch.int64)]
+        runs += [DocumentRun(number, valid, size), DocumentRun(number, size - valid, valid)]
+        begin += number * (size + valid)
+    documents, queries, keys = torch.tensor(runs).unbind(1)
+    queries, keys = (x.repeat_interleave(documents) for x in (queries, keys))
+    seen = SharedKeys(offsets_from(torch.cat(copies)), torch.cat(places).int(), offsets_from(keys), int(keys.max()))
+    return TileLayout(torch.cat(orders), offsets_from(queries), int(queries.max()), tuple(runs), seen)
+
+
+class TilePositions(nn.Module):
+    """Adds tanh(gate) times a learned vector for each tile of an image, by its aspect ratio."""
+
+    def __init__(self, config: MllamaVisionConfig) -> None:
+        super().__init__()
+        self.tiles = config.max_num_tiles
+        self.embedding = nn.Embedding(ASPECT_RATIOS + 1, self.tiles * config.hidden_size)
+        self.gate = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor, ratios: Tensor) -> Tensor:
+        """x [I, tiles, rows, E], ratios int64 [I] -> the same shape."""
+        return x + self.embedding(ratios).view(-1, self.tiles, 1, x.shape[-1]) * self.gate.tanh()
+
+
+class GatedPositions(nn.Module):
+    """Adds (1 - tanh(gate)) times the vector of a row in any tile, and tanh(gate) times its vector in this one."""
+
+    def __init__(self, config: MllamaVisionConfig) -> None:
+        super().__init__()
+        rows = config.tokens_per_tile
+        self.gate = nn.Parameter(torch.zeros(1))
+        self.embedding = nn.Parameter(torch.randn(rows, config.hidden_size) * config.hidden_size**-0.5)
+        self.tile_embedding = nn.Embedding(ASPECT_RATIOS + 1, config.max_num_tiles * rows * config.hidden_size)
+
+    def forward(self, x: Tensor, ratios: Tensor) -> Tensor:
+        """As `TilePositions.forward`."""
+        gate = self.gate.tanh()
+        x = x + (1 - gate) * self.embedding
+        return x + gate * self.tile_embedding(ratios).view_as(x)
+
+
+class TiledVisionTower(nn.Module):
+    """Patches of tiles -> hidden states [I, tiles, rows, W]: of the last block, and of some others behind it.
+
+    taps_after: the states of the blocks `intermediate_layers_indices` are taken behind them. transformers 5 does that;
+    the models were trained with the states before them.
+    """
+
+    def __init__(self, config: MllamaVisionConfig) -> None:
+        super().__init__()
+        width, patch = config.hidden_size, config.patch_size
+        self.config, self.taps_after = config, False
+        self.patch_embedding = nn.Conv2d(config.in_channels, width, patch, patch, bias=False)
+        self.class_embedding = nn.Parameter(torch.randn(width) * width**-0.5)
+        self.pre_tile_positional_embedding = TilePositions(config)
+        self.gated_positional_embedding = GatedPositions(config)
+        self.post_tile_positional_embedding = TilePositions(config)
+        self.layernorm_pre, self.layernorm_post = (LayerNorm(width, OUTER_NORM_EPS, bias=True) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            DecoderLayer(config, Attention(config, rope=None), MLP(config, bias=True))
+            for _ in range(config.num_hidden_layers)
+        )
+        self.global_blocks = nn.ModuleList(
+            GatedLayer(config, Attention(config, rope=None), MLP(config, bias=True))
+            for _ in range(config.num_global_layers)
+        )
+
+    def forward(self, pixels: Tensor, ratios: Tensor, layout: TileLayout) -> Tensor:
+        """pixels [I, tiles, channels, s, s]; ratios int64 [I], the aspect ratio of each image, from 1."""
+        x = self.embed(pixels, ratios)
+        images, tiles, own, width = x.shape
+        x = F.pad(x, (0, 0, 0, self.config.rows_per_tile - own))
+        places = torch.arange(len(layout.order), device=x.device)[None]
+        spans = Positions(places, {}, layout.cu_seqlens, layout.longest, layout.keys, causal=False, runs=layout.runs)
+        inverse = torch.empty_like(layout.order).index_copy(0, layout.order, places[0])
+        x, residual, taps = x.view(1, -1, width)[:, layout.order], None, []
+        for index, block in enumerate(self.blocks):
+            is_tap = index in self.config.intermediate_layers_indices
+            if is_tap and not self.taps_after:
+                taps.append(x if residual is None else x + residual)
+            x, residual, _ = block(x, residual, spans)
+            if is_tap and self.taps_after:
+                taps.append(x + residual)
+        x, _ = add_then_norm(self.layernorm_post, x, residual)
+        x = self.post_tile_positional_embedding(x[:, inverse].view(images, tiles, -1, width), ratios)
+        x, residual = x.view(1, -1, width)[:, layout.order], None
+        for block in self.global_blocks:
+            x, residual, _ = block(x, residual, spans)
+        x = x if residual is None else x + residual
+        states = torch.cat([x, torch.stack(taps, -1).flatten(2)], -1) if taps else x
+        return states[:, inverse].view(images, tiles, -1, states.shape[-1])[:, :, :own]
+
+    def embed(self, pixels: Tensor, ratios: Tensor) -> Tensor:
+        """The class token and the patches of each tile with their positions, normed: [I, tiles, rows, E]."""
+        patch, dtype = self.config.patch_size, self.patch_embedding.weight.dtype
+        grid = F.unfold(pixels.flatten(0, 1).to(dtype), patch, stride=patch).mT  # [I tiles, patches, values]
+        x = F.linear(grid, self.patch_embedding.weight.flatten(1)).unflatten(0, pixels.shape[:2])
+        x = self.pre_tile_positional_embedding(x, ratios)
+        x = torch.cat([self.class_embedding.expand(*x.shape[:2], 1, -1), x], 2)
+        return self.layernorm_pre(self.gated_positional_embedding(x, ratios))

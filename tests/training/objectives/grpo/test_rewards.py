@@ -1,0 +1,177 @@
+"""Reward functions: the names of --reward, the arguments they get, what they may return, and the time they have."""
+
+import math
+
+import pytest
+
+from ligermodels.errors import InputError
+from ligermodels.training.objectives.grpo.rewards import Judged, TrainerState, call_rewards, check_columns, open_rewards
+
+CONVERSATION = [{"role": "user", "content": "3 + 4?"}]
+JUDGED = Judged(
+    prompts=["3 + 4?", "3 + 4?", CONVERSATION],
+    completions=["7", "the sum is 1,007.0", [{"role": "assistant", "content": " 7 "}]],
+    completion_ids=[[5], [5, 6, 7, 8, 9, 2], [5, 2]],
+    columns={"answer": ["7", "1007", "7"], "level": [1, 2, None]},
+    places=["sums.jsonl:1", "sums.jsonl:1", "sums.jsonl:9"],
+)
+STATE = TrainerState(4, 10)
+CODE = """
+import asyncio, time
+
+def even(completion_ids, **columns):
+    return [sum(i % 2 == 0 for i in ids) / len(ids) for ids in completion_ids]
+
+def levels(prompts, completions, completion_ids, answer, level, trainer_state, log_extra, log_metric):
+    log_extra("guess", [len(ids) for ids in completion_ids])
+    log_metric("seen", len(prompts))
+    assert trainer_state.global_step == 4
+    return level
+
+started = []
+
+async def first(completions):
+    started.append("first")
+    while len(started) < 2:
+        await asyncio.sleep(0)
+    return [True, 0, 2]
+
+async def second(completions):
+    started.append("second")
+    return [0.5] * 3
+
+def short(completions): return [1.0]
+def text(completions): return "abc"
+def words(completions): return ["a", 1, 1]
+def nan(completions): return [1.0, float("nan"), 0.0]
+def none(completions): pass
+def fails(completions):
+    return 1 / 0
+def needs(completions, solution): return [0.0] * 3
+def sleeps(completions):
+    try:
+        time.sleep(60)
+    except Exception:
+        return [0.0] * 3
+async def sleeps_too(completions): await asyncio.sleep(60)
+async def waits(completions): await asyncio.Event().wait()
+async def blocks(completions): time.sleep(60)
+async def computes(completions):
+    while True:
+        pass
+async def blocks_in_a_group(completions):
+    async with asyncio.TaskGroup() as group:
+        group.create_task(blocks(completions))
+async def has_a_limit(completions): raise TimeoutError("no answer")
+class Model:
+    pass
+model = 3
+"""
+
+
+@pytest.fixture
+def rewards(tmp_path):
+    file = tmp_path / "rewards.py"
+    file.write_text(CODE)
+
+    def open_them(*names):
+        return open_rewards([f"{file}:{name}" for name in names], 10)
+
+    return open_them
+
+
+def call(functions, seconds=20):
+    return call_rewards(functions, JUDGED, STATE, seconds)
+
+
+def test_functions_get_what_they_name_and_return_rewards_in_order(rewards):
+    functions = rewards("even", "levels=2", "first", "second=-0.5")
+    assert [(function.name, function.weight) for function in functions] == [
+        ("even", 1.0), ("levels", 2.0), ("first", 1.0), ("second", -0.5)
+    ]  # fmt: skip
+    found = call(functions)
+    assert found.values == [[0.0, 0.5, 0.5], [1.0, 2.0, None], [1.0, 0.0, 2.0], [0.5, 0.5, 0.5]]
+    assert found.extras == {"guess": [1, 6, 2]} and found.metrics == {"seen": [3.0]}
+
+
+def test_built_in_functions():
+    exact, number, form, length = open_rewards(["exact", "number=0.5", r"format:.*\d", "length:4"], 6)
+    assert (number.weight, form.name) == (0.5, "format")
+    assert call([exact, number, form, length]).values == [
+        [1.0, 0.0, 1.0], [1.0, 1.0, 1.0], [1.0, 1.0, 0.0], [0.0, -1.0, 0.0],
+    ]  # fmt: skip
+    (length,) = open_rewards(["length"], 10)  # the last fifth
+    assert length.function(completion_ids=[[0] * n for n in (8, 9, 10)]) == [0.0, -0.5, -1.0]
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("short", "short: returned 1 rewards for 3 completions, for the prompts of sums.jsonl:1 to sums.jsonl:9"),
+        ("text", "text: returned str; must return a list of 3 numbers"),
+        ("none", "none: returned NoneType; must return a list of 3 numbers"),
+        ("words", "words: returned 'a' for a completion of the prompt of sums.jsonl:1; must be a finite number"),
+        ("nan", "nan: returned nan for a completion of the prompt of sums.jsonl:1; must be a finite number, or None"),
+        ("fails", r"fails: raised ZeroDivisionError: division by zero in \S*rewards.py:31, for the prompts of"),
+        ("has_a_limit", r"has_a_limit: raised TimeoutError: no answer in \S*rewards.py:\d+, for the prompts of"),
+        ("needs", "needs: needs solution, which the prompts do not have; their columns are answer, level"),
+    ],
+)
+def test_what_a_function_may_not_do_is_named(rewards, name, message):
+    with pytest.raises(InputError, match=message):
+        call(rewards(name))
+
+
+@pytest.mark.parametrize("name", ["sleeps", "sleeps_too", "blocks", "computes", "blocks_in_a_group"])
+def test_a_function_that_does_not_return_is_stopped(rewards, name):
+    with pytest.raises(InputError, match=rf"{name}: did not return within 0.1 s, .* or raise --reward-timeout"):
+        call(rewards(name), seconds=0.1)
+
+
+def test_the_async_function_that_holds_up_the_others_is_named(rewards):
+    with pytest.raises(InputError, match=r"blocks: did not return within 0.1 s"):
+        call(rewards("first", "waits", "second", "blocks"), seconds=0.1)
+    with pytest.raises(InputError, match=r"waits: did not return within 0.1 s"):
+        call(rewards("first", "second", "waits"), seconds=0.1)
+
+
+@pytest.mark.parametrize(
+    "spec, message",
+    [
+        ("accuracy", r"--reward accuracy: must be FILE.py:FUNCTION, model:FOLDER of a reward model, or one of exact"),
+        ("model:no/folder/there", "no/folder/there"),
+        ("no.py:f", "--reward no.py:f: the file does not exist"),
+        ("format:(", r"--reward format:\(: is no regular expression: missing \)"),
+        ("length:11", r"--reward length:11: must be length:TOKENS with 1 to 10 \(--max-completion-length\) tokens"),
+        ("exact=inf", "--reward exact=inf: the weight is inf; must be a finite number"),
+    ],
+)
+def test_names_that_are_no_function(spec, message):
+    with pytest.raises(InputError, match=message):
+        open_rewards([spec], 10)
+
+
+def test_files_that_have_no_such_function(rewards, tmp_path):
+    with pytest.raises(InputError, match=r"rewards.py:model: the file has no function of this name"):
+        rewards("model")
+    with pytest.raises(InputError, match="--reward has 2 functions with the name even"):
+        rewards("even", "even=2")
+    (tmp_path / "broken.py").write_text("x = 1\nraise KeyError('x')\n")
+    with pytest.raises(InputError, match=r"broken.py:f: the file does not run: KeyError: 'x' in \S*broken.py:2$"):
+        open_rewards([f"{tmp_path}/broken.py:f"], 10)
+    with pytest.raises(InputError, match=r"--reward is missing: FILE.py:FUNCTION, model:FOLDER of a reward model"):
+        open_rewards([], 10)
+
+
+def test_columns_are_checked_before_the_run(rewards):
+    check_columns(rewards("levels"), {"answer": "7", "level": 1})
+    with pytest.raises(InputError, match="needs level, which the prompts do not have; their columns are answer"):
+        check_columns(rewards("levels"), {"answer": "7"})
+    with pytest.raises(InputError, match="--data: column prompts has the name of an argument of reward functions"):
+        check_columns([], {"prompts": 1})
+
+
+def test_a_format_with_an_equals_sign_keeps_it():
+    (function,) = open_rewards(["format:a=b"], 10)
+    assert function.weight == 1 and function.function(completions=["a=b", "a"]) == [1.0, 0.0]
+    assert math.isclose(open_rewards(["format:a=b=0.25"], 10)[0].weight, 0.25)

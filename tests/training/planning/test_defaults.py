@@ -1,0 +1,93 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ligermodels.distributed import World
+from ligermodels.training import TrainConfig
+from ligermodels.training.data.opening import DocumentLengths
+from ligermodels.training.planning.defaults import completed, precision, schedule, with_choices
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+def fitted(config, rows, length, *, sft=False, longest=None, ranks=1, device=CPU):
+    """The settings, and the lines about them, for data of `rows` rows of `length` tokens."""
+
+    class Training(SimpleNamespace):
+        def __len__(self):
+            return rows
+
+    lengths = DocumentLengths(rows, longest or length, cut=0, holds_most=length)
+    data = SimpleNamespace(training=Training(length=length, completion_only=sft), lengths=lengths)
+    world = World(device, size=ranks)
+    config, chosen = with_choices(config, precision(config, world))
+    config, more = with_choices(config, schedule(config, data, 4096, world))
+    return completed(config), [*chosen, *more]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weights", "lora_rank", "ranks", "expected"),
+    [
+        ("float32", None, None, 1, "float32"),
+        ("tf32", None, None, 1, "float32"),
+        ("bfloat16", None, None, 1, "bfloat16"),
+        ("bfloat16", None, None, 2, "float32"),
+        ("bfloat16", None, 8, 1, "float32"),
+        ("bfloat16", "bfloat16", 8, 2, "bfloat16"),
+        ("float32", "bfloat16", None, 1, "bfloat16"),
+    ],
+)
+def test_the_parameter_dtype_follows_the_compute_dtype_lora_and_the_ranks(dtype, weights, lora_rank, ranks, expected):
+    config = TrainConfig(model="llama", dtype=dtype, param_dtype=weights, lora_rank=lora_rank)
+    config, _ = with_choices(config, precision(config, World(CPU, size=ranks)))
+    assert (config.dtype, config.param_dtype) == (dtype, expected)
+
+
+def test_chats_for_a_pretrained_model_on_a_gpu_have_three_epochs_of_small_batches():
+    config, lines = fitted(TrainConfig(model="a/folder"), rows=1000, length=413, sft=True, device=GPU)
+    assert (config.dtype, config.param_dtype, config.activation_checkpointing) == ("bfloat16", "bfloat16", "auto")
+    assert (config.batch_size, config.steps, config.warmup, config.eval_every) == (16, 188, 6, 19)
+    assert (config.learning_rate, config.epochs, config.micro_batch_size) == (2e-5, None, None)
+    assert lines == [
+        "--dtype bfloat16: the model is on a GPU",
+        "--sequence-length 413: the longest document",
+        "--batch-size 16: at least 40 steps an epoch",
+        "--steps 188: 3 epochs of chats or completions",
+        "--learning-rate 2e-05: full fine-tuning",
+        "--warmup 6: 3% of the steps",
+        "--eval-every 19: 10 validations",
+        "--activation-checkpointing auto: as much as memory demands",
+    ]
+
+
+def test_text_has_one_epoch_of_larger_batches_shared_by_the_ranks():
+    config, lines = fitted(TrainConfig(model="a/folder", lora_rank=8), 100_000, 2048, longest=70_000, ranks=8)
+    assert (config.dtype, config.batch_size, config.steps) == ("float32", 64, 1563)
+    assert (config.warmup, config.eval_every, config.learning_rate) == (47, 157, 2e-4)
+    assert "--sequence-length 2048: the longest document has 70,000 tokens" in lines
+    assert "--batch-size 64: at most 131,072 tokens a step" in lines
+    assert "--learning-rate 0.0002: LoRA" in lines
+    few, _ = fitted(TrainConfig(model="a/folder"), rows=49, length=100, ranks=4)
+    assert (few.batch_size, few.steps) == (4, 13)  # not fewer than the ranks
+
+
+def test_given_settings_are_kept_and_what_follows_from_them_fits():
+    given = TrainConfig(model="a/folder", epochs=0.5, batch_size=10, learning_rate=0.1, dtype="tf32", eval_every=7)
+    config, lines = fitted(given, rows=1000, length=64)
+    assert (config.steps, config.warmup, config.batch_size, config.learning_rate) == (50, 2, 10, 0.1)
+    assert "--steps 50: 0.5 epochs" in lines
+    assert not any(line.startswith(("--dtype", "--batch-size", "--learning-rate", "--eval-every")) for line in lines)
+    config, _ = fitted(TrainConfig(model="a/folder", steps=1), rows=1000, length=64)
+    assert (config.steps, config.warmup, config.eval_every) == (1, 0, 1)
+
+
+def test_a_tiny_new_model_keeps_its_own_settings_without_a_word_about_them():
+    config, lines = fitted(TrainConfig(model="qwen2"), rows=6000, length=256, device=GPU)
+    assert (config.dtype, config.batch_size, config.steps, config.warmup) == ("float32", 4, 1600, 30)
+    assert (config.sequence_length, config.eval_every, config.activation_checkpointing) == (256, 400, "none")
+    assert lines == []
+    config, lines = fitted(TrainConfig(model="qwen2", epochs=2), rows=6000, length=256)
+    assert (config.steps, lines) == (3000, ["--steps 3000: 2 epochs"])
+    large, _ = fitted(TrainConfig(model="qwen2:7b"), rows=6000, length=256, device=GPU)
+    assert (large.dtype, large.learning_rate) == ("bfloat16", pytest.approx(4.5e-3 / 32))

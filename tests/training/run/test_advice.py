@@ -1,0 +1,82 @@
+import pytest
+import torch
+
+from ligermodels.distributed import World
+from ligermodels.training.run import advice as module
+from ligermodels.training.run.advice import advice, resume_command
+from tests.training.planning.configs import run_config
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+GENERATE = '  ligermodels generate run/model --prompt "Once upon a time"'
+TORCHRUN = "  torchrun --nproc-per-node 2 '../my train.py' --config run/train.toml"
+TO_TRAIN = "To train the same on two devices:"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """The folder of a run."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("run/model", "run/adapter"):
+        (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.setattr("sys.argv", ["../my train.py"])
+    return tmp_path
+
+
+def advised(here, *argv, saved="model", world=None, chats=False):
+    args = run_config("--model", "base", *argv)
+    folder = (here / "run" / saved).relative_to(here)
+    return advice(args, world or World(CPU), folder, chats=chats)
+
+
+def test_no_generate_command_is_printed_without_a_tokenizer(here):
+    assert advised(here) == [f"Saved run/model. {TO_TRAIN}", TORCHRUN]
+    assert advised(here, world=World(CPU, 0, 2)) == ["Saved run/model"]
+    (here / "run/model/vocab.json").touch()
+    both = "Saved run/model. To generate with it, and to train the same on two devices:"
+    assert advised(here) == [both, GENERATE, TORCHRUN]
+
+
+@pytest.mark.parametrize(
+    "argv, world, devices, can",
+    [
+        (["--batch-size", "3"], World(CPU), 0, False),
+        (["--batch-size", "4", "--micro-batch-size", "4"], World(CPU), 0, False),
+        (["--batch-size", "4", "--micro-batch-size", "2"], World(CPU), 0, True),
+        ([], World(CPU, 0, 2), 0, False),
+        ([], World(GPU), 1, False),
+        ([], World(GPU), 2, True),
+    ],
+)
+def test_the_two_device_command_is_printed_only_if_two_devices_can_run_it(argv, world, devices, can, here, monkeypatch):
+    monkeypatch.setattr(module.torch.cuda, "device_count", lambda: devices)
+    (here / "run/model/tokenizer.json").touch()
+    lines = advised(here, *argv, world=world)
+    assert lines[0].startswith("Saved run/model. To generate with it") and lines[1] == GENERATE
+    assert (TORCHRUN in lines) == ("two devices" in lines[0]) == can
+
+
+def test_an_adapter_stands_for_its_base_model_and_a_chat_needs_no_prompt(here):
+    (here / "run/adapter/tokenizer.json").touch()
+    assert advised(here, "--lora-rank", "4", "--batch-size", "1", saved="adapter", chats=True) == [
+        "Saved run/adapter, in PEFT's format. To generate with it:",
+        "  ligermodels generate run/adapter --chat",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "environment", "launcher"),
+    [
+        (1, {}, "python"),
+        (4, {"LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "a"}, "torchrun --nproc-per-node 4"),
+        (
+            4, {"LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "a"},
+            "torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint a --nproc-per-node 2",
+        ),
+    ],
+)  # fmt: skip
+def test_the_resume_command_repeats_how_the_run_was_started(ranks, environment, launcher, here, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert resume_command(here / "a run", World(CPU, 0, ranks)) == (
+        f"{launcher} '../my train.py' --resume '{here / 'a run'}'"
+    )
