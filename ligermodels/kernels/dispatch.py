@@ -46,6 +46,7 @@ def autocast(*operands: Any) -> tuple[Any, ...]:
 
     operands: tensors, tuples of tensors, or None. They are returned unchanged if autocast is off, or is on for another
     device, and if they are fp64 or integers. Gradients come back in each operand's own dtype.
+    Ops that end in a matrix product call this; norms and losses keep their input's dtype.
     """
     if not torch._C._is_any_autocast_enabled():  # the common case costs one check
         return operands
@@ -126,7 +127,8 @@ class Node(torch.autograd.Function):
     """An autograd.Function whose `apply` is microseconds faster and whose backward rejects double backward.
 
     Function.apply also supports `setup_context`, which no node here has, and transforms of torch.func, under which
-    `runs_kernels` returns False.
+    `runs_kernels` returns False. A node makes no view of a whole tensor, which costs the host microseconds, and
+    allocates with `empty_like` or `new_empty(*shape)`, which torch parses fastest.
     """
 
     apply = torch._C._FunctionBase.__dict__["apply"]
