@@ -113,7 +113,7 @@ def test_the_first_update_of_grpo_has_ratios_of_exactly_one(device, folder_of, t
     settings = {
         "model": str(folder_of("smollm2")), "objective": "grpo", "data": (write(tmp_path / "prompts.jsonl", prompts),),
         "reward": (f"{tmp_path / 'rewards.py'}:short",), "prompts": 2, "generations": 4, "max_completion_length": 12,
-        "iterations": 2, "steps": 2, "warmup": 0, "learning_rate": 1e-5, "eval_every": 9,
+        "iterations": 2, "steps": 2, "warmup": 0, "learning_rate": 1e-6, "eval_every": 9,
         "no_export": True, "output": tmp_path / "run",
     }  # fmt: skip
     metrics = [record for record in train(TrainConfig(**settings)).metrics if "reward" in record]

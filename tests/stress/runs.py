@@ -17,6 +17,7 @@ import ligermodels
 from ligermodels.training.checkpoints.files import checkpoint_step, committed_steps, verify_files
 from ligermodels.training.data.embedded.embedded_stories import stories, vocabulary_texts
 from ligermodels.training.data.embedded.new_tokenizer import save_tokenizer, train_tokenizer
+from ligermodels.training.optimizers.update_check import CHANGED, CHANGED_EXACTLY, SIZE
 from ligermodels.training.reporting.metrics import METRICS_FILE
 from tests.cases import LLAMA
 from tests.training.launching import records
@@ -28,7 +29,8 @@ RUN += ["--warmup", "1", "--eval-every", "3", "--checkpoint-every", "2", "--lora
 RUN += ["--validation-fraction", "0.01", "--best-checkpoint", "--lora-alpha", "32"]
 # So high that step 3 is better than step 6; with which of them depends on the last bits of the processor's products.
 LEARNING_RATES = ("0.03", "0.07", "0.1", "0.15", "0.5", "1.0", "2.0")
-TIMINGS = {"tokens_per_second", "mfu"}
+# What a process measures of itself: its speed, and the updates that it has sampled since it began.
+MEASURED = {"tokens_per_second", "mfu", CHANGED, CHANGED_EXACTLY, SIZE}
 
 
 class Stress:
@@ -143,8 +145,8 @@ def is_finished(folder):
 
 
 def recorded(folder):
-    """The records of metrics.jsonl without timings: losses, validations, samples."""
-    return [{name: record[name] for name in record if name not in TIMINGS} for record in records(folder)]
+    """The records of metrics.jsonl without what a process measures of itself: losses, validations, samples."""
+    return [{name: record[name] for name in record if name not in MEASURED} for record in records(folder)]
 
 
 def files_of(folder):

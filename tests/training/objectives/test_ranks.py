@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from ligermodels.training.optimizers.update_check import CHANGED, CHANGED_EXACTLY, SIZE
 from tests.images.folders import picture, png
 from tests.images.models import save_image_model
 from tests.training.launching import records
@@ -29,7 +30,10 @@ KINDS = {
                "model", "--max-length", "100"),
     "model": (*PAIRS, "--objective", "dpo", "--pairs", "1", "--reference", "model"),  # one rank has padding alone
 }  # fmt: skip
-MEASURED = ("peak_memory_gib", "tokens_per_second", "step_time", "time/sample", "time/reward", "time/score")
+MEASURED = (
+    *("peak_memory_gib", "tokens_per_second", "step_time", "time/sample", "time/reward", "time/score"),
+    *(CHANGED, CHANGED_EXACTLY, SIZE),  # of weights that each rank samples from its shards
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
