@@ -20,6 +20,7 @@ from ligermodels import distributed
 from ligermodels.errors import InputError
 from ligermodels.hub import export, export_adapter
 from ligermodels.layers.decoder import CausalLM
+from ligermodels.layers.host_memory import read_async
 from ligermodels.tokenizer.files import has_tokenizer
 from ligermodels.training.checkpoints import Checkpoints, Progress
 from ligermodels.training.config import TrainConfig
@@ -38,22 +39,18 @@ from ligermodels.training.reporting.notebook import notebook_plots
 from ligermodels.training.reporting.profile import StepProfiler
 from ligermodels.training.runs.advice import advice, resume_command
 from ligermodels.training.runs.defaults import TORCH_DTYPES
-from ligermodels.training.runs.determinism import deterministic_algorithms
 from ligermodels.training.runs.folder import ADAPTER, CHECKPOINTS, MODEL, default_folder, locked, new_folder
-from ligermodels.training.runs.intervals import checkpoint_due, validation_due
 from ligermodels.training.runs.model_weights import give_initial_weights
 from ligermodels.training.runs.preparing import prepare
 from ligermodels.training.runs.publishing import publish
-from ligermodels.training.runs.rescue import reading_data, rescued
-from ligermodels.training.runs.resuming import refuse_other_data
+from ligermodels.training.runs.resuming import reading_data, refuse_other_data, rescued
 from ligermodels.training.runs.settings import SETTINGS_FILE, settings, write_settings
 from ligermodels.training.runs.status import RunStatus
 from ligermodels.training.runs.stopping import signals
-from ligermodels.training.runs.validations import Validations, validation_losses
+from ligermodels.training.runs.validations import Validations, checkpoint_due, validation_due, validation_losses
 from ligermodels.training.scaling import float8, fsdp
-from ligermodels.training.scaling.compilation import compile_blocks
+from ligermodels.training.scaling.compilation import compile_blocks, deterministic_algorithms
 from ligermodels.training.scaling.context_parallel import context_group
-from ligermodels.training.scaling.host_reads import read_async
 from ligermodels.training.scaling.out_of_memory import out_of_memory_advice
 from ligermodels.weights.sharding import reshard
 from ligermodels.weights.writing import failure

@@ -16,8 +16,8 @@ from ligermodels.errors import InputError
 from ligermodels.kernels import launch
 from ligermodels.training import TrainConfig, plan, train
 from ligermodels.training.checkpoints import Progress
-from ligermodels.training.objectives import stored_teacher, teachers
-from ligermodels.training.objectives.taught import parse_divergence
+from ligermodels.training.objectives import teachers
+from ligermodels.training.objectives.distill import parse_divergence
 from ligermodels.training.runs.preparing import prepare
 from tests.training.small_models import RAW, save_model, validations
 
@@ -173,7 +173,7 @@ def test_states_of_other_data_or_another_teacher_are_refused(conversations):
             train(again)
         (states / file).write_bytes(whole)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stored_teacher, "free_space", lambda _: (folder, 10))
+        patch.setattr(teachers, "free_space", lambda _: (folder, 10))
         with pytest.raises(
             InputError, match=r"--teacher-states .*nowhere: needs .*, and .* has 10 B; name a folder on"
         ):

@@ -23,14 +23,13 @@ from ligermodels.training.config import RunConfig, TrainConfig
 from ligermodels.training.data.preferences import Group, GroupOptions, GroupPrompt, PreferenceBatch, Step
 from ligermodels.training.data.preferences.layout import GroupPiece
 from ligermodels.training.data.preferences.steps import Groups
-from ligermodels.training.objectives.distill_groups import GroupDistill
+from ligermodels.training.objectives.distill import GroupDistill, TeacherObjective, divergence_sums
 from ligermodels.training.objectives.objective import Share, Work
-from ligermodels.training.objectives.taught import Taught, divergence_sums
 from ligermodels.training.reinforcement.sampling import Sampler, SamplingPlan, engine_size
 from ligermodels.training.runs.defaults import TORCH_DTYPES
 
 
-class OnPolicyDistill(Taught, GroupDistill):
+class OnPolicyDistill(TeacherObjective, GroupDistill):
     """The loss is Σ divergence over the tokens of a step's completions / their number.
 
     Where every step samples, the data are prompts, and validation is on greedy completions of those held out; else they

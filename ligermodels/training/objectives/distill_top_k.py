@@ -12,9 +12,8 @@ from ligermodels.layers.decoder import CausalLM
 from ligermodels.losses.divergences import TOP_K_KINDS
 from ligermodels.training.config import TrainConfig
 from ligermodels.training.data.preferences import PreferenceBatch
-from ligermodels.training.objectives.distill_groups import GroupDistill
+from ligermodels.training.objectives.distill import GroupDistill, divergence_sums, parse_divergence, values_per_token
 from ligermodels.training.objectives.objective import Share, Work
-from ligermodels.training.objectives.taught import divergence_sums, parse_divergence, values_per_token
 
 
 class TopKDistill(GroupDistill):

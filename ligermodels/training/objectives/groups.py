@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -24,8 +24,7 @@ from ligermodels.training.checkpoints import Progress
 from ligermodels.training.config import UNIT_SETTINGS, RunConfig
 from ligermodels.training.data.preferences import GroupOptions, PreferenceBatch, PreferenceData, Step, open_preferences
 from ligermodels.training.data.preferences.formats import GroupKind
-from ligermodels.training.objectives.image_options import image_options
-from ligermodels.training.objectives.objective import Objective, StepTotals, Work
+from ligermodels.training.objectives.objective import Objective, StepTotals, Work, image_options
 from ligermodels.training.reporting.evaluation import start_stop_check
 from ligermodels.training.reporting.metrics import Validation
 from ligermodels.training.runs.defaults import MIN_STEPS_PER_EPOCH, VALIDATIONS, Choice, image_limits
@@ -202,3 +201,8 @@ def mean_logits(sums: Mapping[str, float]) -> dict[str, float]:
 def balance_share(balance: Tensor | None, batch: PreferenceBatch, supervised: Tensor) -> Tensor | float:
     """The micro-batch's part of the routers' balance loss: its share of the step's supervised tokens."""
     return 0.0 if balance is None else balance * batch.supervised / supervised
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """The options that are not None: the others have the defaults of the function that they are for."""
+    return {name: value for name, value in options.items() if value is not None}

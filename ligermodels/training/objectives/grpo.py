@@ -5,6 +5,7 @@ serves `--steps-per-generation` x `--iterations` updates, one a step. Its rollou
 ends between two of its updates resumes to the bit.
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -26,33 +27,36 @@ from ligermodels.memory import TrainingMemory
 from ligermodels.training.checkpoints import Progress
 from ligermodels.training.config import RunConfig, TrainConfig
 from ligermodels.training.data.preferences import GroupOptions, PreferenceData, open_preferences
-from ligermodels.training.objectives.grpo_options import (
-    advantages_of,
-    grpo_choices,
-    kept_completions,
-    policy_options,
-    reference_spec,
-)
 from ligermodels.training.objectives.objective import Objective, Share, Work
 from ligermodels.training.objectives.references import (
     Reference,
-    make_live_reference,
+    ReferenceSpec,
+    default_reference,
+    make_reference,
+    parse_reference,
     refuse_base_that_is_trained,
 )
-from ligermodels.training.objectives.watching import GenerationWatch
-from ligermodels.training.reinforcement.completions_file import COMPLETIONS_FILE, CompletionsFile
-from ligermodels.training.reinforcement.entropy_control import EntropyControl
+from ligermodels.training.optimizers.schedules import default_learning_rate
 from ligermodels.training.reinforcement.judging import (
+    GenerationWatch,
     JudgedGeneration,
+    advantages_of,
     completion_lines,
     generation_metrics,
     judge,
+    kept_completions,
     mean,
     pass_fraction,
     weighted_totals,
 )
-from ligermodels.training.reinforcement.policy import metric_sums, policy_loss, step_metrics
-from ligermodels.training.reinforcement.reward_models import ModelReward
+from ligermodels.training.reinforcement.policy import (
+    EntropyControl,
+    PolicyOptions,
+    metric_sums,
+    policy_loss,
+    policy_options,
+    step_metrics,
+)
 from ligermodels.training.reinforcement.rewards import TrainerState, check_columns, open_rewards
 from ligermodels.training.reinforcement.rollouts import (
     MiniBatch,
@@ -63,15 +67,19 @@ from ligermodels.training.reinforcement.rollouts import (
     pack_rollouts,
     with_values,
 )
-from ligermodels.training.reinforcement.sampling import Sampler, SamplingPlan, engine_size
-from ligermodels.training.reinforcement.vllm_sampler import VLLMSampler, import_vllm
-from ligermodels.training.reporting.metrics import Validation
+from ligermodels.training.reinforcement.sampling import Sampler, SamplingPlan, VLLMSampler, engine_size, import_vllm
+from ligermodels.training.reporting.metrics import COMPLETIONS_FILE, CompletionsFile, Validation
+from ligermodels.training.reward_function import ModelReward
 from ligermodels.training.runs.defaults import TORCH_DTYPES, Choice
 from ligermodels.training.runs.stopping import Stop
 from ligermodels.training.scaling.fsdp import dp_shard_size
 from ligermodels.units import counted
 
 MOST_VALIDATION_PROMPTS = 512
+MOST_PROMPTS, TINY_PROMPTS = 16, 4
+LEARNING_RATE = 5e-6  # five times TRL's, at which a reward rises little in 60 steps; ten times that for LoRA
+WARMUP_FRACTION, GRPO_VALIDATIONS = 0.03, 10
+MOST_ROW_TOKENS = 8192  # of a packed row, where no single completion needs more
 
 
 class GRPO(Objective):
@@ -143,7 +151,7 @@ class GRPO(Objective):
     def complete(self, config: RunConfig) -> None:
         super().complete(config)
         if self.spec is not None:
-            self.reference = make_live_reference(self.spec, config, self.world, self.data.tokenizer)
+            self.reference = make_reference(self.spec, config, self.world, self.data.tokenizer)
             self.reference.temperature = self.temperature
         if len(self.data.training) < self.prompts_per_generation:
             raise InputError(
@@ -390,3 +398,41 @@ class GRPO(Objective):
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         self.rollouts = Rollouts.from_state(state) if state else None
+
+
+def reference_spec(config: TrainConfig, policy: PolicyOptions, world: World) -> ReferenceSpec | None:
+    """What --reference says; None without a KL divergence. Raises InputError for a kind that does not fit."""
+    if not policy.beta:
+        if config.reference is not None:
+            raise InputError(f"--reference {config.reference} goes with --beta, which is missing")
+        return None
+    kind = default_reference(config)
+    spec = parse_reference(config.reference or ("model" if kind == "precomputed" else kind))
+    if spec.kind == "precomputed":
+        raise InputError(
+            "--reference precomputed: completions are sampled during the run; take base with LoRA, model, or ema"
+        )
+    make_reference(spec, config, world)
+    return spec
+
+
+def grpo_choices(config: TrainConfig, count: int, longest_prompt: int, hidden_size: int) -> dict[str, Choice]:
+    """The settings that were not given, for `count` prompts of which the longest has so many tokens."""
+    prompts = min(TINY_PROMPTS if config.is_tiny else MOST_PROMPTS, max(1, count))
+    epochs = config.epochs or 1.0
+    steps = math.ceil(epochs * count / (config.prompts or prompts)) * config.iterations
+    taken = config.steps or steps
+    rate = LEARNING_RATE * 10 if config.with_lora else LEARNING_RATE
+    if config.has_new_weights:
+        rate = default_learning_rate(hidden_size, pretrained=False, lora=config.with_lora)
+    group = longest_prompt - 1 + config.generations * (config.max_completion_length + 1)
+    length = max(longest_prompt + config.max_completion_length, min(group, MOST_ROW_TOKENS))
+    return {
+        "sequence_length": Choice(length, "a group of the longest prompt" if length == group else ""),
+        "prompts": Choice(prompts),
+        "steps": Choice(steps, f"{epochs:g} epoch{'' if epochs == 1 else 's'}"),
+        "learning_rate": Choice(rate, "grpo"),
+        "warmup": Choice(min(math.ceil(WARMUP_FRACTION * taken), taken - 1), f"{WARMUP_FRACTION:.0%} of the steps"),
+        "eval_every": Choice(math.ceil(taken / GRPO_VALIDATIONS), f"{GRPO_VALIDATIONS} validations"),
+        "activation_checkpointing": Choice("auto", "as much as memory demands"),
+    }

@@ -6,7 +6,7 @@ Must not know any one objective.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -14,10 +14,12 @@ from torch import Tensor
 from ligermodels.distributed import World, largest, total
 from ligermodels.layers.context_parallel import ContextGroup
 from ligermodels.layers.decoder import CausalLM
+from ligermodels.layers.multimodal import ImageParts
 from ligermodels.memory import TrainingMemory
 from ligermodels.training.checkpoints import Progress
 from ligermodels.training.config import RunConfig, TrainConfig
 from ligermodels.training.data import Data
+from ligermodels.training.data.new_image_tokenizer import NewImages
 from ligermodels.training.data.preferences import PreferenceData
 from ligermodels.training.reporting.metrics import Validation
 from ligermodels.training.runs.defaults import Choice
@@ -200,3 +202,20 @@ class Objective(ABC):
 
     def restore(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027
         """Takes back what `state` returned; {} on another number of ranks, where a resume is not bit-exact."""
+
+
+class ImageOptions(NamedTuple):
+    """images, prepare_inputs: as for `open_data`."""
+
+    images: NewImages | None = None
+    prepare_inputs: Callable[..., Any] | None = None
+
+
+def image_options(model: CausalLM, folder: Path | None) -> ImageOptions:
+    """folder: the model's, with its image processor; None for a new model."""
+    if not model.takes_images:
+        return ImageOptions()
+    images = None
+    if folder is None and isinstance(model, ImageParts):
+        images = NewImages(model.config.image_token_id, *model.processor_settings)
+    return ImageOptions(images, cast(Any, model).prepare_training_images)

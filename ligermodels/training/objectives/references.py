@@ -10,31 +10,45 @@ All take the same rows by the same route as the policy, so that a policy that eq
 exactly 0. Must not know losses.
 """
 
+import hashlib
+import json
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+import ligermodels
+from ligermodels import distributed
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
 from ligermodels.hub import create, quantise_on_meta, resolve
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.lora import lora_disabled
 from ligermodels.losses.pairs import pair_sums
-from ligermodels.memory import held_bytes, trained_parameters
+from ligermodels.memory import TrainingMemory, held_bytes, trained_parameters
 from ligermodels.tokenizer import Tokenizer
-from ligermodels.training.config import TrainConfig
-from ligermodels.training.data.preferences import PreferenceBatch
-from ligermodels.training.objectives.vocabulary import refuse_other_tokens, tokenizer_of
+from ligermodels.training.checkpoints.state import fingerprint
+from ligermodels.training.config import RunConfig, TrainConfig
+from ligermodels.training.data.cache import cache_folder
+from ligermodels.training.data.preferences import PreferenceBatch, PreferenceData, Step
+from ligermodels.training.data.preferences.steps import Groups
+from ligermodels.training.data.run_tokenizer import refuse_other_tokens, tokenizer_of
+from ligermodels.training.objectives.groups import GroupObjective
 from ligermodels.training.runs.defaults import TORCH_DTYPES
 from ligermodels.training.scaling import fsdp
+from ligermodels.training.scaling.fsdp import dp_shard_size
+from ligermodels.units import counted, duration
 from ligermodels.weights.loading import load_weights, shard_and_offset
 from ligermodels.weights.mapping import is_lora_parameter
+from ligermodels.weights.reading import open_for_reading
 from ligermodels.weights.sharding import reshard
+from ligermodels.weights.writing import failure, replace_file
 
 EMA_ALPHA, EMA_STEPS = 0.6, 512  # TRL's defaults
 
@@ -234,11 +248,116 @@ class ModelReference(Reference):
         return held_bytes(reference.parameters(), shards, set(reference.replicated_parameters()))
 
 
+class PrecomputedReference(Reference):
+    """sums: float64 [completions], by their numbers in the data; NaN for those that the run does not need."""
+
+    def __init__(self, config: RunConfig, world: World, data: PreferenceData, ld_alpha: float | None) -> None:
+        self.config, self.world, self.data, self.ld_alpha = config, world, data, ld_alpha
+        parts = [*data.training.groups.parts, *data.validation.groups.parts]
+        self.found = np.full(max(part.first + len(part.store.tokens) for part in parts), np.nan)
+
+    def logprobs(self, model: CausalLM, batch: PreferenceBatch) -> Tensor:
+        raise InputError("--reference precomputed: has sums of completions, not their tokens; take --reference model")
+
+    def sums(self, model: CausalLM, batch: PreferenceBatch, ld_alpha: float | None) -> Tensor:
+        found = torch.from_numpy(self.found[batch.numbers])
+        device = batch.completions.device
+        return (found.pin_memory() if device.type == "cuda" else found).to(device, non_blocking=True)
+
+    def prepare(self, model: CausalLM, say: Callable[[str], Any]) -> None:
+        file = cache_folder() / f"reference-{self.key(model)}.f64"
+        self.found = distributed.from_first(self.read(file) if self.world.is_first else self.found)
+        known = int(np.isfinite(self.found).sum())
+        start = time.perf_counter()
+        computed = self.compute(model)
+        if not computed:
+            say(f"reference: log-probabilities of {counted(known, 'completion')}, from {file}")
+            return
+        taken = duration(time.perf_counter() - start)
+        say(f"reference: log-probabilities of {counted(computed, 'completion')} precomputed in {taken}, kept in {file}")
+        error = failure(self.write, file) if self.world.is_first else None
+        if error is not None:  # the cache only saves time
+            say(f"warning: {error}")
+
+    def compute(self, model: CausalLM) -> int:
+        """Fills in what the run needs and is missing; returns how many completions that were."""
+        missing = np.isnan(self.found)
+        sums = torch.zeros(len(self.found), dtype=torch.float64, device=self.world.device)
+        for step in self.steps_with(missing):
+            for batch in step.batches:
+                numbers = torch.from_numpy(batch.numbers).to(sums.device)
+                sums[numbers] = pair_sums(row_logprobs(model, batch), batch.completions, self.ld_alpha)
+        distributed_sums = distributed.total(sums).cpu().numpy()
+        done = missing & self.needed
+        self.found[done] = distributed_sums[done]
+        return int(done.sum())
+
+    def steps_with(self, missing: np.ndarray) -> Iterator[Step]:
+        """The steps of the run's first pass over the data, and of the validation, that have missing completions."""
+        training, validation, units = self.data.training, self.data.validation, self.config.units
+        self.needed = np.zeros(len(missing), bool)
+        cursors = range(0, self.config.steps * units, units)
+        for cursor in cursors:
+            numbers = numbers_of(training.groups, training.numbers(cursor, units))
+            if (missing[numbers] & ~self.needed[numbers]).any():
+                yield training.collated(cursor, units, self.world)
+            self.needed[numbers] = True
+        numbers = numbers_of(validation.groups, range(len(validation)))
+        self.needed[numbers] = True
+        if missing[numbers].any():
+            yield from validation.steps(units, self.world)
+
+    def key(self, model: CausalLM) -> str:
+        config, data = self.config, self.data
+        described = {
+            "weights": {name: fingerprint(parameter) for name, parameter in model.named_parameters()},
+            "data": data.training.fingerprint,
+            "validation": [part.fingerprint for part in data.validation.groups.parts],
+            "rows": [config.units, config.sequence_length, config.share_prompts, config.seed, self.world.size],
+            "dtype": [config.dtype, str(self.world.device.type)],
+            "ld_alpha": self.ld_alpha,
+            "images": self.image_versions(),
+            "code": package_hash(),
+        }
+        return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:32]
+
+    def image_versions(self) -> list[str]:
+        """What decides about the pixels of images beside their names."""
+        if self.data.processor is None:
+            return []
+        parts = (*self.data.training.groups.parts, *self.data.validation.groups.parts)
+        images = (part.store.tokens.images for part in parts)
+        return [repr(self.data.processor.images), *(found.file_versions for found in images if found is not None)]
+
+    def read(self, file: Path) -> np.ndarray:
+        """The sums in the cache; as they are where it has none, or a damaged file."""
+        if not file.is_file():
+            return self.found
+        with open_for_reading(file) as stream:
+            found = np.frombuffer(stream.read(), np.float64)
+        return found.copy() if found.shape == self.found.shape else self.found
+
+    def write(self, file: Path) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(file, self.found.tobytes())
+
+
+def numbers_of(groups: Groups, numbers: Any) -> np.ndarray:
+    """The numbers that the completions of these groups have in the data, as in `PreferenceBatch.numbers`."""
+    return np.concatenate([groups.completion_numbers(number) for number in numbers])
+
+
+def package_hash() -> str:
+    """A hash of this package's code."""
+    files = sorted(Path(ligermodels.__file__).parent.rglob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
 def default_reference(config: TrainConfig) -> str:
     return "adapter" if config.adapter else "base" if config.with_lora else "precomputed"
 
 
-def make_live_reference(
+def make_reference(
     spec: ReferenceSpec, config: TrainConfig, world: World, tokenizer: Tokenizer | None = None
 ) -> Reference:
     """A reference that computes log-probabilities of any row: all kinds but "precomputed". Raises InputError.
@@ -274,3 +393,50 @@ def refuse_base_that_is_trained(model: CausalLM) -> None:
         raise InputError(
             f"--reference base: the adapter trains {trained[0]} of the base itself; take --reference adapter"
         )
+
+
+class ReferenceObjective(GroupObjective):
+    """An objective on groups with a reference.
+
+    ld_alpha: weight of the tokens beyond the shorter side, in the reference's sums as in the policy's.
+    """
+
+    reference: Reference
+    ld_alpha: float | None = None
+
+    def __init__(self, config: TrainConfig, world: World) -> None:
+        super().__init__(config, world)
+        self.spec = parse_reference(config.reference or self.default_reference())
+        if self.spec.kind != "precomputed":
+            make_reference(self.spec, config, world)
+
+    def default_reference(self) -> str:
+        return default_reference(self.config)
+
+    def open(self, folder: Path | None, model: CausalLM, adapter: Path | None) -> None:
+        if self.spec.kind == "base":
+            refuse_base_that_is_trained(model)
+        super().open(folder, model, adapter)
+
+    def complete(self, config: RunConfig) -> None:
+        super().complete(config)
+        if self.spec.kind == "precomputed":
+            self.reference = PrecomputedReference(config, self.world, self.data, self.ld_alpha)
+        else:
+            self.reference = make_reference(self.spec, config, self.world, self.data.tokenizer)
+
+    def bytes_beside(self, model: CausalLM) -> int:
+        return self.reference.bytes_beside(model, dp_shard_size(self.world, self.config.dp_replicate))
+
+    def phases(self, train: TrainingMemory) -> Mapping[str, int]:
+        first = {"precompute": train.forward_peak} if self.spec.kind == "precomputed" else {}
+        return {**first, **super().phases(train)}
+
+    def prepare(self, model: CausalLM, say: Callable[[str], Any]) -> None:
+        self.reference.prepare(model, say)
+
+    def finish_step(self, model: CausalLM, step: int) -> None:
+        self.reference.finish_step(model, step)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self.reference.tensors()

@@ -10,8 +10,7 @@ from ligermodels.layers.decoder import CausalLM
 from ligermodels.training.checkpoints import Progress
 from ligermodels.training.config import RunConfig
 from ligermodels.training.data import Data, count_supervised, open_data, refuse_short_epoch
-from ligermodels.training.objectives.image_options import image_options
-from ligermodels.training.objectives.objective import Objective, Share, Work
+from ligermodels.training.objectives.objective import Objective, Share, Work, image_options
 from ligermodels.training.reporting.evaluation import evaluate
 from ligermodels.training.reporting.metrics import Validation
 from ligermodels.training.runs.defaults import Choice, image_choices, schedule

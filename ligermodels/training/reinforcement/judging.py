@@ -15,10 +15,14 @@ from torch import Tensor
 from ligermodels import distributed
 from ligermodels.errors import InputError
 from ligermodels.generation.requests import GeneratedSample
-from ligermodels.losses import reward_table
+from ligermodels.losses import group_advantages, reward_table, rloo_advantages
+from ligermodels.training.config import TrainConfig
 from ligermodels.training.data.preferences import GroupPrompt
 from ligermodels.training.reinforcement.rewards import Judged, RewardFunction, Rewards, TrainerState, call_rewards
 from ligermodels.training.reinforcement.sampling import as_completion
+
+MUCH_ZERO_SPREAD = 0.8  # of the groups: almost nothing is learned
+USELESS_GENERATIONS = 10  # in a row, without a group whose rewards differ: the run ends
 
 
 class JudgedGroup(NamedTuple):
@@ -176,3 +180,65 @@ def completion_lines(
                 "advantage": next(number), **{name: values[index] for name, values in group.extras.items()},
             }  # fmt: skip
             yield json.dumps(record, ensure_ascii=False, default=str)
+
+
+def advantages_of(
+    config: TrainConfig, loss: str, generation: JudgedGeneration, weights: Sequence[float], kl: Tensor
+) -> Tensor:
+    """fp32 [C]. weights: of the reward functions. kl: [C], which RLOO subtracts from their sum, times beta."""
+    if loss == "rloo":
+        totals = weighted_totals(generation.rewards, weights)
+        return rloo_advantages(totals - (config.beta or 0.0) * kl, config.generations)
+    return group_advantages(
+        generation.rewards, config.generations, reward_weights=weights, scale_rewards=config.scale_rewards or "group",
+        multi_objective_aggregation=config.reward_aggregation,
+    )  # fmt: skip
+
+
+def kept_completions(config: TrainConfig, generation: JudgedGeneration, weights: Sequence[float]) -> Tensor:
+    """bool [C]: the completions that updates read."""
+    rewards = generation.rewards
+    kept = torch.ones(len(rewards), dtype=torch.bool)
+    if not config.keep_zero_spread:
+        summed = config.reward_aggregation == "sum_then_normalize"
+        compared = weighted_totals(rewards, weights) if summed else rewards
+        kept = has_spread(compared, config.generations).repeat_interleave(config.generations)
+    if config.mask_truncated:
+        kept &= torch.tensor([sample.finish_reason == "stop" for sample in generation.samples])
+    return kept
+
+
+class GenerationWatch:
+    """Looks at the metrics of each generation, and says each thing once. keeps_all: groups without spread are trained
+    on as well."""
+
+    def __init__(self, keeps_all: bool) -> None:
+        self.keeps_all = keeps_all
+        self.useless = 0  # generations in a row
+        self.said: set[str] = set()
+
+    def refuse_useless(self, metrics: Mapping[str, float]) -> None:
+        """Raises InputError where no group of many generations in a row could teach anything."""
+        self.useless = self.useless + 1 if metrics["frac_reward_zero_std"] == 1 else 0
+        if self.useless == USELESS_GENERATIONS and not self.keeps_all:
+            raise InputError(
+                f"{USELESS_GENERATIONS} generations in a row had no prompt whose completions got different rewards "
+                f"(mean reward {metrics['reward']:.3g}): nothing can be learned. Begin with a model that solves some "
+                "of the prompts, raise --temperature or --generations, or use a reward with partial credit"
+            )
+
+    def warnings(self, values: Mapping[str, float]) -> list[str]:
+        """What there is to say after a step with these metrics."""
+        found = {}
+        if values.get("frac_reward_zero_std", 0) > MUCH_ZERO_SPREAD:
+            found["spread"] = (
+                f"{values['frac_reward_zero_std']:.0%} of the prompts got equal rewards for all completions, and teach "
+                "nothing: watch frac_reward_zero_std"
+            )
+        if values.get("completions/clipped_ratio", 0) == 1:
+            found["length"] = (
+                "every completion reached --max-completion-length: raise it, or name a text that ends one by --stop"
+            )
+        new = {name: line for name, line in found.items() if name not in self.said}
+        self.said |= new.keys()
+        return list(new.values())

@@ -13,19 +13,21 @@ import asyncio
 import importlib.util
 import inspect
 import math
+import signal
 import sys
+import threading
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any, NamedTuple
 
 from ligermodels.errors import InputError
 from ligermodels.training.reinforcement.built_in_rewards import BUILT_IN_REWARDS, RewardCallable, built_in_reward
-from ligermodels.training.reinforcement.reward_models import REWARD_MODEL, ModelReward
-from ligermodels.training.reinforcement.time_limit import TimeLimitExceeded, time_limit
+from ligermodels.training.reward_function import REWARD_MODEL, ModelReward
 
 REWARD_KINDS = f"FILE.py:FUNCTION, {REWARD_MODEL}FOLDER of a reward model, or one of {', '.join(BUILT_IN_REWARDS)}"
 RESERVED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
@@ -287,3 +289,33 @@ def checked_reward(function: RewardFunction, value: Any, place: str) -> float | 
             "number, or None where there is no reward"
         )
     return number
+
+
+class TimeLimitExceeded(BaseException):
+    """Not an Exception, so that an `except Exception` in the code that is stopped does not hold it back."""
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raises TimeLimitExceeded in the block after this time, also where it sleeps or waits for a network.
+
+    It uses SIGUSR2, and leaves SIGALRM to the code of others, which uses it for limits of its own. Python runs signal
+    handlers in the main thread alone: in any other thread there is no limit.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def expire(number: int, frame: FrameType | None) -> None:
+        raise TimeLimitExceeded
+
+    before = signal.signal(signal.SIGUSR2, expire)
+    timer = threading.Timer(seconds, signal.pthread_kill, (threading.get_ident(), signal.SIGUSR2))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        signal.signal(signal.SIGUSR2, before)

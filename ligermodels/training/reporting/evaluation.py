@@ -8,11 +8,11 @@ from ligermodels.distributed import World, total
 from ligermodels.generation.decoding import generate
 from ligermodels.layers.context_parallel import ContextGroup
 from ligermodels.layers.decoder import CausalLM
+from ligermodels.layers.host_memory import read_async
 from ligermodels.training.data import Data, ValidationRows, count_supervised
 from ligermodels.training.reporting.metrics import Validation
 from ligermodels.training.reporting.questions import count_correct_answers, prompt_inputs
 from ligermodels.training.runs.stopping import Stop
-from ligermodels.training.scaling.host_reads import read_async
 
 SAMPLE_TOKENS = 40
 

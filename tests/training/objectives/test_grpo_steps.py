@@ -17,8 +17,7 @@ from ligermodels.layers import lm_head
 from ligermodels.layers.lora import lora_disabled
 from ligermodels.training import TrainConfig
 from ligermodels.training.checkpoints import Progress
-from ligermodels.training.objectives.grpo_options import policy_options
-from ligermodels.training.reinforcement.policy import POLICY_LOSSES, PolicyOptions
+from ligermodels.training.reinforcement.policy import POLICY_LOSSES, PolicyOptions, policy_options
 from ligermodels.training.reinforcement.sampling import Sampler
 from ligermodels.training.runs.preparing import prepare
 

@@ -9,8 +9,9 @@ from ligermodels.distributed import World
 from ligermodels.errors import InputError
 from ligermodels.training import TrainConfig
 from ligermodels.training.objectives import OBJECTIVES, make_objective
+from ligermodels.training.objectives.pairs import PairWatch
 from ligermodels.training.objectives.references import ReferenceSpec, parse_reference
-from ligermodels.training.objectives.watching import GenerationWatch, PairWatch
+from ligermodels.training.reinforcement.judging import GenerationWatch
 from ligermodels.training.runs.contradictions import refuse_contradictions
 
 ALONE = World(torch.device("cpu"))

@@ -14,8 +14,8 @@ from ligermodels.distributed import World
 from ligermodels.errors import InputError
 from ligermodels.training import TrainConfig, train
 from ligermodels.training.objectives import grpo
-from ligermodels.training.objectives.grpo_options import sampler_correction
-from ligermodels.training.reinforcement import vllm_sampler
+from ligermodels.training.reinforcement import sampling
+from ligermodels.training.reinforcement.policy import sampler_correction
 from ligermodels.training.runs.preparing import prepare
 from tests.training.objectives.vllm_stand_in import make_module
 
@@ -67,11 +67,11 @@ def test_weights_of_the_step_before_are_noticed(vllm, config, monkeypatch):
     """What the test above would see if the second generation kept the first one's weights."""
     first = []
 
-    def stale(model, dtype, fresh=vllm_sampler.hub_weights):
+    def stale(model, dtype, fresh=sampling.hub_weights):
         first[:] = first or [(name, tensor.clone()) for name, tensor in fresh(model, dtype)]
         return first
 
-    monkeypatch.setattr(vllm_sampler, "hub_weights", stale)
+    monkeypatch.setattr(sampling, "hub_weights", stale)
     records = [record for record in train(config()).metrics if "reward" in record]
     assert records[0]["sampling/sampling_logp_difference/max"] < 1e-4
     assert records[1]["sampling/sampling_logp_difference/max"] > 1e-2
