@@ -3,6 +3,7 @@
 import itertools
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import tokenizers
@@ -16,7 +17,7 @@ from ligermodels.errors import InputError
 from ligermodels.kernels import launch
 from ligermodels.training import TrainConfig, plan, train
 from ligermodels.training.checkpoints import Progress
-from ligermodels.training.objectives import teachers
+from ligermodels.training.objectives import RunSetup, teachers
 from ligermodels.training.objectives.distill import parse_divergence
 from ligermodels.training.runs.preparing import prepare
 from tests.training.small_models import RAW, save_model, validations
@@ -229,7 +230,7 @@ def test_a_sampled_step_is_a_loop_over_completions(folder, kind):
     run = prepare(on_policy(folder, steps=1, divergence=kind, temperature=0.7), World(torch.device("cpu")))
     objective, student = run.objective, ligermodels.load(folder / "student")
     teacher = ligermodels.load(folder / "taught/model")
-    objective.prepare(student, print)
+    objective.prepare(student, RunSetup(Path()))
     work = objective.work(student, Progress())
     loss = sum(objective.loss(student, batch, work).loss for batch in work.batches)
     loss.backward()

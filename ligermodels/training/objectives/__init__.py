@@ -7,7 +7,7 @@ The loop (training/loop.py) knows an objective only by the interface of `Objecti
     objective.choices(…)           settings that it chooses: units a step, learning rate, warmup
     objective.bytes_beside(…)      the memory of a reference or a teacher
     objective.phases(…)            the peak of each phase: precomputing, sampling, training
-    objective.prepare(model, …)    references, from the weights the run begins with; before a checkpoint is restored
+    objective.prepare(model, run)  references, from the weights the run begins with; before a checkpoint is restored
     every step:
       objective.work(…)            this rank's micro-batches, the counts that the loss is divided by; sampling, rewards
       objective.loss(…)            of one micro-batch: its share of the step's loss, and sums for metrics
@@ -30,12 +30,12 @@ from ligermodels.training.objectives.distill_on_policy import OnPolicyDistill
 from ligermodels.training.objectives.distill_top_k import TopKDistill
 from ligermodels.training.objectives.grpo import GRPO
 from ligermodels.training.objectives.kto import KTO
-from ligermodels.training.objectives.objective import Objective, Share, StepTotals, Work
+from ligermodels.training.objectives.objective import Objective, RunSetup, Share, StepTotals, Work
 from ligermodels.training.objectives.pairs import CPO, DPO, ORPO, SimPO
 from ligermodels.training.objectives.reward import Reward
 from ligermodels.training.objectives.sft import SFT
 
-__all__ = ["OBJECTIVES", "Objective", "Share", "StepTotals", "Work", "make_objective"]
+__all__ = ["OBJECTIVES", "Objective", "RunSetup", "Share", "StepTotals", "Work", "make_objective"]
 
 OBJECTIVES: dict[str, type[Objective]] = {
     "sft": SFT,

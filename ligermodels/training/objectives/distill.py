@@ -1,6 +1,6 @@
 """Distillation: the divergence of the student from a teacher, over the supervised tokens of a step."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from ligermodels.training.data.batches import Batch, count_supervised
 from ligermodels.training.data.preferences import GroupOptions, PreferenceBatch, open_preferences
 from ligermodels.training.data.preferences.formats import GroupKind
 from ligermodels.training.objectives.groups import GroupObjective
-from ligermodels.training.objectives.objective import Objective, Share, Work
+from ligermodels.training.objectives.objective import Objective, RunSetup, Share, Work
 from ligermodels.training.objectives.sft import SFT
 from ligermodels.training.objectives.teachers import StoredTeacher, TeacherModel, common_vocabulary
 from ligermodels.training.reporting.evaluation import answers_and_sample, start_stop_check
@@ -75,10 +75,12 @@ class TeacherObjective(Objective):
     def bytes_beside(self, model: CausalLM) -> int:
         return self.teacher.memory(*self.load)
 
-    def prepare(self, model: CausalLM, say: Callable[[str], Any]) -> None:
-        self.teacher.prepare(self.world, self.config.dp_replicate)
+    def prepare(self, model: CausalLM, run: RunSetup) -> None:
+        super().prepare(model, run)
+        self.teacher.prepare(self.world, self.config.dp_replicate, run.micro_batch_size)
         if self.vocab is not None:
-            say(f"distill: the {self.vocab:,} tokens of the tokenizer are compared; the rest of each head is padding")
+            compared = f"the {self.vocab:,} tokens of the tokenizer are compared"
+            run.say(f"distill: {compared}; the rest of each head is padding")
 
     @property
     def temperature(self) -> float:
@@ -111,15 +113,10 @@ class Distill(TeacherObjective, SFT):
         if isinstance(self.teacher, StoredTeacher):
             self.teacher.complete(config, self.data)
 
-    def phases(self, train: TrainingMemory) -> dict[str, int]:
+    def phases(self, model: CausalLM, train: TrainingMemory) -> dict[str, int]:
         """teacher: beside the student's weights, while its states are written."""
         writing = self.teacher.writing_memory(*self.load) if isinstance(self.teacher, StoredTeacher) else 0
         return ({"teacher": train.weights + writing} if writing else {}) | {"train": train.peak}
-
-    def prepare(self, model: CausalLM, say: Callable[[str], Any]) -> None:
-        if isinstance(self.teacher, StoredTeacher):
-            self.teacher.micro_batch_size = self.micro_batch_size  # the same passes as those of a teacher in memory
-        super().prepare(model, say)
 
     def facts(self) -> dict[str, str]:
         return {"teacher": self.teacher.line} if isinstance(self.teacher, StoredTeacher) else {}
@@ -148,7 +145,7 @@ class Distill(TeacherObjective, SFT):
         """`divergence_sums` of the validation rows of all ranks, and the cross-entropy; None if a stop is requested."""
         totals: dict[str, Tensor] = {}
         stop_requested = start_stop_check(stop, self.world)
-        for batch in self.data.validation.batches(self.micro_batch_size, self.world):
+        for batch in self.data.validation.batches(self.run.micro_batch_size, self.world):
             if stop_requested():
                 return None
             stop_requested = start_stop_check(stop, self.world)

@@ -87,13 +87,13 @@ class OnPolicyDistill(TeacherObjective, GroupDistill):
 
     def bytes_beside(self, model: CausalLM) -> int:
         dtype = TORCH_DTYPES[str(self.config.dtype)]
-        kept, self.generation_bytes = self.sampler.memory(model, dtype)
-        return super().bytes_beside(model) + kept
+        return super().bytes_beside(model) + self.sampler.memory(model, dtype).kept
 
-    def phases(self, train: TrainingMemory) -> dict[str, int]:
+    def phases(self, model: CausalLM, train: TrainingMemory) -> dict[str, int]:
+        generation = self.sampler.memory(model, TORCH_DTYPES[str(self.config.dtype)]).generation
         resident = train.weights + train.optimizer_states + train.beside
         gathered = train.gathered if self.world.size > 1 else 0
-        return {"generate": resident + gathered + self.generation_bytes, "train": train.peak}
+        return {"generate": resident + gathered + generation, "train": train.peak}
 
     # -- a step
 

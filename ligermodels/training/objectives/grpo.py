@@ -7,7 +7,7 @@ ends between two of its updates resumes to the bit.
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from ligermodels.memory import TrainingMemory
 from ligermodels.training.checkpoints import Progress
 from ligermodels.training.config import RunConfig, TrainConfig
 from ligermodels.training.data.preferences import GroupOptions, PreferenceData, open_preferences
-from ligermodels.training.objectives.objective import Objective, Share, Work
+from ligermodels.training.objectives.objective import Objective, RunSetup, Share, Work
 from ligermodels.training.objectives.references import (
     Reference,
     ReferenceSpec,
@@ -89,7 +89,6 @@ class GRPO(Objective):
     data: PreferenceData
     config: RunConfig
     sampler: Sampler | VLLMSampler
-    generation_bytes: int  # beside the weights, gathered ones, the optimizer's states and what stays
     began: float  # when the step did, by the clock
 
     def __init__(self, config: TrainConfig, world: World) -> None:
@@ -152,7 +151,6 @@ class GRPO(Objective):
         super().complete(config)
         if self.spec is not None:
             self.reference = make_reference(self.spec, config, self.world, self.data.tokenizer)
-            self.reference.temperature = self.temperature
         if len(self.data.training) < self.prompts_per_generation:
             raise InputError(
                 f"--data {self.data.names}: has {counted(len(self.data.training), 'prompt')} for training, but a "
@@ -182,32 +180,33 @@ class GRPO(Objective):
 
     def bytes_beside(self, model: CausalLM) -> int:
         """What the sampler keeps during updates, reward models, and the reference."""
-        kept, self.generation_bytes = self.sampler.memory(model, self.dtype)
         scoring = sum(reward.bytes(self.dtype)[0] for reward in self.reward_models)
-        beside = kept + scoring
+        beside = self.sampler.memory(model, self.dtype).kept + scoring
         if self.reference is None:
             return beside
         return beside + self.reference.bytes_beside(model, dp_shard_size(self.world, self.config.dp_replicate))
 
-    def phases(self, train: TrainingMemory) -> Mapping[str, int]:
+    def phases(self, model: CausalLM, train: TrainingMemory) -> Mapping[str, int]:
         """generate: the gathered weights, and the logits of all rows. reward: a pass of a reward model. score: a pass
         without a graph."""
         resident = train.weights + train.optimizer_states + train.beside
         gathered = train.gathered if self.world.size > 1 and self.config.sampler == "own" else 0
-        phases = {"generate": resident + gathered + self.generation_bytes}
+        generation = self.sampler.memory(model, self.dtype).generation
+        phases = {"generate": resident + gathered + generation}
         if self.reward_models:
             phases["reward"] = resident + max(reward.bytes(self.dtype)[1] for reward in self.reward_models)
         if self.scores:
             phases["score"] = train.forward_peak
         return phases | {"train": train.peak}
 
-    def prepare(self, model: CausalLM, say: Callable[[str], Any]) -> None:
+    def prepare(self, model: CausalLM, run: RunSetup) -> None:
+        super().prepare(model, run)
         if self.reference is not None:
-            self.reference.prepare(model, say)
+            self.reference.prepare(model, run.say)
         for reward in self.reward_models:
             reward.load(self.world.device, self.dtype)
         if self.world.is_first and self.config.completions_every:
-            self.file = CompletionsFile(self.folder / COMPLETIONS_FILE)
+            self.file = CompletionsFile(run.folder / COMPLETIONS_FILE)
 
     # -- a generation
 
@@ -272,7 +271,7 @@ class GRPO(Objective):
                 assert result.entropy is not None
                 found[0, places], found[1, places] = result.logprobs[:size], result.entropy[:size]
                 if self.reference is not None:
-                    found[2, places] = self.reference.logprobs(model, row.batch)
+                    found[2, places] = self.reference.logprobs(model, row.batch, self.temperature)
         model.train()
         return Scores(*distributed.total(found).cpu())
 

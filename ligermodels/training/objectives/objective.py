@@ -5,6 +5,7 @@ Must not know any one objective.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -85,19 +86,32 @@ class StepTotals:
         return values[:first], dict(sums), dict(maxima)
 
 
+@dataclass(frozen=True)
+class RunSetup:
+    """What an objective reads of its run once the model is in place.
+
+    folder is that of the run. micro_batch_size counts the rows of a micro-batch, where rows are all of one length.
+    context holds the ranks that share this rank's rows, where there are others. say prints a line, on the first rank
+    alone.
+    """
+
+    folder: Path
+    micro_batch_size: int = 1
+    context: ContextGroup | None = None
+    say: Callable[[str], Any] = print
+
+
 class Objective(ABC):
     """What a run minimises. Every rank has one, and calls the same methods.
 
-    data: what `open` opened. folder: of the run, known from `prepare` on. micro_batch_size: rows of a micro-batch,
-    where rows are all of one length. context: the ranks that share this rank's rows, where there are others.
-    head_op: the op of the head and its loss, for the plan (`head_memory.loss_bytes`). takes_rows: whether a step takes
-    rows, which micro-batches divide; else it takes groups, and a micro-batch is one row that is packed with them.
+    config holds the settings: those that need no data at first, all of them from `complete` on. data is what `open`
+    opened, run what `prepare` got. head_op names the op of the head and its loss, for the plan
+    (`head_memory.loss_bytes`). takes_rows says whether a step takes rows, which micro-batches divide; else it takes
+    groups, and a micro-batch is one row that is packed with them.
     """
 
     data: Data | PreferenceData
-    folder: Path
-    micro_batch_size = 1
-    context: ContextGroup | None = None
+    run: RunSetup
     head_op = "linear_cross_entropy"
     takes_rows = False
 
@@ -141,13 +155,16 @@ class Objective(ABC):
         return True
 
     def bytes_beside(self, model: CausalLM) -> int:
-        """Bytes of a rank that stay beside the model, such as a reference or a teacher. model: on the meta device."""
+        """The bytes of a rank that stay beside the model, such as a reference or a teacher.
+
+        The model is on the meta device.
+        """
         return 0
 
-    def phases(self, train: TrainingMemory) -> Mapping[str, int]:
-        """Peak bytes of a rank by phase: "train" is there always; others, such as "precompute", where there are any.
+    def phases(self, model: CausalLM, train: TrainingMemory) -> Mapping[str, int]:
+        """The peak bytes of a rank by phase: always "train", and others, such as "precompute", where there are any.
 
-        train: the memory of a training step, with what is beside.
+        The model is on the meta device. train is the memory of a training step, with what is beside.
         """
         return {"train": train.peak}
 
@@ -161,9 +178,13 @@ class Objective(ABC):
 
     # During the run.
 
-    def prepare(self, model: CausalLM, say: Callable[[str], Any]) -> None:  # noqa: B027
-        """Makes the references. model: sharded, with the weights that the run begins with; a resumed run restores its
-        checkpoint afterwards. The random state must be as it was. say: prints a line, on the first rank alone."""
+    def prepare(self, model: CausalLM, run: RunSetup) -> None:
+        """Makes the references. The random state must be as it was.
+
+        The model is sharded and has the weights that the run begins with; a resumed run restores its checkpoint
+        afterwards.
+        """
+        self.run = run
 
     @abstractmethod
     def work(self, model: CausalLM, progress: Progress) -> Work:

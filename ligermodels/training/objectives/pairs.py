@@ -92,11 +92,14 @@ class DPO(ReferenceObjective, PairObjective):
     learning_rate = 5e-6
     pair_loss = staticmethod(losses.dpo)
 
+    @property
+    def ld_alpha(self) -> float | None:
+        return self.config.ld_alpha
+
     def read_options(self) -> dict[str, Any]:
         config = self.config
         names, weights = parse_losses(config.loss or ("sigmoid",))
         divergence, alpha = parse_f_divergence(config.f_divergence)
-        self.ld_alpha = config.ld_alpha
         return {"loss_type": names, "loss_weights": weights} | given(
             beta=config.beta, label_smoothing=config.label_smoothing, f_divergence_type=divergence,
             f_alpha_divergence_coef=alpha, discopop_tau=config.discopop_tau, ld_alpha=config.ld_alpha,

@@ -40,6 +40,7 @@ from ligermodels.training.data.preferences import PreferenceBatch, PreferenceDat
 from ligermodels.training.data.preferences.steps import Groups
 from ligermodels.training.data.run_tokenizer import refuse_other_tokens, tokenizer_of
 from ligermodels.training.objectives.groups import GroupObjective
+from ligermodels.training.objectives.objective import RunSetup
 from ligermodels.training.runs.defaults import TORCH_DTYPES
 from ligermodels.training.scaling import fsdp
 from ligermodels.training.scaling.fsdp import dp_shard_size
@@ -88,19 +89,17 @@ def parse_ema(text: str, rest: str) -> ReferenceSpec:
 
 
 class Reference(ABC):
-    """A model whose log-probabilities a loss reads beside the policy's. Every rank calls the same methods.
-
-    temperature: divides the logits, as the policy's.
-    """
-
-    temperature = 1.0
+    """A model whose log-probabilities a loss reads beside the policy's. Every rank calls the same methods."""
 
     def prepare(self, model: CausalLM, say: Callable[[str], Any]) -> None:  # noqa: B027
         """model: the policy, sharded, with the weights that the run begins with."""
 
     @abstractmethod
-    def logprobs(self, model: CausalLM, batch: PreferenceBatch) -> Tensor:
-        """Of the supervised tokens of a row, fp32 [M], without a gradient. model: the policy."""
+    def logprobs(self, model: CausalLM, batch: PreferenceBatch, temperature: float = 1.0) -> Tensor:
+        """The log-probabilities of the supervised tokens of a row, fp32 [M], without a gradient.
+
+        The model is the policy. The temperature divides the logits, as it divides the policy's.
+        """
 
     def sums(self, model: CausalLM, batch: PreferenceBatch, ld_alpha: float | None) -> Tensor:
         """Of the completions of a row, float64 [S]: `losses.pair_sums`."""
@@ -131,9 +130,9 @@ def row_logprobs(model: CausalLM, batch: PreferenceBatch, temperature: float = 1
 class BaseReference(Reference):
     """The base of a policy with LoRA: no memory, and no weights to gather again."""
 
-    def logprobs(self, model: CausalLM, batch: PreferenceBatch) -> Tensor:
+    def logprobs(self, model: CausalLM, batch: PreferenceBatch, temperature: float = 1.0) -> Tensor:
         with lora_disabled(model):
-            return row_logprobs(model, batch, self.temperature)
+            return row_logprobs(model, batch, temperature)
 
 
 class SnapshotReference(Reference):
@@ -150,9 +149,9 @@ class SnapshotReference(Reference):
         reshard(model)
         self.weights = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 
-    def logprobs(self, model: CausalLM, batch: PreferenceBatch) -> Tensor:
+    def logprobs(self, model: CausalLM, batch: PreferenceBatch, temperature: float = 1.0) -> Tensor:
         with exchanged(model, self.weights):
-            return row_logprobs(model, batch, self.temperature)
+            return row_logprobs(model, batch, temperature)
 
     @torch.no_grad()
     def finish_step(self, model: CausalLM, step: int) -> None:
@@ -239,9 +238,9 @@ class ModelReference(Reference):
             reference.initialize(self.config.seed)
         reference.eval()
 
-    def logprobs(self, model: CausalLM, batch: PreferenceBatch) -> Tensor:
+    def logprobs(self, model: CausalLM, batch: PreferenceBatch, temperature: float = 1.0) -> Tensor:
         assert self.model is not None  # `prepare` came first
-        return row_logprobs(self.model, batch, self.temperature)
+        return row_logprobs(self.model, batch, temperature)
 
     def bytes_beside(self, model: CausalLM, shards: int) -> int:
         reference = self.build(model)
@@ -256,7 +255,7 @@ class PrecomputedReference(Reference):
         parts = [*data.training.groups.parts, *data.validation.groups.parts]
         self.found = np.full(max(part.first + len(part.store.tokens) for part in parts), np.nan)
 
-    def logprobs(self, model: CausalLM, batch: PreferenceBatch) -> Tensor:
+    def logprobs(self, model: CausalLM, batch: PreferenceBatch, temperature: float = 1.0) -> Tensor:
         raise InputError("--reference precomputed: has sums of completions, not their tokens; take --reference model")
 
     def sums(self, model: CausalLM, batch: PreferenceBatch, ld_alpha: float | None) -> Tensor:
@@ -280,32 +279,49 @@ class PrecomputedReference(Reference):
             say(f"warning: {error}")
 
     def compute(self, model: CausalLM) -> int:
-        """Fills in what the run needs and is missing; returns how many completions that were."""
-        missing = np.isnan(self.found)
+        """Fills in what the run needs and is missing. Returns how many completions that were."""
+        missing = np.isnan(self.found) & self.needed()
         sums = torch.zeros(len(self.found), dtype=torch.float64, device=self.world.device)
         for step in self.steps_with(missing):
             for batch in step.batches:
                 numbers = torch.from_numpy(batch.numbers).to(sums.device)
                 sums[numbers] = pair_sums(row_logprobs(model, batch), batch.completions, self.ld_alpha)
-        distributed_sums = distributed.total(sums).cpu().numpy()
-        done = missing & self.needed
-        self.found[done] = distributed_sums[done]
-        return int(done.sum())
+        self.found[missing] = distributed.total(sums).cpu().numpy()[missing]
+        return int(missing.sum())
+
+    @property
+    def cursors(self) -> range:
+        """Where the steps of the run begin in its training data."""
+        return range(0, self.config.steps * self.config.units, self.config.units)
+
+    def trained(self, cursor: int) -> np.ndarray:
+        """The numbers of the completions of the step that begins at `cursor`."""
+        training = self.data.training
+        return numbers_of(training.groups, training.numbers(cursor, self.config.units))
+
+    @property
+    def held_out(self) -> np.ndarray:
+        """The numbers of the completions of the validation."""
+        return numbers_of(self.data.validation.groups, range(len(self.data.validation)))
+
+    def needed(self) -> np.ndarray:
+        """Whether the run reads each completion, bool [completions]."""
+        needed = np.zeros(len(self.found), bool)
+        for cursor in self.cursors:
+            needed[self.trained(cursor)] = True
+        needed[self.held_out] = True
+        return needed
 
     def steps_with(self, missing: np.ndarray) -> Iterator[Step]:
         """The steps of the run's first pass over the data, and of the validation, that have missing completions."""
-        training, validation, units = self.data.training, self.data.validation, self.config.units
-        self.needed = np.zeros(len(missing), bool)
-        cursors = range(0, self.config.steps * units, units)
-        for cursor in cursors:
-            numbers = numbers_of(training.groups, training.numbers(cursor, units))
-            if (missing[numbers] & ~self.needed[numbers]).any():
-                yield training.collated(cursor, units, self.world)
-            self.needed[numbers] = True
-        numbers = numbers_of(validation.groups, range(len(validation)))
-        self.needed[numbers] = True
-        if missing[numbers].any():
-            yield from validation.steps(units, self.world)
+        left = missing.copy()
+        for cursor in self.cursors:
+            numbers = self.trained(cursor)
+            if left[numbers].any():
+                yield self.data.training.collated(cursor, self.config.units, self.world)
+            left[numbers] = False
+        if missing[self.held_out].any():
+            yield from self.data.validation.steps(self.config.units, self.world)
 
     def key(self, model: CausalLM) -> str:
         config, data = self.config, self.data
@@ -396,13 +412,14 @@ def refuse_base_that_is_trained(model: CausalLM) -> None:
 
 
 class ReferenceObjective(GroupObjective):
-    """An objective on groups with a reference.
-
-    ld_alpha: weight of the tokens beyond the shorter side, in the reference's sums as in the policy's.
-    """
+    """An objective on groups with a reference."""
 
     reference: Reference
-    ld_alpha: float | None = None
+
+    @property
+    def ld_alpha(self) -> float | None:
+        """The weight of the tokens beyond the shorter side, in the reference's sums as in the policy's; None for 1."""
+        return None
 
     def __init__(self, config: TrainConfig, world: World) -> None:
         super().__init__(config, world)
@@ -428,12 +445,13 @@ class ReferenceObjective(GroupObjective):
     def bytes_beside(self, model: CausalLM) -> int:
         return self.reference.bytes_beside(model, dp_shard_size(self.world, self.config.dp_replicate))
 
-    def phases(self, train: TrainingMemory) -> Mapping[str, int]:
+    def phases(self, model: CausalLM, train: TrainingMemory) -> Mapping[str, int]:
         first = {"precompute": train.forward_peak} if self.spec.kind == "precomputed" else {}
-        return {**first, **super().phases(train)}
+        return {**first, **super().phases(model, train)}
 
-    def prepare(self, model: CausalLM, say: Callable[[str], Any]) -> None:
-        self.reference.prepare(model, say)
+    def prepare(self, model: CausalLM, run: RunSetup) -> None:
+        super().prepare(model, run)
+        self.reference.prepare(model, run.say)
 
     def finish_step(self, model: CausalLM, step: int) -> None:
         self.reference.finish_step(model, step)

@@ -60,7 +60,8 @@ class TeacherModel:
         config = self.model.config
         return {"teacher_softcap": config.logit_softcap, "teacher_logit_scale": config.logit_scale}
 
-    def prepare(self, world: World, dp_replicate: int) -> None:
+    def prepare(self, world: World, dp_replicate: int, micro_batch_size: int) -> None:
+        """Reads the weights, sharded as the student's. micro_batch_size counts the rows of a pass."""
         fsdp.shard_frozen(self.model, world, self.model.dtype, dp_replicate=dp_replicate)
         self.model.to_empty(device=world.device)
         load_weights(self.model, self.folder)
@@ -120,8 +121,6 @@ SAMPLE_BYTES, SAMPLE_DISTANCE = 4096, 4 * 2**20  # of weights: a change anywhere
 class StoredTeacher(TeacherModel):
     """The same interface as `TeacherModel`. places: supervised tokens of all rows, whose states are stored."""
 
-    micro_batch_size = 1  # rows of a pass that writes
-
     def __init__(self, name: str, folder: Path) -> None:
         super().__init__(name)
         self.states_folder = folder
@@ -165,10 +164,11 @@ class StoredTeacher(TeacherModel):
         """Bytes of a rank while the states are written; 0 where they are there."""
         return 0 if self.written else super().memory(tokens, shards)
 
-    def prepare(self, world: World, dp_replicate: int) -> None:
+    def prepare(self, world: World, dp_replicate: int, micro_batch_size: int) -> None:
+        """Writes the states where they are missing, by the same passes as those of a teacher in memory."""
         if not self.written:
-            super().prepare(world, dp_replicate)
-            self.write(world)
+            super().prepare(world, dp_replicate, micro_batch_size)
+            self.write(world, micro_batch_size)
             self.model = create(self.folder, device="meta")  # frees the weights
             gc.collect()
         self.head = read_head(self.states_folder, world.device)
@@ -176,15 +176,19 @@ class StoredTeacher(TeacherModel):
         self.data.training.stored = self.data.validation.stored = stored
         self.data.validation.first = len(self.data.training)
 
-    def write(self, world: World) -> None:
+    def write(self, world: World, micro_batch_size: int) -> None:
         with fsdp.gathered_head(self.model) as weight:
             head = weight.detach().clone().cpu()
-        write_states(self.states_folder, self.compute(world), head, self.offsets, self.description, world)
+        states = self.compute(world, micro_batch_size)
+        write_states(self.states_folder, states, head, self.offsets, self.description, world)
         self.written = True
 
-    def compute(self, world: World) -> Iterator[tuple[int, Tensor]]:
-        """This rank's (first row, states of the rows from there on). All ranks take as many batches."""
-        size, first = self.micro_batch_size, 0
+    def compute(self, world: World, size: int) -> Iterator[tuple[int, Tensor]]:
+        """Yields this rank's (first row, states of the rows from there on), of `size` rows a pass.
+
+        All ranks take as many batches.
+        """
+        first = 0
         for rows in self.parts:
             for start in range(0, len(rows), world.size * size):
                 begin = start + world.rank * size

@@ -49,6 +49,13 @@ class SamplingPlan:
     seed: int = 0
 
 
+class SamplerBytes(NamedTuple):
+    """Bytes of a rank. kept stay between generations; a generation takes more of them."""
+
+    kept: int
+    generation: int
+
+
 class EngineSize(NamedTuple):
     """Of a rank's engine: tokens of its cache, of its longest request, and rows that run at a time.
 
@@ -87,9 +94,9 @@ class Sampler:
         self.tokenizer, self.size, self.vocab_size = tokenizer, size, vocab_size
         self.engine: Engine | None = None
 
-    def memory(self, model: CausalLM, dtype: torch.dtype) -> tuple[int, int]:
-        """(bytes that stay, more bytes of a generation) of a rank, without gathered weights. dtype: of the cache."""
-        return self.size.cache_bytes(model, dtype), self.size.step_bytes(model)
+    def memory(self, model: CausalLM, dtype: torch.dtype) -> SamplerBytes:
+        """The bytes of a rank, without gathered weights. dtype is that of the cache."""
+        return SamplerBytes(self.size.cache_bytes(model, dtype), self.size.step_bytes(model))
 
     def sample(
         self, model: CausalLM, prompts: Sequence[GroupPrompt], plan: SamplingPlan, first: int = 0
@@ -253,12 +260,12 @@ class VLLMSampler:
             "disable_log_stats": True,
         }
 
-    def memory(self, model: CausalLM, dtype: torch.dtype) -> tuple[int, int]:
-        """As that of `Sampler`: a copy of the weights and a cache for a generation, between them nothing."""
+    def memory(self, model: CausalLM, dtype: torch.dtype) -> SamplerBytes:
+        """A generation takes a copy of the weights and a cache. Nothing is kept between generations."""
         shapes = {name: x.shape for name, x in model.stored_tensors().items() if not is_lora_parameter(name)}
         weights = sum(shape.numel() for shape in shapes.values()) * self.dtype.itemsize
         cache = self.size.cache_bytes(model, self.dtype)
-        return 0, weights + cache + self.size.step_bytes(model)
+        return SamplerBytes(0, weights + cache + self.size.step_bytes(model))
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from ligermodels.training.data.new_tokenizer import (
     save_tokenizer,
     train_tokenizer,
 )
-from ligermodels.training.runs.preparing import take_special_ids
+from ligermodels.training.runs.model import take_special_ids
 from ligermodels.verify import reference
 from ligermodels.verify.text import TEXTS, text_checks
 

@@ -22,7 +22,7 @@ from ligermodels.training.runs.placement import (
     find_device,
 )
 from ligermodels.training.runs.plan import memory_needs, state_sizes
-from ligermodels.training.runs.preparing import optimizer_builder
+from ligermodels.training.runs.preparing import make_optimizer
 from ligermodels.training.runs.step_time import StepTime, device_rates
 from ligermodels.training.scaling.activation_checkpointing import usable_share
 from tests.training.runs.configs import run_config
@@ -44,7 +44,7 @@ def states(size, dtype, rounding, optimizer, state_dtype):
     config = replace(run_config("--model", "llama"), param_rounding=rounding)
     model = model_of(size, dtype)
     config = replace(config, optimizer=optimizer, optimizer_state_dtype=state_dtype)
-    return state_sizes(optimizer_builder(config, model)(model))
+    return state_sizes(make_optimizer(config, model))
 
 
 class Case:
