@@ -1,7 +1,7 @@
 """DPO and its relatives: losses of pairs with a reference model.
 
-A loss of a pair is a function of one number, the margin x by which the chosen side is ahead, or of both sides. Those of
-one number return a tensor of the shape of x, are finite for |x| ≤ 10⁴, and have the gradient of the formula there.
+A loss of a pair is a function of one number, the margin x by which the chosen side is ahead, or of both sides. In the
+first case it returns a tensor of the shape of x, is finite for |x| ≤ 10⁴, and has the gradient of the formula there.
 """
 
 import math
@@ -211,16 +211,8 @@ def dpo(
     if log_sum_squares is not None:
         check_tokens("log_sum_squares", log_sum_squares, logprobs)
     check_losses(names, weights)
-    check_options(
-        names,
-        beta,
-        label_smoothing,
-        f_divergence_type,
-        f_alpha_divergence_coef,
-        discopop_tau,
-        ld_alpha,
-        log_sum_squares,
-    )
+    options = beta, label_smoothing, f_divergence_type, f_alpha_divergence_coef, discopop_tau, ld_alpha
+    check_options(names, *options, log_sum_squares)
 
     policy, reference = by_pair(pair_sums(logprobs, cu_seqlens, ld_alpha)), by_pair(ref_sums.detach().double())
     lengths = by_pair(cu_seqlens.diff())

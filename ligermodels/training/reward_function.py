@@ -1,4 +1,4 @@
-"""RewardModelFunction: a reward model as a function of prompts and completions, with the signature of TRL's."""
+"""A reward model as a function of prompts and completions, with the signature of TRL's, and as a reward of a run."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,7 +38,7 @@ class RewardModelFunction:
 
     @classmethod
     def load(cls, name_or_folder: str | Path, **options: Any) -> "RewardModelFunction":
-        """options: as those of `ligermodels.load`. Raises InputError for a language model, and as `load` does."""
+        """Loads a reward model with the options of `ligermodels.load`. Raises InputError for a language model."""
         folder = resolve(name_or_folder)
         model = load(folder, **options)
         if not isinstance(model, RewardModel):
@@ -106,7 +106,7 @@ class ModelReward:
         self.function: RewardModelFunction | None = None
 
     def bytes(self, dtype: torch.dtype) -> tuple[int, int]:
-        """(of the weights, of a pass over completions), in this dtype."""
+        """Returns the bytes of the weights, and those of a pass over completions, in this dtype."""
         one_pass = inference_memory(self.model, 1, TOKENS_PER_PASS, dtype).prompt
         return elements(self.model.parameters()) * dtype.itemsize, one_pass
 

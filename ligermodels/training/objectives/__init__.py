@@ -20,7 +20,7 @@ A loss is a sum over units (tokens, pairs, examples, completions) divided by the
 and micro-batches: how a step is divided changes nothing but rounding. `loss` returns shares that are already divided.
 
 A flag that belongs to some objectives names them where it is declared (`setting(…, objectives=…)` in config.py), and is
-refused under the others. Must not know optimizers, checkpoints' files, or the loop.
+refused under the others.
 """
 
 from ligermodels.distributed import World

@@ -33,10 +33,10 @@ DEFAULT_LENGTH = 2048  # of a packed row of documents
 
 
 class TeacherObjective(Objective):
-    """An objective with a model as the teacher. Metrics: `divergence` and `entropy` per token, of the student at the
-    temperature; `nll` with a ce_weight.
+    """An objective with a model as the teacher.
 
-    vocab: the number of classes that are compared; None for all.
+    Its metrics are `divergence` and `entropy` per token, of the student at the temperature, and `nll` with a ce_weight.
+    vocab is the number of classes that are compared; None for all.
     """
 
     teacher: TeacherModel
@@ -69,7 +69,7 @@ class TeacherObjective(Objective):
 
     @property
     def load(self) -> tuple[int, int]:
-        """(tokens of a pass of the teacher, ranks that share its weights)."""
+        """The tokens of a pass of the teacher, and the ranks that share its weights."""
         return self.config.sequence_length or 0, dp_shard_size(self.world, self.config.dp_replicate)
 
     def bytes_beside(self, model: CausalLM) -> int:
@@ -87,7 +87,7 @@ class TeacherObjective(Objective):
         return self.config.temperature or 1.0
 
     def options(self, ce_weight: float) -> dict[str, Any]:
-        """Of `linear_divergence`, but the teacher's states."""
+        """The options of `linear_divergence`, but the teacher's states."""
         compared = {"kind": self.divergence, "b": self.b, "temperature": self.temperature, "vocab": self.vocab}
         return compared | self.teacher.options | {"ce_weight": ce_weight}
 
@@ -114,7 +114,7 @@ class Distill(TeacherObjective, SFT):
             self.teacher.complete(config, self.data)
 
     def phases(self, model: CausalLM, train: TrainingMemory) -> dict[str, int]:
-        """teacher: beside the student's weights, while its states are written."""
+        """The phase "teacher" writes its states, beside the student's weights."""
         writing = self.teacher.writing_memory(*self.load) if isinstance(self.teacher, StoredTeacher) else 0
         return ({"teacher": train.weights + writing} if writing else {}) | {"train": train.peak}
 
@@ -129,7 +129,7 @@ class Distill(TeacherObjective, SFT):
 
     @torch.no_grad()
     def validate(self, model: CausalLM, step: int, stop: Stop) -> Validation | None:
-        """The loss, the divergence and the cross-entropy (`nll`) per token, answers and a sample."""
+        """Computes the loss, the divergence and the cross-entropy (`nll`) per token, answers and a sample."""
         model.eval()
         sums = self.validation_sums(model, stop)
         found = None
@@ -142,7 +142,8 @@ class Distill(TeacherObjective, SFT):
         return found
 
     def validation_sums(self, model: CausalLM, stop: Stop) -> dict[str, float] | None:
-        """`divergence_sums` of the validation rows of all ranks, and the cross-entropy; None if a stop is requested."""
+        """Computes `divergence_sums` of the validation rows of all ranks, with the cross-entropy; None if a stop is
+        requested."""
         totals: dict[str, Tensor] = {}
         stop_requested = start_stop_check(stop, self.world)
         for batch in self.data.validation.batches(self.run.micro_batch_size, self.world):
@@ -159,7 +160,10 @@ class Distill(TeacherObjective, SFT):
 
 
 class GroupDistill(GroupObjective):
-    """What distillation on documents of the data shares, and on those that a student samples."""
+    """What distillation on prompts with completions shares, whether these are of the data or sampled by the student.
+
+    Each is one document; a step takes `batch_size` of them.
+    """
 
     kind: GroupKind = "distillation"
     learning_rate = 2e-5
@@ -175,7 +179,8 @@ class GroupDistill(GroupObjective):
         self.data = open_preferences(self.config, options, folder, model.config.vocab_size, adapter)
 
     def group_options(self, length: int, positions: int) -> GroupOptions:
-        """length: tokens of a row, if no document is longer. positions: for which the model was made."""
+        """How groups are read. length is that of a row, if no document is longer; the model was made for so many
+        positions."""
         return GroupOptions(kind=self.kind, max_length=length, row_length=length)
 
     def choices(self, hidden_size: int) -> dict[str, Choice]:
@@ -188,7 +193,7 @@ class GroupDistill(GroupObjective):
 
 
 def divergence_sums(found: DivergenceOutput, tokens: Tensor) -> dict[str, Tensor]:
-    """Sums over the supervised tokens, and their number."""
+    """Adds up the values of the supervised tokens, and counts these."""
     sums = {"tokens": tokens, "divergence": found.divergence.sum(), "entropy": found.entropy.sum()}
     return sums if found.cross_entropy is None else sums | {"nll": found.cross_entropy.sum()}
 

@@ -81,7 +81,7 @@ class OnPolicyDistill(TeacherObjective, GroupDistill):
 
     @property
     def tokens_per_step(self) -> int:
-        """At most: of prompts, every completion has its full length."""
+        """An upper bound: every completion of a prompt has its full length."""
         sampled = self.config.max_completion_length if self.kind == "prompts" else 0
         return super().tokens_per_step + self.config.units * sampled
 

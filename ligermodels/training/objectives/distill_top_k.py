@@ -17,7 +17,7 @@ from ligermodels.training.objectives.objective import Share, Work
 
 
 class TopKDistill(GroupDistill):
-    """As `Distill`, from `teacher_ids` and `teacher_logprobs` of the records. All other tokens count as one class.
+    """Distillation from `teacher_ids` and `teacher_logprobs` of the records. All other tokens count as one class.
 
     A temperature must be the one at which the teacher's log-probabilities were computed.
     """
@@ -61,7 +61,7 @@ class TopKDistill(GroupDistill):
 
 
 def teacher_of(batch: PreferenceBatch) -> tuple[Tensor, Tensor]:
-    """(ids, logprobs), [N, k]; of a row of padding, whose places are not supervised, one class."""
+    """Returns (ids, logprobs), [N, k]. A row of padding, whose places are not supervised, gets one class."""
     if batch.teacher_ids is None or batch.teacher_logprobs is None:
         ids = torch.zeros_like(batch.rows)[:, None]
         return ids, torch.zeros_like(ids, dtype=torch.float32)

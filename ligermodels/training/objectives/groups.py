@@ -1,6 +1,6 @@
 """GroupObjective: what the objectives on groups share: their data door, the size of a step, their validation.
 
-A group is a prompt with its completions: a pair, or a judged completion. Must not know losses.
+A group is a prompt with its completions: a pair, or a judged completion.
 """
 
 import math
@@ -129,10 +129,8 @@ class GroupObjective(Objective):
         """The units of a row, and other numbers that the loss divides by: int64, on the batch's device."""
 
     def policy(self, model: CausalLM, batch: PreferenceBatch, *extras: str) -> tuple[LogProbs, Tensor | None]:
-        """(log-probabilities, entropy and more of the supervised tokens, [M] each; the routers' weighted balance loss).
-
-        extras: of `ops.linear_logprobs`, beside what is always measured.
-        """
+        """Returns (log-probabilities, entropy and more of the supervised tokens, [M] each; the weighted balance loss of
+        routers). extras are those of `ops.linear_logprobs`, beside what is always measured."""
         more = ["mean_logit"] if self.config.mean_logits else []
         options = {"entropy": True, "extras": (*MEASURED, *more, *extras)}
         output = model(**batch.model_inputs, logprobs=options)
@@ -147,7 +145,7 @@ class GroupObjective(Objective):
 
     @torch.no_grad()
     def validate(self, model: CausalLM, step: int, stop: Stop) -> Validation | None:
-        """The same loss on the held-out groups, each step's divided by its counts, and their mean by units."""
+        """Computes the loss on the held-out groups: each step's divided by its counts, and their mean by units."""
         model.eval()
         found = StepTotals(self.world.device)
         stop_requested = start_stop_check(stop, self.world)

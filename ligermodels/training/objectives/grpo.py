@@ -141,7 +141,7 @@ class GRPO(Objective):
 
     @property
     def longest_prompt(self) -> int:
-        """Tokens, of the training data."""
+        """The tokens of the longest prompt of the training data."""
         return self.data.training.groups.longest_prompt
 
     def choices(self, hidden_size: int) -> dict[str, Choice]:
@@ -168,12 +168,12 @@ class GRPO(Objective):
 
     @property
     def updates(self) -> int:
-        """Of a generation."""
+        """The number of updates that a generation serves."""
         return self.config.steps_per_generation * self.config.iterations
 
     @property
     def tokens_per_step(self) -> int:
-        """At most: every completion has its full length."""
+        """An upper bound: every completion has its full length."""
         config = self.config
         group = self.longest_prompt - 1 + config.generations * (config.max_completion_length + 1)
         return config.units * group
@@ -187,8 +187,8 @@ class GRPO(Objective):
         return beside + self.reference.bytes_beside(model, dp_shard_size(self.world, self.config.dp_replicate))
 
     def phases(self, model: CausalLM, train: TrainingMemory) -> Mapping[str, int]:
-        """generate: the gathered weights, and the logits of all rows. reward: a pass of a reward model. score: a pass
-        without a graph."""
+        """The phase "generate" holds the gathered weights and the logits of all rows; "reward" is a pass of a reward
+        model, "score" one without a graph."""
         resident = train.weights + train.optimizer_states + train.beside
         gathered = train.gathered if self.world.size > 1 and self.config.sampler == "own" else 0
         generation = self.sampler.memory(model, self.dtype).generation
@@ -260,7 +260,7 @@ class GRPO(Objective):
 
     @torch.no_grad()
     def score(self, model: CausalLM, rollouts: Rollouts) -> Scores:
-        """Of the policy before the first update, over the very rows that the updates take."""
+        """Scores rollouts by the policy before the first update, over the very rows that the updates take."""
         device, count = self.world.device, len(rollouts.ids)
         found = torch.zeros(3, count, device=device)
         model.eval()
@@ -332,7 +332,7 @@ class GRPO(Objective):
     def loss_of_tokens(
         self, batch: RolloutBatch, counts: Tensor, logprobs: Tensor, entropy: Tensor | None, only: Tensor | None = None
     ) -> Tensor:
-        """Of a micro-batch, or of the tokens of `only`; divided by the counts of the step."""
+        """Returns the loss of a micro-batch, or of the tokens in `only`, divided by the counts of the step."""
         loss = policy_loss(self.policy, batch, logprobs, only) / counts[0]
         if self.entropy.applied:
             assert entropy is not None
@@ -343,7 +343,7 @@ class GRPO(Objective):
     def loss_of_rows(
         self, batch: RolloutBatch, counts: Tensor, logprobs: Tensor, entropy: Tensor | None, rows: slice
     ) -> Tensor:
-        """The same of the tokens `rows`, whose log-probabilities and entropies are given alone."""
+        """Returns the loss of the tokens `rows`, whose log-probabilities and entropies are given alone."""
         size = len(batch.sampling_logprobs)
         if rows.stop - rows.start == size:
             return self.loss_of_tokens(batch, counts, logprobs, entropy)
@@ -366,8 +366,8 @@ class GRPO(Objective):
             self.reference.finish_step(model, step)
 
     def validate(self, model: CausalLM, step: int, stop: Stop) -> Validation | None:
-        """The mean reward of greedy completions of held-out prompts; its negative is the loss. With --pass-at K also
-        pass@K, of sampled ones."""
+        """Computes the mean reward of greedy completions of held-out prompts; its negative is the loss. With --pass-at
+        K, sampled ones give pass@K."""
         generation = self.judge_held_out(model, step, self.sampling_plan(0))
         rewards = generation.rewards
         values = {"reward": mean(weighted_totals(rewards, self.weights))}

@@ -1,7 +1,4 @@
-"""Objective: the interface between the training loop and what a run minimises. The package's docstring has its order.
-
-Must not know any one objective.
-"""
+"""Objective: the interface between the training loop and what a run minimises; the package has the order of calls."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -123,8 +120,11 @@ class Objective(ABC):
 
     @abstractmethod
     def open(self, folder: Path | None, model: CausalLM, adapter: Path | None) -> None:
-        """Sets `data`. folder, adapter: as for `open_data`. model: on the meta device. Raises InputError for data that
-        cannot be used."""
+        """Opens the data, as `data`. Raises InputError for data that cannot be used.
+
+        folder and adapter have the model's and the adapter's files, where there are any. The model is on the meta
+        device.
+        """
 
     @abstractmethod
     def choices(self, hidden_size: int) -> dict[str, Choice]:
@@ -192,7 +192,7 @@ class Objective(ABC):
 
     @abstractmethod
     def loss(self, model: CausalLM, batch: Any, work: Work) -> Share:
-        """Of one of `work.batches`. The shares of all micro-batches and ranks add up to the loss of the step."""
+        """The loss of one of `work.batches`. The shares of all micro-batches and ranks add up to that of the step."""
 
     def metrics(self, sums: Mapping[str, float], maxima: Mapping[str, float], step: int) -> dict[str, float]:
         """The metrics of a step, on the host. sums, maxima: those of its shares, over all micro-batches and ranks."""
@@ -226,14 +226,14 @@ class Objective(ABC):
 
 
 class ImageOptions(NamedTuple):
-    """images, prepare_inputs: as for `open_data`."""
+    """The arguments of `open_data` for images."""
 
     images: NewImages | None = None
     prepare_inputs: Callable[..., Any] | None = None
 
 
 def image_options(model: CausalLM, folder: Path | None) -> ImageOptions:
-    """folder: the model's, with its image processor; None for a new model."""
+    """What `open_data` gets of a model. folder holds the model with its image processor; it is None for a new model."""
     if not model.takes_images:
         return ImageOptions()
     images = None

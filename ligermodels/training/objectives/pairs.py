@@ -45,7 +45,7 @@ class PairObjective(GroupObjective):
 
     @abstractmethod
     def read_options(self) -> dict[str, Any]:
-        """The keyword arguments of the loss. Those that are not given have its defaults."""
+        """The keyword arguments of the loss. It has defaults for those that are not given."""
 
     def try_options(self) -> None:
         """Raises InputError where the loss refuses its options."""
@@ -190,13 +190,13 @@ class SimPO(PairObjective):
 
 
 def most_tokens(groups: Groups, steps: Iterable[Sequence[int]]) -> int:
-    """Of the groups of one step, in a row. steps: the numbers of their groups."""
+    """The most tokens that the groups of one step have in a row. steps has the numbers of their groups."""
     tokens = groups.laid_out[0]
     return max(int(tokens[step].sum()) for step in steps)
 
 
 def parse_losses(words: Sequence[str]) -> tuple[list[str], list[float]]:
-    """Names and weights of `NAME` and `NAME=WEIGHT`; 1 without a weight. Raises InputError."""
+    """Reads names and weights from `NAME` and `NAME=WEIGHT`; a weight is 1 where there is none. Raises InputError."""
     names, weights = [], []
     for word in words:
         name, equals, weight = word.partition("=")
@@ -208,7 +208,7 @@ def parse_losses(words: Sequence[str]) -> tuple[list[str], list[float]]:
 
 
 def parse_f_divergence(text: str | None) -> tuple[str | None, float | None]:
-    """(name, alpha) of `NAME` or `alpha_divergence:ALPHA`. Raises InputError."""
+    """Reads (name, alpha) from `NAME` or `alpha_divergence:ALPHA`. Raises InputError."""
     name, colon, alpha = (text or "").partition(":")
     if colon and name != "alpha_divergence":
         raise InputError(f"--f-divergence {text}: only alpha_divergence has a number")
@@ -223,7 +223,7 @@ def number_in(flag: str, text: str, rule: str) -> float:
 
 
 class PairWatch:
-    """Looks at the metrics of each step, and says each thing once."""
+    """Looks at the metrics of each step for labels that leak and sides that both fall, and says each thing once."""
 
     def __init__(self) -> None:
         self.first: Mapping[str, float] | None = None

@@ -7,7 +7,7 @@
     ema:ALPHA/STEPS      trained weights of which every STEPS steps α of the policy's take the place (TR-DPO)
 
 All take the same rows by the same route as the policy, so that a policy that equals its reference has a log-ratio of
-exactly 0. Must not know losses.
+exactly 0.
 """
 
 import hashlib
@@ -55,7 +55,8 @@ EMA_ALPHA, EMA_STEPS = 0.6, 512  # TRL's defaults
 
 
 class ReferenceSpec(NamedTuple):
-    """What --reference says. folder: of kind "model"; None for the policy's own. alpha, steps: of kind "ema"."""
+    """What --reference says. folder is that of the kind "model", and None for the policy's own weights; alpha and steps
+    are those of the kind "ema"."""
 
     kind: str
     folder: str | None = None
@@ -64,7 +65,7 @@ class ReferenceSpec(NamedTuple):
 
 
 def parse_reference(text: str) -> ReferenceSpec:
-    """`base`, `adapter`, `precomputed`, `model`, `model:FOLDER`, `ema` or `ema:ALPHA/STEPS`. Raises InputError."""
+    """Reads `base`, `adapter`, `precomputed`, `model[:FOLDER]` or `ema[:ALPHA/STEPS]`. Raises InputError."""
     kind, colon, rest = text.partition(":")
     if kind == "model":
         return ReferenceSpec(kind, rest or None)
@@ -92,7 +93,7 @@ class Reference(ABC):
     """A model whose log-probabilities a loss reads beside the policy's. Every rank calls the same methods."""
 
     def prepare(self, model: CausalLM, say: Callable[[str], Any]) -> None:  # noqa: B027
-        """model: the policy, sharded, with the weights that the run begins with."""
+        """Makes it from the policy, which is sharded and has the weights that the run begins with."""
 
     @abstractmethod
     def logprobs(self, model: CausalLM, batch: PreferenceBatch, temperature: float = 1.0) -> Tensor:
@@ -102,7 +103,7 @@ class Reference(ABC):
         """
 
     def sums(self, model: CausalLM, batch: PreferenceBatch, ld_alpha: float | None) -> Tensor:
-        """Of the completions of a row, float64 [S]: `losses.pair_sums`."""
+        """The sums over the completions of a row, float64 [S], as `losses.pair_sums` has them."""
         return pair_sums(self.logprobs(model, batch), batch.completions, ld_alpha)
 
     def finish_step(self, model: CausalLM, step: int) -> None:  # noqa: B027
@@ -113,13 +114,13 @@ class Reference(ABC):
         return {}
 
     def bytes_beside(self, model: CausalLM, shards: int) -> int:
-        """Bytes of a rank beside those of a training step. model: the policy, on the meta device."""
+        """The bytes of a rank beside those of a training step. The model is the policy, on the meta device."""
         return 0
 
 
 @torch.no_grad()
 def row_logprobs(model: CausalLM, batch: PreferenceBatch, temperature: float = 1.0) -> Tensor:
-    """The log-probabilities of a row's supervised tokens, [M], without dropout."""
+    """Computes the log-probabilities of a row's supervised tokens, [M], without dropout."""
     training = model.training
     model.eval()
     found = model(**batch.model_inputs, logprobs={"temperature": temperature}).logprobs.logprobs[: batch.supervised]
@@ -208,7 +209,7 @@ class ModelReference(Reference):
         self.model: CausalLM | None = None
 
     def build(self, policy: CausalLM) -> CausalLM:
-        """On the meta device. Raises InputError where it has another vocabulary than the policy."""
+        """Builds it on the meta device. Raises InputError where it has another vocabulary than the policy."""
         config = self.config
         source = self.folder or (str(config.model) if config.has_new_weights else resolve(str(config.model),
             revision=config.revision))  # fmt: skip
@@ -248,7 +249,15 @@ class ModelReference(Reference):
 
 
 class PrecomputedReference(Reference):
-    """sums: float64 [completions], by their numbers in the data; NaN for those that the run does not need."""
+    """The policy's log-probabilities as they were at the start, computed in one pass before training.
+
+    The pass takes the rows that training will take, in the same order, so that the first step's log-ratios are exactly
+    0. Sums of completions are kept in the user's cache, in a file named by a hash of the weights, the data, the
+    settings that shape rows, and the code; the next run with the same starts at once. A run that is lengthened adds
+    what is missing.
+
+    found: float64 [completions], their sums by their numbers in the data; NaN for those that are not known.
+    """
 
     def __init__(self, config: RunConfig, world: World, data: PreferenceData, ld_alpha: float | None) -> None:
         self.config, self.world, self.data, self.ld_alpha = config, world, data, ld_alpha
@@ -376,9 +385,9 @@ def default_reference(config: TrainConfig) -> str:
 def make_reference(
     spec: ReferenceSpec, config: TrainConfig, world: World, tokenizer: Tokenizer | None = None
 ) -> Reference:
-    """A reference that computes log-probabilities of any row: all kinds but "precomputed". Raises InputError.
+    """Makes a reference that computes log-probabilities of any row: all kinds but "precomputed". Raises InputError.
 
-    tokenizer: as for `ModelReference`.
+    tokenizer is that of the policy's data, and None before they are opened.
     """
     if spec.kind == "base" and not config.with_lora:
         raise InputError("--reference base goes with --lora-rank, which is missing; take precomputed or model")

@@ -1,4 +1,9 @@
-"""Teachers of distillation: a frozen model beside the student. Must not know losses or steps."""
+"""Teachers of distillation: a frozen model beside the student.
+
+The states of a teacher may be on the disk (`--teacher-states`): during training only its head is in memory then. They
+are those of the run's own rows, at their supervised tokens, so that the whole distribution is as exact as that of a
+teacher in memory. The first run that names the folder writes it.
+"""
 
 import gc
 import hashlib
@@ -56,7 +61,7 @@ class TeacherModel:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of `linear_divergence`: what the teacher does to its logits."""
+        """What the teacher does to its logits, as options of `linear_divergence`."""
         config = self.model.config
         return {"teacher_softcap": config.logit_softcap, "teacher_logit_scale": config.logit_scale}
 
@@ -69,7 +74,7 @@ class TeacherModel:
 
     @contextmanager
     def read(self, batch: Batch | PreferenceBatch) -> Iterator[tuple[Tensor, Tensor]]:
-        """(states, weight) of the batch, as `linear_divergence` takes them: [N, H] at `batch.rows`, or [B, T, H]."""
+        """Yields (states, weight) of the batch for `linear_divergence`: [N, H] at `batch.rows`, or [B, T, H]."""
         states = self.hidden(batch)
         with fsdp.gathered_head(self.model) as weight:
             yield states, weight
@@ -81,7 +86,7 @@ class TeacherModel:
         )
 
     def memory(self, tokens: int, shards: int) -> int:
-        """Bytes of a rank: its shard of the weights, and one block with the head while they compute."""
+        """The bytes of a rank: its shard of the weights, and one block with the head while they compute."""
         fp32 = set(self.model.fp32_parameters())
         held = held_bytes(self.model.parameters(), shards, fp32)
         computing = inference_memory(self.model, 1, tokens, self.model.dtype).prompt
@@ -119,7 +124,8 @@ SAMPLE_BYTES, SAMPLE_DISTANCE = 4096, 4 * 2**20  # of weights: a change anywhere
 
 
 class StoredTeacher(TeacherModel):
-    """The same interface as `TeacherModel`. places: supervised tokens of all rows, whose states are stored."""
+    """A teacher whose hidden states are on the disk. places counts the supervised tokens of all rows, whose states are
+    stored."""
 
     def __init__(self, name: str, folder: Path) -> None:
         super().__init__(name)
@@ -156,12 +162,12 @@ class StoredTeacher(TeacherModel):
         return f"{memory_size(self.size)}, hidden states {shape}, {state} {self.states_folder}"
 
     def memory(self, tokens: int, shards: int) -> int:
-        """Bytes of a rank: the head, whole, and the states of a micro-batch."""
+        """The bytes of a rank: the head, whole, and the states of a micro-batch."""
         head = self.model.head.weight.numel()
         return (head + (self.config.micro_batch_size or 1) * tokens * self.width) * self.model.dtype.itemsize
 
     def writing_memory(self, tokens: int, shards: int) -> int:
-        """Bytes of a rank while the states are written; 0 where they are there."""
+        """The bytes of a rank while the states are written; 0 where they are there."""
         return 0 if self.written else super().memory(tokens, shards)
 
     def prepare(self, world: World, dp_replicate: int, micro_batch_size: int) -> None:
@@ -199,7 +205,7 @@ class StoredTeacher(TeacherModel):
             first += len(rows)
 
     def states_of(self, batch: Batch, world: World) -> Tensor:
-        """[n, H] in host memory, at the supervised places of a batch."""
+        """Computes the states at the supervised places of a batch, [n, H] in host memory."""
         places = torch.from_numpy(supervised_places(batch.labels))
         states = self.hidden(batch.to(world.device)).flatten(0, -2)
         return (states[: len(places)] if batch.rows is not None else states[places.to(states.device)]).cpu()

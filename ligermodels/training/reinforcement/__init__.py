@@ -1,1 +1,1 @@
-"""Reinforcement learning: rewards, sampled completions, and the updates that they give. Must not know the loop."""
+"""Reinforcement learning: rewards, sampled completions, and the updates that they give."""

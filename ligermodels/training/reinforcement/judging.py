@@ -1,7 +1,4 @@
-"""Sampled completions and their rewards, from all ranks: advantages, metrics, and lines of completions.jsonl.
-
-Must not know models.
-"""
+"""Sampled completions and their rewards, from all ranks: advantages, metrics, warnings, lines of completions.jsonl."""
 
 import json
 import math
@@ -46,7 +43,7 @@ class JudgedGeneration(NamedTuple):
 
     @property
     def rewards(self) -> Tensor:
-        """float64 [C, K], NaN for None."""
+        """The rewards of all functions, float64 [C, K], NaN for None."""
         functions = range(len(self.groups[0].rewards))
         return reward_table([[value for group in self.groups for value in group.rewards[k]] for k in functions])
 
@@ -121,7 +118,7 @@ def weighted_totals(rewards: Tensor, weights: Sequence[float]) -> Tensor:
 
 
 def has_spread(values: Tensor, generations: int) -> Tensor:
-    """bool [Q]: whether the present rewards of a prompt's completions differ, in any column of values [C, …]."""
+    """Tells whether the present rewards of a prompt's completions differ, bool [Q], in any column of values [C, …]."""
     groups = values.reshape(-1, generations, values[0].numel())
     highest = groups.nan_to_num(-math.inf).amax(1)
     return (highest > groups.nan_to_num(math.inf).amin(1)).any(1)
@@ -150,13 +147,13 @@ def generation_metrics(generation: JudgedGeneration, functions: Sequence[RewardF
 
 
 def pass_fraction(values: Tensor, count: int) -> float:
-    """The fraction of prompts of which one completion has a reward of 1 or more: pass@count. values: of one function,
-    for `count` completions of each prompt."""
+    """The fraction of prompts of which one completion has a reward of 1 or more: pass@count. values are those of one
+    function, for `count` completions of each prompt."""
     return float((values.view(-1, count).nan_to_num(0.0) >= 1).any(1).double().mean())
 
 
 def mean(values: Tensor) -> float:
-    """Of the values that are present; 0 without any."""
+    """The mean of the values that are present; 0 without any."""
     return float(values.nanmean().nan_to_num(0.0))
 
 
@@ -169,7 +166,7 @@ def std(values: Tensor) -> Tensor:
 def completion_lines(
     generation: JudgedGeneration, functions: Sequence[RewardFunction], advantages: Sequence[float], step: int
 ) -> Iterator[str]:
-    """A JSON object for each completion."""
+    """Yields a JSON object for each completion."""
     number = iter(advantages)
     for group in generation.groups:
         for index, sample in enumerate(group.samples):
@@ -185,7 +182,8 @@ def completion_lines(
 def advantages_of(
     config: TrainConfig, loss: str, generation: JudgedGeneration, weights: Sequence[float], kl: Tensor
 ) -> Tensor:
-    """fp32 [C]. weights: of the reward functions. kl: [C], which RLOO subtracts from their sum, times beta."""
+    """Computes the advantages, fp32 [C]. weights are those of the reward functions. RLOO subtracts kl [C], times beta,
+    from the rewards' sum."""
     if loss == "rloo":
         totals = weighted_totals(generation.rewards, weights)
         return rloo_advantages(totals - (config.beta or 0.0) * kl, config.generations)
@@ -196,7 +194,7 @@ def advantages_of(
 
 
 def kept_completions(config: TrainConfig, generation: JudgedGeneration, weights: Sequence[float]) -> Tensor:
-    """bool [C]: the completions that updates read."""
+    """Tells which completions updates read, bool [C]."""
     rewards = generation.rewards
     kept = torch.ones(len(rewards), dtype=torch.bool)
     if not config.keep_zero_spread:
@@ -209,8 +207,10 @@ def kept_completions(config: TrainConfig, generation: JudgedGeneration, weights:
 
 
 class GenerationWatch:
-    """Looks at the metrics of each generation, and says each thing once. keeps_all: groups without spread are trained
-    on as well."""
+    """Looks at the metrics of each generation for rewards that do not differ, and says each thing once.
+
+    keeps_all says whether groups without spread are trained on as well.
+    """
 
     def __init__(self, keeps_all: bool) -> None:
         self.keeps_all = keeps_all

@@ -1,4 +1,4 @@
-"""The loss of a micro-batch of rollouts, by the names of --loss, and its metrics. Must not know how they were sampled.
+"""The loss of a micro-batch of rollouts, by the names of --loss, and its metrics.
 
 Options that are None have the default of the loss (`ligermodels.losses.policy`).
 """
@@ -24,8 +24,12 @@ RATIO = ("importance_sampling_level",)
 
 
 class PolicyLoss(NamedTuple):
-    """unit: what the sum is divided by: "completions" or "tokens" of the step, or "longest": completions times the
-    longest possible. options: that the function takes. of_tokens: whether its ratios are those of tokens by default."""
+    """A loss of --loss.
+
+    unit says what the sum is divided by: "completions" or "tokens" of the step, or "longest", completions times the
+    longest possible. options are those that the function takes. of_tokens says whether its ratios are those of tokens
+    by default.
+    """
 
     function: Callable[..., Tensor]
     unit: str
@@ -88,7 +92,7 @@ class PolicyOptions:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Of the loss's function, those that are not its defaults."""
+        """The arguments of the loss's function that are not its defaults."""
         return {name: getattr(self, name) for name in self.loss.options if getattr(self, name) is not None}
 
     @property
@@ -213,7 +217,7 @@ def kl_of_tokens(options: PolicyOptions, row: RolloutBatch, logprobs: Tensor) ->
 def metric_sums(
     options: PolicyOptions, row: RolloutBatch, found: LogProbs
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(sums, maxima) of a micro-batch's tokens, from which `step_metrics` makes TRL's metrics."""
+    """Returns (sums, maxima) of a micro-batch's tokens, from which `step_metrics` makes TRL's metrics."""
     logprobs, cu_seqlens = found.logprobs.detach(), row.batch.completions
     assert found.entropy is not None
     old = logprobs if row.old_logprobs is None else row.old_logprobs
@@ -261,7 +265,7 @@ def step_metrics(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict
 
 
 class EntropyControl:
-    """Without a target the weight stays as it was given.
+    """The weight of the entropy in the loss. Without a target it stays as it was given.
 
     With one, a step adds the entropy only where that of the step before was at most the target, and the weight rises or
     falls by 0.005 a step. Source: Skywork-OR1, arXiv 2505.22312, as TRL has it.
@@ -286,7 +290,7 @@ class EntropyControl:
         return self.weight if self.target is None or float(self.values[1]) <= self.target else 0.0
 
     def finish_step(self, entropy: float) -> None:
-        """entropy: of the step, per token. A step that is not finite changes nothing."""
+        """Takes the entropy of the step, per token. A step that is not finite changes nothing."""
         if self.target is not None and math.isfinite(entropy):
             weight = next_entropy_coef(self.weight, entropy, entropy_target=self.target)
             self.values.copy_(torch.tensor([weight, entropy]))

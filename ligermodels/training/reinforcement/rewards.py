@@ -5,8 +5,7 @@
 All arguments are passed by name, as lists with one value for each completion. `prompts` and `completions` are texts, or
 of conversations lists of messages; every column of the data is passed under its own name. A function gets those
 arguments that it names, and all with `**kwargs`. Beside these: `trainer_state`, `log_extra(column, values)` for columns
-of completions.jsonl, and `log_metric(name, value)`. Async functions run at the same time. Must not know how a function
-finds its rewards.
+of completions.jsonl, and `log_metric(name, value)`. Async functions run at the same time.
 """
 
 import asyncio
@@ -34,7 +33,7 @@ RESERVED = ("prompts", "completions", "completion_ids", "trainer_state", "log_ex
 
 
 class RewardFunction(NamedTuple):
-    """spec: as it was given, without its weight. name: in metrics and errors. file: that defines it, if any."""
+    """spec is as it was given, without its weight. Metrics and errors have the name. file defines it, if any does."""
 
     spec: str
     name: str
@@ -148,7 +147,7 @@ def described(error: BaseException, file: Path | None) -> str:
 
 
 def arguments_of(function: RewardFunction, available: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the available arguments that a function takes. Raises InputError for one that is not available."""
+    """Picks the arguments that a function takes. Raises InputError for one that is not available."""
     parameters = inspect.signature(function.function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         taken = dict(available)
@@ -209,7 +208,7 @@ def call_rewards(functions: Sequence[RewardFunction], judged: Judged, state: Tra
 def call_async(
     calls: Sequence[tuple[RewardFunction, dict[str, Any]]], judged: Judged, seconds: float
 ) -> dict[str, Any]:
-    """What the async functions return, by name; they run at the same time."""
+    """Runs the async functions at the same time. Returns what they return, by name."""
     awaited = [(function, arguments) for function, arguments in calls if inspect.iscoroutinefunction(function.function)]
     returned: dict[str, Any] = {}
 

@@ -1,7 +1,7 @@
 """Rollouts: the completions of one generation with what the updates read of them, in host memory, on every rank.
 
 They are plain tensors, so that a checkpoint holds them: a run that is killed between two updates of a generation
-continues with the same completions. Must not know how they were sampled or judged.
+continues with the same completions.
 """
 
 import dataclasses
@@ -78,8 +78,10 @@ class Rollouts:
 
 
 class Scores(NamedTuple):
-    """Of the tokens of rollouts, fp32 [N]; 0 of those that updates do not read. logprobs, entropy: of the policy.
-    reference: the log-probabilities of the reference; 0 without one."""
+    """What models say of the tokens of rollouts, fp32 [N]; 0 where updates do not read them.
+
+    logprobs and entropy are the policy's. reference has the log-probabilities of the reference; 0 without one.
+    """
 
     logprobs: Tensor
     entropy: Tensor

@@ -1,6 +1,6 @@
-"""Completions of prompts, sampled by the generation engine from the weights as they are. Must not know rewards.
+"""Completions of prompts, sampled from the weights as they are: by the generation engine, or by vLLM.
 
-The random numbers of a completion depend on the seed, on the prompt's number in the order of the run and on the
+The random numbers of the own engine depend on the seed, on the prompt's number in the order of the run and on the
 completion's number alone: not on ranks, nor on what else is sampled.
 """
 
@@ -39,8 +39,8 @@ ChatMessage = dict[str, Any]
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """n: completions of each prompt. temperature: 0 for greedy decoding. max_new_tokens: of a completion. stop: texts
-    that end one, beside the model's stop tokens."""
+    """n completions are sampled of each prompt, of at most max_new_tokens. A temperature of 0 decodes greedily. The
+    texts in stop end a completion, beside the model's stop tokens."""
 
     n: int
     temperature: float
@@ -57,9 +57,9 @@ class SamplerBytes(NamedTuple):
 
 
 class EngineSize(NamedTuple):
-    """Of a rank's engine: tokens of its cache, of its longest request, and rows that run at a time.
+    """A rank's engine has a cache for so many tokens, a longest request, and rows that run at a time.
 
-    It depends on the settings and the data alone, so that a resumed run samples with the same.
+    Its size depends on the settings and the data alone, so that a resumed run samples with the same.
     """
 
     tokens: int
@@ -67,16 +67,16 @@ class EngineSize(NamedTuple):
     rows: int
 
     def cache_bytes(self, model: CausalLM, dtype: torch.dtype) -> int:
-        """Of the cache, which stays between generations. dtype: of keys and values."""
+        """The bytes of the cache, which stays between generations. dtype is that of keys and values."""
         return cache_bytes(model, self.tokens, self.rows, self.longest, dtype)
 
     def step_bytes(self, model: CausalLM) -> int:
-        """Of the logits of all rows, in the model's dtype and in fp32."""
+        """The bytes of the logits of all rows, in the model's dtype and in fp32."""
         return self.rows * model.config.vocab_size * (model.dtype.itemsize + 4)
 
 
 def engine_size(longest_prompt: int, prompts: int, plan: SamplingPlan) -> EngineSize:
-    """For `prompts` prompts of a rank at a time, all of them with as many tokens as the longest."""
+    """The size for `prompts` prompts of a rank at a time, all of them with as many tokens as the longest."""
     length = longest_prompt + plan.max_new_tokens
     whole, shared = pages_for(length), longest_prompt // PAGE_SIZE
     pages = prompts * (shared + plan.n * (whole - shared))
@@ -87,7 +87,7 @@ class Sampler:
     """Samples with one engine for a whole run, which reads the weights as they are in each generation.
 
     The engine's cache and CUDA graphs stay; where the weights lie elsewhere than before, graphs are captured anew.
-    vocab_size: as that of `Engine`.
+    vocab_size limits the tokens that are drawn, where the head is padded.
     """
 
     def __init__(self, tokenizer: Tokenizer, size: EngineSize, vocab_size: int | None = None) -> None:
@@ -95,7 +95,7 @@ class Sampler:
         self.engine: Engine | None = None
 
     def memory(self, model: CausalLM, dtype: torch.dtype) -> SamplerBytes:
-        """The bytes of a rank, without gathered weights. dtype is that of the cache."""
+        """The bytes that it takes beside the gathered weights. dtype is that of the cache."""
         return SamplerBytes(self.size.cache_bytes(model, dtype), self.size.step_bytes(model))
 
     def sample(
@@ -127,7 +127,7 @@ class Sampler:
         return [found[begin : begin + plan.n] for begin in range(0, len(found), plan.n)]
 
     def start_engine(self, model: CausalLM) -> Engine:
-        """Within `fsdp.gathered`, so that the engine sees whole weights."""
+        """Starts the engine within `fsdp.gathered`, so that it sees whole weights."""
         tokens, longest, rows = self.size
         if model.device.type == "cuda":
             tokens = min(tokens, tokens_that_fit(model, rows))
@@ -165,7 +165,12 @@ def import_vllm() -> ModuleType:
 
 
 class VLLMSampler:
-    """Samples with one vLLM engine for a whole run, like `Sampler`. dtype: of the engine's weights and of its cache.
+    """Samples with one vLLM engine for a whole run, in its process. dtype is that of its weights and its cache.
+
+    Each rank has a vLLM engine of its own, with a whole copy of the weights. Before a generation it gets the weights as
+    they are, tensor by tensor under the Hub's names, LoRA merged; between generations it sleeps, and holds no GPU
+    memory. Its numerics are not those of the training: log-probabilities of the same token differ, which
+    `--sampler-correction` makes up for. vLLM: arXiv 2309.06180, https://docs.vllm.ai.
 
     Stop strings are searched for in what the engine returns: it samples on behind them, to a stop token or the limit.
     Random numbers are vLLM's, in the order of its steps.

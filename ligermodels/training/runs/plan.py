@@ -1,6 +1,6 @@
 """The plan of a run: parameters, data, tokens, steps, epochs, FLOPs and memory, known before anything is allocated.
 
-`--dry-run` prints it, and every run begins with its first line. Must not build or change anything that the run uses.
+`--dry-run` prints it, and every run begins with its first line.
 """
 
 import functools
@@ -106,7 +106,7 @@ class Plan:
 
     @property
     def epochs(self) -> list[float]:
-        """Of each data source; sources without mixture weights count as one."""
+        """The epochs of each data source. Sources without mixture weights count as one."""
         return [self.config.steps * self.config.units / rows for rows in self.data.passes]
 
     @property
