@@ -5,6 +5,7 @@ The loop (training/loop.py) knows an objective only by the interface of `Objecti
     objective = make_objective(config, world)
     objective.open(…)              its data door: records, refused or tokenised and packed; `objective.data`
     objective.choices(…)           settings that it chooses: units a step, learning rate, warmup
+    objective.complete(config)     takes the settings with all choices made
     objective.bytes_beside(…)      the memory of a reference or a teacher
     objective.phases(…)            the peak of each phase: precomputing, sampling, training
     objective.prepare(model, run)  references, from the weights the run begins with; before a checkpoint is restored

@@ -187,8 +187,8 @@ class Plan:
         if self.config.packing:
             yield "attention", self.attention
         yield from self.facts.items()
-        count, kept = self.checkpointing
-        checkpointed = f", {count} of {self.blocks} blocks checkpointed" if count else ""
+        recomputed, kept = self.checkpointing
+        checkpointed = f", {recomputed} of {self.blocks} blocks checkpointed" if recomputed else ""
         checkpointed += f" with {kept} results kept" if kept else ""
         yield "memory", f"of a {device_name(self.world.device)}, not all at the same time{checkpointed}"
         for part, size in self.memory.parts.items():
