@@ -1,6 +1,6 @@
 """Reinforcement learning on sampled completions: GRPO and its descendants. `--loss` names one.
 
-A generation samples completions of its prompts from the weights as they are, judges them by reward functions, and
+A generation samples completions of its prompts from the weights as they are, calls reward functions on them, and
 serves `--steps-per-generation` x `--iterations` updates, one a step. Its rollouts are in every checkpoint: a run that
 ends between two of its updates resumes to the bit.
 """
@@ -39,14 +39,14 @@ from ligermodels.training.objectives.references import (
 from ligermodels.training.optimizers.schedules import default_learning_rate
 from ligermodels.training.reinforcement.judging import (
     GenerationWatch,
-    JudgedGeneration,
+    RewardedGeneration,
     advantages_of,
     completion_lines,
     generation_metrics,
-    judge,
     kept_completions,
     mean,
     pass_fraction,
+    reward_completions,
     weighted_totals,
 )
 from ligermodels.training.reinforcement.policy import (
@@ -221,16 +221,16 @@ class GRPO(Objective):
         return self.updates > 1 or self.config.top_entropy < 1 or self.policy.beta > 0
 
     def generate(self, model: CausalLM, progress: Progress) -> tuple[Rollouts, dict[str, float]]:
-        """Samples and judges completions of the next prompts; the rollouts are those of all ranks."""
+        """Samples completions of the next prompts, with their rewards; the rollouts are those of all ranks."""
         config, began = self.config, time.perf_counter()
         prompts = self.data.training.prompts(progress.rows, self.prompts_per_generation, self.world)
         plan = self.sampling_plan(self.temperature)
         samples = self.sampler.sample(model, prompts, plan, first=progress.rows)
         sampled = time.perf_counter()
-        generation = judge(
+        generation = reward_completions(
             self.rewards, prompts, samples, TrainerState(progress.step, config.steps), config.reward_timeout
         )
-        judged = time.perf_counter()
+        rewarded = time.perf_counter()
         metrics = generation_metrics(generation, self.rewards)
         rollouts = replace(
             pack_rollouts(generation.groups, progress.step), kept=kept_completions(config, generation, self.weights)
@@ -248,7 +248,8 @@ class GRPO(Objective):
             lines = completion_lines(generation, self.rewards, advantages.tolist(), progress.step + 1)
             self.file.write(lines, progress.step)
         metrics |= {
-            "time/sample": sampled - began, "time/reward": judged - sampled, "time/score": time.perf_counter() - judged
+            "time/sample": sampled - began, "time/reward": rewarded - sampled,
+            "time/score": time.perf_counter() - rewarded,
         }  # fmt: skip
         self.watch.refuse_useless(metrics)
         return rollouts, metrics
@@ -368,23 +369,23 @@ class GRPO(Objective):
     def validate(self, model: CausalLM, step: int, stop: Stop) -> Validation | None:
         """Computes the mean reward of greedy completions of held-out prompts; its negative is the loss. With --pass-at
         K, sampled ones give pass@K."""
-        generation = self.judge_held_out(model, step, self.sampling_plan(0))
+        generation = self.reward_held_out(model, step, self.sampling_plan(0))
         rewards = generation.rewards
         values = {"reward": mean(weighted_totals(rewards, self.weights))}
         for function, column in zip(self.rewards, rewards.T, strict=True):
             values[f"rewards/{function.name}/mean"] = mean(column)
         if count := self.config.pass_at:
-            sampled = self.judge_held_out(model, step, replace(self.sampling_plan(self.temperature), n=count))
+            sampled = self.reward_held_out(model, step, replace(self.sampling_plan(self.temperature), n=count))
             values[f"pass@{count}"] = pass_fraction(sampled.rewards[:, 0], count)
         first = generation.groups[0]
         sample = f"{self.tokenizer.decode(first.prompt.ids)} | {first.samples[0].text}"
         return Validation(-values["reward"], values, per_token=False, sample=sample)
 
-    def judge_held_out(self, model: CausalLM, step: int, plan: SamplingPlan) -> JudgedGeneration:
+    def reward_held_out(self, model: CausalLM, step: int, plan: SamplingPlan) -> RewardedGeneration:
         prompts = [p for p in self.data.validation.prompts(self.world) if p.unit < MOST_VALIDATION_PROMPTS]
         samples = self.sampler.sample(model, prompts, plan)
         state = TrainerState(step, self.config.steps)
-        return judge(self.rewards, prompts, samples, state, self.config.reward_timeout)
+        return reward_completions(self.rewards, prompts, samples, state, self.config.reward_timeout)
 
     # -- in a checkpoint
 

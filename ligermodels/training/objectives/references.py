@@ -425,16 +425,16 @@ class ReferenceObjective(GroupObjective):
 
     reference: Reference
 
-    @property
-    def ld_alpha(self) -> float | None:
-        """The weight of the tokens beyond the shorter side, in the reference's sums as in the policy's; None for 1."""
-        return None
-
     def __init__(self, config: TrainConfig, world: World) -> None:
         super().__init__(config, world)
         self.spec = parse_reference(config.reference or self.default_reference())
         if self.spec.kind != "precomputed":
             make_reference(self.spec, config, world)
+
+    @property
+    def ld_alpha(self) -> float | None:
+        """The weight of the tokens beyond the shorter side, in the reference's sums as in the policy's; None for 1."""
+        return None
 
     def default_reference(self) -> str:
         return default_reference(self.config)

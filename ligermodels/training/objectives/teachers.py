@@ -40,6 +40,8 @@ from ligermodels.training.scaling import fsdp
 from ligermodels.units import memory_size
 from ligermodels.weights.loading import load_weights
 
+SAMPLE_BYTES, SAMPLE_DISTANCE = 4096, 4 * 2**20  # of weights: a change anywhere in a matrix of 4 MiB is noticed
+
 
 class TeacherModel:
     """A model without gradients, sharded as the student is. Its weights are read by `prepare`."""
@@ -118,9 +120,6 @@ def common_vocabulary(
             "that the rest is padding; take a teacher with the student's vocabulary"
         )
     return own.vocab_size
-
-
-SAMPLE_BYTES, SAMPLE_DISTANCE = 4096, 4 * 2**20  # of weights: a change anywhere in a matrix of 4 MiB is noticed
 
 
 class StoredTeacher(TeacherModel):

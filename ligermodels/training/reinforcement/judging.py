@@ -15,14 +15,20 @@ from ligermodels.generation.requests import GeneratedSample
 from ligermodels.losses import group_advantages, reward_table, rloo_advantages
 from ligermodels.training.config import TrainConfig
 from ligermodels.training.data.preferences import GroupPrompt
-from ligermodels.training.reinforcement.rewards import Judged, RewardFunction, Rewards, TrainerState, call_rewards
+from ligermodels.training.reinforcement.rewards import (
+    CompletionBatch,
+    RewardFunction,
+    Rewards,
+    TrainerState,
+    call_rewards,
+)
 from ligermodels.training.reinforcement.sampling import as_completion
 
 MUCH_ZERO_SPREAD = 0.8  # of the groups: almost nothing is learned
 USELESS_GENERATIONS = 10  # in a row, without a group whose rewards differ: the run ends
 
 
-class JudgedGroup(NamedTuple):
+class RewardedGroup(NamedTuple):
     """A prompt with its samples. rewards: of each function, for each sample. extras: columns that functions added."""
 
     prompt: GroupPrompt
@@ -31,10 +37,10 @@ class JudgedGroup(NamedTuple):
     extras: dict[str, list[Any]]
 
 
-class JudgedGeneration(NamedTuple):
+class RewardedGeneration(NamedTuple):
     """The groups of all ranks, by the number of their prompt. logged: what functions logged, by name."""
 
-    groups: list[JudgedGroup]
+    groups: list[RewardedGroup]
     logged: dict[str, float]
 
     @property
@@ -48,20 +54,20 @@ class JudgedGeneration(NamedTuple):
         return reward_table([[value for group in self.groups for value in group.rewards[k]] for k in functions])
 
 
-def judge(
+def reward_completions(
     functions: Sequence[RewardFunction],
     prompts: Sequence[GroupPrompt],
     samples: Sequence[Sequence[GeneratedSample]],
     state: TrainerState,
     seconds: float,
-) -> JudgedGeneration:
+) -> RewardedGeneration:
     """Calls the reward functions on this rank's completions, and gathers those of all ranks. Every rank must call it.
 
     Raises InputError on every rank where a function fails on one.
     """
     error, mine = None, None
     try:
-        mine = judge_own(functions, prompts, samples, state, seconds)
+        mine = reward_own(functions, prompts, samples, state, seconds)
     except InputError as failure:
         error = failure
     distributed.raise_on_all(error)
@@ -72,26 +78,26 @@ def judge(
         for name, values in metrics.items():
             logged[name] += values
     groups = sorted((group for groups, _ in gathered for group in groups), key=lambda group: group.prompt.unit)
-    return JudgedGeneration(groups, {name: sum(values) / len(values) for name, values in logged.items()})
+    return RewardedGeneration(groups, {name: sum(values) / len(values) for name, values in logged.items()})
 
 
-def judge_own(
+def reward_own(
     functions: Sequence[RewardFunction],
     prompts: Sequence[GroupPrompt],
     samples: Sequence[Sequence[GeneratedSample]],
     state: TrainerState,
     seconds: float,
-) -> tuple[list[JudgedGroup], dict[str, list[float]]]:
+) -> tuple[list[RewardedGroup], dict[str, list[float]]]:
     if not prompts:
         return [], {}
-    rewards = call_rewards(functions, as_judged(prompts, samples), state, seconds)
+    rewards = call_rewards(functions, batch_of(prompts, samples), state, seconds)
     return list(groups_of_prompts(prompts, samples, rewards)), dict(rewards.metrics)
 
 
-def as_judged(prompts: Sequence[GroupPrompt], samples: Sequence[Sequence[GeneratedSample]]) -> Judged:
+def batch_of(prompts: Sequence[GroupPrompt], samples: Sequence[Sequence[GeneratedSample]]) -> CompletionBatch:
     pairs = [(prompt, sample) for prompt, group in zip(prompts, samples, strict=True) for sample in group]
     names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
-    return Judged(
+    return CompletionBatch(
         [prompt.text for prompt, _ in pairs],
         [as_completion(prompt.text, sample.text or "") for prompt, sample in pairs],
         [sample.ids for _, sample in pairs],
@@ -102,13 +108,13 @@ def as_judged(prompts: Sequence[GroupPrompt], samples: Sequence[Sequence[Generat
 
 def groups_of_prompts(
     prompts: Sequence[GroupPrompt], samples: Sequence[Sequence[GeneratedSample]], rewards: Rewards
-) -> Iterator[JudgedGroup]:
+) -> Iterator[RewardedGroup]:
     begin = 0
     for prompt, group in zip(prompts, samples, strict=True):
         part = slice(begin, begin + len(group))
         begin += len(group)
         values = [values[part] for values in rewards.values]
-        yield JudgedGroup(prompt, list(group), values, {name: all[part] for name, all in rewards.extras.items()})
+        yield RewardedGroup(prompt, list(group), values, {name: all[part] for name, all in rewards.extras.items()})
 
 
 def weighted_totals(rewards: Tensor, weights: Sequence[float]) -> Tensor:
@@ -124,7 +130,7 @@ def has_spread(values: Tensor, generations: int) -> Tensor:
     return (highest > groups.nan_to_num(math.inf).amin(1)).any(1)
 
 
-def generation_metrics(generation: JudgedGeneration, functions: Sequence[RewardFunction]) -> dict[str, float]:
+def generation_metrics(generation: RewardedGeneration, functions: Sequence[RewardFunction]) -> dict[str, float]:
     """The metrics of a generation under TRL's names."""
     rewards, samples = generation.rewards, generation.samples
     size = len(generation.groups[0].samples)
@@ -164,7 +170,7 @@ def std(values: Tensor) -> Tensor:
 
 
 def completion_lines(
-    generation: JudgedGeneration, functions: Sequence[RewardFunction], advantages: Sequence[float], step: int
+    generation: RewardedGeneration, functions: Sequence[RewardFunction], advantages: Sequence[float], step: int
 ) -> Iterator[str]:
     """Yields a JSON object for each completion."""
     number = iter(advantages)
@@ -180,7 +186,7 @@ def completion_lines(
 
 
 def advantages_of(
-    config: TrainConfig, loss: str, generation: JudgedGeneration, weights: Sequence[float], kl: Tensor
+    config: TrainConfig, loss: str, generation: RewardedGeneration, weights: Sequence[float], kl: Tensor
 ) -> Tensor:
     """Computes the advantages, fp32 [C]. weights are those of the reward functions. RLOO subtracts kl [C], times beta,
     from the rewards' sum."""
@@ -193,7 +199,7 @@ def advantages_of(
     )  # fmt: skip
 
 
-def kept_completions(config: TrainConfig, generation: JudgedGeneration, weights: Sequence[float]) -> Tensor:
+def kept_completions(config: TrainConfig, generation: RewardedGeneration, weights: Sequence[float]) -> Tensor:
     """Tells which completions updates read, bool [C]."""
     rewards = generation.rewards
     kept = torch.ones(len(rewards), dtype=torch.bool)

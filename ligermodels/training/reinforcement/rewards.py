@@ -49,8 +49,8 @@ class TrainerState(NamedTuple):
     max_steps: int
 
 
-class Judged(NamedTuple):
-    """Completions to be judged, and what belongs to each; all lists have one value for each completion.
+class CompletionBatch(NamedTuple):
+    """Completions that get rewards, and what belongs to each; all lists have one value for each completion.
 
     columns: by name. places: where each prompt was read.
     """
@@ -173,7 +173,9 @@ def check_columns(functions: Sequence[RewardFunction], columns: Mapping[str, Any
         arguments_of(function, dict.fromkeys([*RESERVED, *columns]))
 
 
-def call_rewards(functions: Sequence[RewardFunction], judged: Judged, state: TrainerState, seconds: float) -> Rewards:
+def call_rewards(
+    functions: Sequence[RewardFunction], batch: CompletionBatch, state: TrainerState, seconds: float
+) -> Rewards:
     """The rewards of all completions. seconds: that the functions have.
 
     Raises InputError, which names the function and the prompts, where a function raises, does not return in time, or
@@ -187,26 +189,26 @@ def call_rewards(functions: Sequence[RewardFunction], judged: Judged, state: Tra
     def log_metric(name: str, value: float) -> None:
         rewards.metrics[name].append(float(value))
 
-    lists = {"prompts": judged.prompts, "completions": judged.completions, "completion_ids": judged.completion_ids}
+    lists = {"prompts": batch.prompts, "completions": batch.completions, "completion_ids": batch.completion_ids}
     helpers = {"trainer_state": state, "log_extra": log_extra, "log_metric": log_metric}
-    available = {**judged.columns, **lists, **helpers}
+    available = {**batch.columns, **lists, **helpers}
     calls = [(function, arguments_of(function, available)) for function in functions]
-    returned = call_async(calls, judged, seconds)
+    returned = call_async(calls, batch, seconds)
     for function, arguments in calls:
         if not inspect.iscoroutinefunction(function.function):
-            returned[function.name] = call_one(function, arguments, judged, seconds)
-    rewards.values.extend(checked_values(function, returned[function.name], judged) for function in functions)
+            returned[function.name] = call_one(function, arguments, batch, seconds)
+    rewards.values.extend(checked_values(function, returned[function.name], batch) for function in functions)
     for column, values in rewards.extras.items():
-        if len(values) != len(judged.completions):
+        if len(values) != len(batch.completions):
             raise InputError(
                 f"log_extra({column!r}) has {len(values)} values; must have one for each of "
-                f"{len(judged.completions)} completions"
+                f"{len(batch.completions)} completions"
             )
     return rewards
 
 
 def call_async(
-    calls: Sequence[tuple[RewardFunction, dict[str, Any]]], judged: Judged, seconds: float
+    calls: Sequence[tuple[RewardFunction, dict[str, Any]]], batch: CompletionBatch, seconds: float
 ) -> dict[str, Any]:
     """Runs the async functions at the same time. Returns what they return, by name."""
     awaited = [(function, arguments) for function, arguments in calls if inspect.iscoroutinefunction(function.function)]
@@ -216,9 +218,9 @@ def call_async(
         try:
             returned[function.name] = await function.function(**arguments)
         except Exception as error:
-            raise failed(function, judged, error) from error
+            raise failed(function, batch, error) from error
         except (TimeLimitExceeded, BaseExceptionGroup):  # the latter from a TaskGroup
-            raise too_slow(function, judged, seconds) from None
+            raise too_slow(function, batch, seconds) from None
 
     async def all_of_them() -> None:
         await asyncio.gather(*(one(function, arguments) for function, arguments in awaited))
@@ -229,39 +231,39 @@ def call_async(
     except TimeLimitExceeded:  # while all of them waited
         for function, _ in awaited:
             if function.name not in returned:
-                raise too_slow(function, judged, seconds) from None
+                raise too_slow(function, batch, seconds) from None
     return returned
 
 
-def call_one(function: RewardFunction, arguments: dict[str, Any], judged: Judged, seconds: float) -> Any:
+def call_one(function: RewardFunction, arguments: dict[str, Any], batch: CompletionBatch, seconds: float) -> Any:
     try:
         with time_limit(seconds):
             return function.function(**arguments)
     except TimeLimitExceeded:
-        raise too_slow(function, judged, seconds) from None
+        raise too_slow(function, batch, seconds) from None
     except Exception as error:
-        raise failed(function, judged, error) from error
+        raise failed(function, batch, error) from error
 
 
-def failed(function: RewardFunction, judged: Judged, error: Exception) -> InputError:
-    return InputError(f"--reward {function.spec}: raised {described(error, function.file)}, for {prompts_of(judged)}")
+def failed(function: RewardFunction, batch: CompletionBatch, error: Exception) -> InputError:
+    return InputError(f"--reward {function.spec}: raised {described(error, function.file)}, for {prompts_of(batch)}")
 
 
-def too_slow(function: RewardFunction, judged: Judged, seconds: float) -> InputError:
+def too_slow(function: RewardFunction, batch: CompletionBatch, seconds: float) -> InputError:
     return InputError(
-        f"--reward {function.spec}: did not return within {seconds:g} s, for {prompts_of(judged)}; give the function a "
+        f"--reward {function.spec}: did not return within {seconds:g} s, for {prompts_of(batch)}; give the function a "
         "limit of its own, or raise --reward-timeout"
     )
 
 
-def prompts_of(judged: Judged) -> str:
+def prompts_of(batch: CompletionBatch) -> str:
     """Where the prompts were read: the first and the last."""
-    first, last = judged.places[0], judged.places[-1]
+    first, last = batch.places[0], batch.places[-1]
     return f"the prompt of {first}" if first == last else f"the prompts of {first} to {last}"
 
 
-def checked_values(function: RewardFunction, values: Any, judged: Judged) -> list[float | None]:
-    count = len(judged.completions)
+def checked_values(function: RewardFunction, values: Any, batch: CompletionBatch) -> list[float | None]:
+    count = len(batch.completions)
     if not hasattr(values, "__len__") or isinstance(values, str | bytes | Mapping):
         raise InputError(
             f"--reward {function.spec}: returned {type(values).__name__}; must return a list of {count} numbers, one "
@@ -270,9 +272,9 @@ def checked_values(function: RewardFunction, values: Any, judged: Judged) -> lis
     if len(values) != count:
         raise InputError(
             f"--reward {function.spec}: returned {len(values)} rewards for {count} completions, for "
-            f"{prompts_of(judged)}; must return one for each"
+            f"{prompts_of(batch)}; must return one for each"
         )
-    return [checked_reward(function, value, place) for value, place in zip(values, judged.places, strict=True)]
+    return [checked_reward(function, value, place) for value, place in zip(values, batch.places, strict=True)]
 
 
 def checked_reward(function: RewardFunction, value: Any, place: str) -> float | None:

@@ -16,7 +16,7 @@ from ligermodels.distributed import World
 from ligermodels.training.data.preferences import Group, PreferenceBatch, collate_groups, empty_batch
 from ligermodels.training.data.preferences.dealing import deal_units, pack_units
 from ligermodels.training.data.preferences.layout import GroupPiece, split_group
-from ligermodels.training.reinforcement.judging import JudgedGroup
+from ligermodels.training.reinforcement.judging import RewardedGroup
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Scores(NamedTuple):
     reference: Tensor
 
 
-def pack_rollouts(groups: Sequence[JudgedGroup], first_step: int) -> Rollouts:
+def pack_rollouts(groups: Sequence[RewardedGroup], first_step: int) -> Rollouts:
     """The rollouts of some prompts, all with as many samples; without advantages, all kept."""
     samples = [sample for group in groups for sample in group.samples]
     prompts = [torch.from_numpy(group.prompt.ids) for group in groups]

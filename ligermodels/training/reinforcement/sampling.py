@@ -35,6 +35,7 @@ from ligermodels.weights.exporting import hub_weights, write_config
 from ligermodels.weights.mapping import is_lora_parameter
 
 ChatMessage = dict[str, Any]
+VLLM_FLAG = "--sampler vllm"
 
 
 @dataclass(frozen=True)
@@ -156,12 +157,9 @@ def as_completion(prompt: str | list[ChatMessage], text: str) -> str | list[Chat
     return text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
 
 
-FLAG = "--sampler vllm"
-
-
 def import_vllm() -> ModuleType:
     """Raises InputError where it is not installed."""
-    return import_package("vllm", FLAG)
+    return import_package("vllm", VLLM_FLAG)
 
 
 class VLLMSampler:
@@ -244,7 +242,7 @@ class VLLMSampler:
                 engine = self.vllm.LLM(**self.engine_settings(model, folder))
             except Exception as error:
                 raise InputError(
-                    f"{FLAG}: vLLM cannot start: {first_line(error)}; leave it out to sample with the own engine"
+                    f"{VLLM_FLAG}: vLLM cannot start: {first_line(error)}; leave it out to sample with the own engine"
                 ) from error
         engine.sleep(level=2)
         return engine
