@@ -27,12 +27,12 @@ import torch
 from benchmarks import results, timing
 from benchmarks.train_step import MODELS
 from ligermodels import create, distributed
+from ligermodels.layers.checkpointing.host_memory import read_async
 from ligermodels.memory.model import training_memory
 from ligermodels.training.optimizers import build_optimizer, clip_and_step, set_learning_rate
 from ligermodels.training.parallel import fsdp
 from ligermodels.training.parallel.compilation import compile_blocks
 from ligermodels.training.parallel.context_parallel import context_group
-from ligermodels.training.parallel.host_reads import read_async
 
 ROWS: dict[str, dict[str, Any]] = {  # differences from bf16 weights sharded over all GPUs
     "one GPU, bf16 weights": {"independent": True},

@@ -1,4 +1,4 @@
-"""Import of optional packages, when a run first needs one. Must not know what they are used for."""
+"""Import of optional packages, when a run first needs one."""
 
 import importlib
 from types import ModuleType

@@ -16,8 +16,7 @@ from typing import Any
 from ligermodels.board.folders import Place, descriptor_of, names_inside, open_inside, read_inside
 from ligermodels.board.series import MetricSeries, noted, parse_lines
 from ligermodels.training.checkpoints.files import STEP
-from ligermodels.training.objectives.grpo.completions_file import COMPLETIONS_FILE
-from ligermodels.training.reporting.metrics import METRICS_FILE
+from ligermodels.training.reporting.metrics import COMPLETIONS_FILE, METRICS_FILE
 from ligermodels.training.run.folder import ADAPTER, CHECKPOINTS, LOCK, MODEL
 from ligermodels.training.run.status import STATUS_FILE
 from ligermodels.training.settings.settings import SETTINGS_FILE

@@ -2,18 +2,17 @@
 
 A loss reads tensors that a model has already computed, on any device, and returns a sum (those of distillation: a value
 for each token); the caller divides it by the number of units in the step. docs/losses.md has formulas and sources.
-Must not know files, models, tokenizers, ranks or trainers.
 """
 
 from ligermodels.losses.advantages import group_advantages, reward_table, rloo_advantages
 from ligermodels.losses.divergences import divergence, top_k_divergence
 from ligermodels.losses.judged import JudgedLoss, kto, kto_kl_sum, kto_z
 from ligermodels.losses.pairs import PairLoss, pair_sums
-from ligermodels.losses.per_token import per_token
 from ligermodels.losses.policy import bnpo, cispo, dapo, dr_grpo, gmpo, grpo, luspo, rloo, sapo, vespo
 from ligermodels.losses.policy_weights import (
     clipped_tokens,
     entropy_sum,
+    importance_ratios,
     kl_penalty,
     next_entropy_coef,
     off_policy_mask,
@@ -22,10 +21,9 @@ from ligermodels.losses.policy_weights import (
     top_entropy_mask,
 )
 from ligermodels.losses.preference import dpo
-from ligermodels.losses.ratios import importance_ratios
 from ligermodels.losses.reference_free import cpo, orpo, simpo
 from ligermodels.losses.reward_model import RewardLoss, reward
-from ligermodels.losses.segments import segment_means, segment_sums
+from ligermodels.losses.segments import per_token, segment_means, segment_sums
 
 __all__ = [
     "JudgedLoss",

@@ -3,8 +3,6 @@
 Rewards are few and come from functions on the host, so this is arithmetic in float64 on small tensors. An absent reward
 (a function that returned None) is NaN: it takes no part in means and standard deviations. A completion without any
 reward has the advantage 0. Where all rewards of a group are equal, its advantages are exactly 0.
-
-Must not know how completions are sampled, or which loss reads the advantages.
 """
 
 from collections.abc import Sequence

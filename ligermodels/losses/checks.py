@@ -1,4 +1,4 @@
-"""Arguments that losses refuse. Must not read values of tensors: that would wait for a GPU."""
+"""Arguments that losses refuse. No check reads the values of a tensor, which would wait for a GPU."""
 
 import math
 

@@ -16,8 +16,7 @@ A top-k teacher has the log-probabilities of k classes. All other classes count 
 
 The unit is the token: values are per token, so that the caller leaves out what is not supervised. Nothing is multiplied
 by temperature². The teacher gets no gradient. `ops.linear_divergence` computes the same from hidden states.
-Sources: https://arxiv.org/abs/2306.13649 (jsd), https://arxiv.org/abs/2307.15190 (tvd). Must not know hidden states,
-heads or Triton.
+Sources: https://arxiv.org/abs/2306.13649 (jsd), https://arxiv.org/abs/2307.15190 (tvd).
 """
 
 import math

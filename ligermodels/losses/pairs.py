@@ -51,7 +51,7 @@ def pair_sums(logprobs: Tensor, cu_seqlens: Tensor, ld_alpha: float | None = Non
 
 
 def result_dtype(logprobs: Tensor) -> torch.dtype:
-    """Of the sums that a loss returns."""
+    """The dtype of the sums that a loss returns."""
     return torch.promote_types(logprobs.dtype, torch.float32)
 
 

@@ -16,7 +16,7 @@ after that: beta times `kl_penalty`.
 
 A loss is a sum, fp32, and its docstring names the unit: divide by the number of units in the whole step, over all
 micro-batches and ranks. An empty completion contributes 0 and is no unit. The arguments have TRL's names and defaults;
-docs/losses.md lists where TRL computes something else. Must not know rewards or how completions are sampled.
+docs/losses.md lists where TRL computes something else.
 """
 
 from typing import TypedDict, Unpack
@@ -27,9 +27,8 @@ from torch import Tensor
 from ligermodels.errors import InputError
 from ligermodels.losses.checks import check_positive, check_sequences, check_tokens, dtype_and_shape
 from ligermodels.losses.pairs import result_dtype
-from ligermodels.losses.per_token import per_token
-from ligermodels.losses.ratios import LARGEST_LOG_RATIO, importance_ratios, log_ratios
-from ligermodels.losses.segments import segment_means, segment_sums
+from ligermodels.losses.policy_weights import LARGEST_LOG_RATIO, importance_ratios, log_ratios
+from ligermodels.losses.segments import per_token, segment_means, segment_sums
 
 
 class Added(TypedDict, total=False):
@@ -40,7 +39,7 @@ class Added(TypedDict, total=False):
 
 
 class Clipping(Added, total=False):
-    """Of the clipped losses. epsilon: 0.2 by default; epsilon_high: epsilon; delta: no bound."""
+    """What the clipped losses take. By default epsilon is 0.2, epsilon_high is epsilon, and delta is no bound."""
 
     epsilon: float
     epsilon_high: float | None

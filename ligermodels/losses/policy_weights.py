@@ -1,7 +1,8 @@
-"""What multiplies the terms of a policy loss, or is added to them: corrections, masks, the KL divergence, entropy.
+"""What multiplies the terms of a policy loss, or is added to them: importance ratios, corrections, masks, the KL
+divergence, entropy.
 
 Vectors are as in `policy.py`: [N] of tokens, [S] of completions, `cu_seqlens` [S + 1]. Weights and masks are fp32 [N]
-without gradient; their product is a loss's `token_weights`. Must not know the losses that read them.
+without gradient; their product is a loss's `token_weights`.
 """
 
 import math
@@ -12,15 +13,34 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.losses.checks import check_tokens
-from ligermodels.losses.per_token import per_token
-from ligermodels.losses.ratios import LARGEST_LOG_RATIO, importance_ratios
-from ligermodels.losses.segments import segment_means, segment_sums
+from ligermodels.losses.segments import per_token, segment_means, segment_sums
 
 SAMPLER_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+LARGEST_LOG_RATIO = 20.0  # before it is exponentiated, so that no ratio overflows
+
+
+def importance_ratios(
+    logprobs: Tensor, old_logprobs: Tensor | None, cu_seqlens: Tensor, importance_sampling_level: str = "token"
+) -> Tensor:
+    """w of each token, [N]: exp(ℓ − ℓ_old), or for the level "sequence" the geometric mean over its completion."""
+    logs = log_ratios(logprobs, old_logprobs)
+    if importance_sampling_level == "sequence":
+        logs = per_token(segment_means(logs, cu_seqlens).to(logs.dtype), cu_seqlens, len(logs))
+    elif importance_sampling_level != "token":
+        raise InputError(f'importance_sampling_level is "{importance_sampling_level}"; it must be token or sequence')
+    return logs.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
+
+
+def log_ratios(logprobs: Tensor, old_logprobs: Tensor | None) -> Tensor:
+    """ℓ − ℓ_old of each token; without old log-probabilities ℓ minus itself, detached: 0, with the gradient of ℓ."""
+    if old_logprobs is None:
+        return logprobs - logprobs.detach()
+    check_tokens("old_logprobs", old_logprobs, logprobs)
+    return logprobs - old_logprobs.detach()
 
 
 class RatioBounds(TypedDict, total=False):
-    """Of the sampler's correction. clip_max: 3 by default; clip_min: no bound."""
+    """The bounds of the sampler's correction. clip_max is 3 by default; clip_min is no bound."""
 
     clip_max: float | None
     clip_min: float | None
@@ -182,9 +202,9 @@ def clipped_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Tokens whose gradient the clip of `grpo` or `dapo` removes: (low, high), each of 0 and 1, fp32 [N].
 
-    Low: w < 1 − epsilon and A < 0; high: w > 1 + epsilon_high and A > 0. Of these TRL's metrics clip_ratio/low_mean,
-    high_mean and region_mean are means over tokens (region: low + high), low_min and high_max extremes of
-    `segment_means`.
+    Low: w < 1 − epsilon and A < 0; high: w > 1 + epsilon_high and A > 0. TRL's metrics clip_ratio/low_mean,
+    high_mean and region_mean are means of these over tokens (region: low + high), low_min and high_max extremes of
+    their `segment_means`.
     """
     ratios = importance_ratios(logprobs, old_logprobs, cu_seqlens, importance_sampling_level)
     advantage = per_token(advantages, cu_seqlens, len(logprobs))

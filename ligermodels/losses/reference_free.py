@@ -12,8 +12,8 @@ from ligermodels.losses.checks import (
     check_pairs,
     check_positive,
 )
-from ligermodels.losses.margins import hinge, logistic, power_score, squared
 from ligermodels.losses.pairs import PairLoss, by_pair, margins, preference_metrics, result_dtype, sum_over_pairs
+from ligermodels.losses.preference import hinge, logistic, power_score, squared
 from ligermodels.losses.segments import segment_sums
 
 CPO_LOSS_TYPES = {"sigmoid", "hinge", "ipo"}

@@ -8,35 +8,34 @@ changes what is learned, nor in which order. What is minimised, and on which dat
 """
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ligermodels import distributed
 from ligermodels.errors import InputError
 from ligermodels.hub import export, export_adapter
+from ligermodels.layers.checkpointing.host_memory import read_async
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.tokenizer.files import has_tokenizer
 from ligermodels.training.checkpoints import Checkpoints, Progress
-from ligermodels.training.data import Data
-from ligermodels.training.data.preferences import PreferenceData
 from ligermodels.training.data.run_tokenizer import generation_config, write_tokenizer
 from ligermodels.training.model_weights import give_initial_weights
-from ligermodels.training.objectives import StepTotals
+from ligermodels.training.objectives import RunSetup, StepTotals, Work
 from ligermodels.training.optimizers import OptimizerInBackward, clip_and_step, set_learning_rate
+from ligermodels.training.optimizers.adamw import AdamW
 from ligermodels.training.optimizers.schedules import learning_rate
 from ligermodels.training.optimizers.update_check import UpdateCheck
 from ligermodels.training.parallel import float8, fsdp
-from ligermodels.training.parallel.compilation import compile_blocks
+from ligermodels.training.parallel.compilation import compile_blocks, deterministic_algorithms
 from ligermodels.training.parallel.context_parallel import context_group
-from ligermodels.training.parallel.host_reads import read_async
 from ligermodels.training.parallel.out_of_memory import out_of_memory_advice
-from ligermodels.training.planning.defaults import TORCH_DTYPES
-from ligermodels.training.preparing import prepare
+from ligermodels.training.preparing import Run, make_optimizer, prepare
 from ligermodels.training.reporting.curves import draw_curves
 from ligermodels.training.reporting.flops import peak_flops
 from ligermodels.training.reporting.loggers import open_loggers
@@ -44,15 +43,12 @@ from ligermodels.training.reporting.metrics import METRICS_FILE, Metrics
 from ligermodels.training.reporting.notebook import notebook_plots
 from ligermodels.training.reporting.profile import StepProfiler
 from ligermodels.training.run.advice import advice, resume_command
-from ligermodels.training.run.determinism import deterministic_algorithms
 from ligermodels.training.run.folder import ADAPTER, CHECKPOINTS, MODEL, default_folder, locked, new_folder
-from ligermodels.training.run.intervals import checkpoint_due, validation_due
 from ligermodels.training.run.publishing import publish
-from ligermodels.training.run.rescue import reading_data, rescued
-from ligermodels.training.run.resuming import refuse_other_data
+from ligermodels.training.run.resuming import reading_data, refuse_other_data, rescued
 from ligermodels.training.run.status import RunStatus
-from ligermodels.training.run.stopping import signals
-from ligermodels.training.run.validations import Validations, validation_losses
+from ligermodels.training.run.stopping import Stop, signals
+from ligermodels.training.run.validations import Validations, checkpoint_due, validation_due, validation_losses
 from ligermodels.training.settings.config import TrainConfig
 from ligermodels.training.settings.settings import SETTINGS_FILE, settings, write_settings
 from ligermodels.weights.sharding import reshard
@@ -74,6 +70,51 @@ class TrainResult:
     exported: Path | None
 
 
+@dataclass(frozen=True)
+class Session:
+    """A run while it trains: what it holds open from its first step to its last.
+
+    resume is the command that resumes it. seconds_before is the time that it had trained before it was resumed.
+    """
+
+    run: Run
+    output: Path
+    stop: Stop
+    checkpoints: Checkpoints
+    optimizer: AdamW
+    in_backward: OptimizerInBackward | None
+    check: UpdateCheck
+    metrics: Metrics
+    profiler: StepProfiler
+    status: RunStatus
+    validations: Validations
+    resume: str
+    seconds_before: float
+
+    def save(self, progress: Progress) -> None:
+        self.checkpoints.save(self.run.model, self.optimizer, progress)
+
+    def reading(self, progress: Progress) -> AbstractContextManager[None]:
+        """Surrounds what reads data of the run: where they cannot be read, the last step is saved."""
+        return reading_data(self.checkpoints, partial(self.save, progress), progress.step, self.resume)
+
+
+class Taken(NamedTuple):
+    """A step that was taken. stop_requested, failed and overdue tell of all ranks: whether one was signalled to stop,
+    could not write a checkpoint, or has the last checkpoint longer behind it than `checkpoint_minutes`."""
+
+    work: Work
+    loss: float
+    norm: float
+    stop_requested: bool
+    failed: bool
+    overdue: bool
+
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.norm)
+
+
 def train(config: TrainConfig) -> TrainResult:
     """Makes a run: trains, validates, saves checkpoints, exports. Under torchrun every rank calls.
 
@@ -81,224 +122,277 @@ def train(config: TrainConfig) -> TrainResult:
     current step, with a checkpoint. A process group that it starts stays: `ligermodels.distributed.stop()` leaves it.
     Raises InputError for what cannot be run, before memory is allocated where that is known by then.
     """
-    prepared = prepare(config, distributed.start())
-    config, world, pretrained, adapter, model, objective, build, estimate, shard, run = prepared
-    data = objective.data
-    compute_dtype = TORCH_DTYPES[config.dtype]
-    has_template = data.tokenizer is not None and bool(data.tokenizer.templates)
-    chats = config.chat_template is not None or (has_template and objective.trains_chats)
-
+    run = prepare(config, distributed.start())
     with ExitStack() as held:
-        held.enter_context(deterministic_algorithms(config.deterministic, compiled=config.compile))
-        output = config.resume or new_folder(config.output, default_folder(config.title))
-        held.enter_context(locked(output))
-        if config.resume is None:  # from here on --resume works; a resumed run writes its settings when it is restored
-            error = failure(write_settings, config, output / SETTINGS_FILE) if world.is_first else None
-            distributed.raise_on_all(error)
-        held.enter_context(
-            out_of_memory_advice(config, estimate, run.micro_batch_size, run.checkpointed_blocks, run.blocks)
-        )
-        stop = held.enter_context(signals())
-        described = settings(config) | {"data_fingerprint": data.training.fingerprint}
-        checkpoints = held.enter_context(
-            Checkpoints(output / CHECKPOINTS, config.keep_checkpoints, described, objective)
-        )
-        refuse_other_data(config, checkpoints.saved_settings(), data.training.fingerprint)
-
-        # Shard, then give each rank's share of the weights its memory and its values.
-        if config.float8:
-            float8.convert(model, world.device)
-        if config.compile:
-            compile_blocks(model, world.device)
-        shard(model)
-        give_initial_weights(model, pretrained, adapter, config.seed, world.device)
-        model.generation_config = generation_config(
-            data.tokenizer, model.generation_config, model.config.raw, chats=chats
-        )
-        say = print if world.is_first else lambda line: None
-        objective.folder, objective.context = output, context_group(world)
-        objective.prepare(model, say)
-        reshard(model)  # a pass without gradients leaves weights gathered, which the optimizer must not see
-        torch.manual_seed(config.seed + world.rank)  # dropout
-        model.train()
-
-        optimizer = build(model)
-        if "optimizer" in config.offload:
-            optimizer.offload_states()
-        in_backward = OptimizerInBackward(optimizer, config.max_grad_norm) if config.optimizer_in_backward else None
-        check = UpdateCheck(optimizer.shards(), first=config.warmup)
-        progress = (checkpoints.restore(model, optimizer, say) if config.resume else None) or Progress()
-        before = progress.seconds
-
-        peak_of_one = peak_flops(world.device, config.dtype)
-        loggers = open_loggers(config.log_to, output, settings(config), progress.step) if world.is_first else []
-        plots = notebook_plots(output, progress.step, say) if world.is_first else []
-        if config.resume and world.is_first:
-            write_settings(config, output / SETTINGS_FILE)
-        metrics = held.enter_context(
-            Metrics(
-                output, steps=config.steps, done=progress.step, device=world.device, flops_per_token=run.flops,
-                peak=peak_of_one and peak_of_one * world.size, loggers=[*loggers, *plots], enabled=world.is_first,
-                prints_steps=not plots,
-            )
-        )  # fmt: skip
-        traced = config.profile if world.is_first else None
-        profiler = held.enter_context(StepProfiler(traced, output / "trace.json.gz", world.device, metrics.say))
-        resume = resume_command(output, world)
-        facts = {"resume": resume, "ranks": world.size, "tokens_per_step": run.tokens_per_step, "plan": run.line}
-        status = held.enter_context(RunStatus(output, facts, say=metrics.say, enabled=world.is_first))
-        for line in (run.line, *run.notes):
-            metrics.say(line)
-        for warning in run.warnings:
-            status.warn(progress.step, warning)
-        if config.resume:
-            begins = f"resumes after step {progress.step}" if progress.step else "has no checkpoint, starts again"
-            metrics.say(f"{output}: {begins}")
-        losses, saved = distributed.from_first((validation_losses(metrics.records()), checkpoints.steps()))
-        validations = Validations(config, losses, saved)
-        checkpoints.protected = validations.best
-        if lost := validations.lost_line():
-            metrics.say(lost)
-
-        def reading(progress: Progress) -> AbstractContextManager[None]:
-            save = partial(checkpoints.save, model, optimizer, progress)
-            return reading_data(checkpoints, save, progress.step, resume)
-
-        def validate(progress: Progress) -> bool:
-            """Returns False where a signal interrupts it: the run stops, and a resume makes up for the validation."""
-            with reading(progress):
-                found = objective.validate(model, progress.step, stop)
-            if found is None:
-                return False
-            metrics.validation(progress.step, found)
-            validations.add(progress.step, found.loss)
-            checkpoints.protected = validations.best
-            ends = validations.end_run and config.checkpoint_every != 0
-            if ends or validations.best == progress.step:
-                checkpoints.save(model, optimizer, progress)
-                metrics.resume_clock()
-            return True
-
-        expected = validation_due(config, progress.step) if progress.step else pretrained is not None
-        stopped = expected and progress.step not in validations.losses and not validate(progress)
-        while progress.step < config.steps and not stopped and not validations.end_run:
-            # The loss is a sum over the units of the step, on all ranks, divided by their number.
-            profiler.begin(progress.step + 1)
-            with reading(progress):
-                work = objective.work(model, progress)
-            step = StepTotals(world.device)
-            rate = learning_rate(config.schedule, progress.step, config.steps, config.warmup, config.learning_rate)
-            set_learning_rate(optimizer, rate)
-            step.sums |= check.sums(progress.step)
-            optimizer.check = check if check.begins(progress.step) else None
-            for number, batch in enumerate(work.batches, 1):
-                fsdp.set_gradient_all_reduce(model, enabled=number == len(work.batches))
-                share = objective.loss(model, batch, work)
-                if in_backward is not None:
-                    in_backward.begin(share.loss)
-                share.loss.backward()
-                step.add(share)
-
-            # A step that is not finite updates nothing, except during backward. The host reads while the update runs.
-            signs = stop.requested, checkpoints.failed, checkpoints.minutes_since_save >= config.checkpoint_minutes
-            totals = step.over_ranks(signs)
-            fsdp.sum_replicated_gradients(model)
-            norm = fsdp.gradient_norm(model) if in_backward is None else in_backward.finish()
-            read = read_async(torch.cat([norm[None], totals]))
-            if in_backward is None:
-                clip_and_step(optimizer, totals[0], norm, config.max_grad_norm)
-            optimizer.zero_grad()
-            norm_value, *values = read()
-            (loss_value, told_to_stop, failed, overdue), sums, maxima = step.named(values, len(signs))
-            finite = math.isfinite(loss_value) and math.isfinite(norm_value)
-            updates = check.metrics(sums)
-            measured = {**work.metrics, **objective.metrics(sums, maxima, progress.step + 1), **updates}
-            metrics.step(
-                progress.step + 1, loss_value, norm_value, rate, tokens=work.tokens, values=measured,
-                skipped=not finite,
-            )  # fmt: skip
-            lossy = config.param_rounding if config.loses_updates else None
-            for warning in (*objective.warnings(measured), *check.warnings(progress.step, updates, lossy)):
-                status.warn(progress.step + 1, warning)
-            profiler.end(last=progress.step + 1 == config.steps)
-            if not finite:
-                places = data.training.places(progress.rows, work.units)
-                metrics.write({"step": progress.step + 1, "not_finite": places})
-                if in_backward is not None:
-                    raise InputError(
-                        f"step {progress.step + 1}: loss {loss_value}, gradient norm {norm_value}: stopped during the "
-                        f"update; {output / METRICS_FILE} names the step's documents; lower --learning-rate, and "
-                        f"continue from the checkpoint before: {resume}"
-                    )
-                if config.on_nan == "stop":
-                    if progress.step:
-                        checkpoints.save(model, optimizer, progress)  # as they were before this step
-                        checkpoints.wait()
-                    raise InputError(
-                        f"step {progress.step + 1}: loss {loss_value}, gradient norm {norm_value}: stopped before the "
-                        f"update; {output / METRICS_FILE} names the step's documents; lower --learning-rate, or "
-                        f"continue without such steps: {resume} --on-nan skip"
-                    )
+        session, progress = open_session(run, held)
+        metrics, validations = session.metrics, session.validations
+        expected = validation_due(run.config, progress.step) if progress.step else run.pretrained is not None
+        stopped = expected and progress.step not in validations.losses and not validate(session, progress)
+        while progress.step < run.config.steps and not stopped and not validations.end_run:
+            taken = take_step(session, progress)
+            if taken.is_finite:
+                run.objective.finish_step(run.model, progress.step + 1)
             else:
-                objective.finish_step(model, progress.step + 1)
-
+                report_not_finite(session, progress, taken)
             progress = replace(
-                progress, step=progress.step + 1, rows=progress.rows + work.units,
-                tokens=progress.tokens + work.tokens, seconds=before + metrics.seconds,
+                progress, step=progress.step + 1, rows=progress.rows + taken.work.units,
+                tokens=progress.tokens + taken.work.tokens, seconds=session.seconds_before + metrics.seconds,
             )  # fmt: skip
-            stopped = told_to_stop > 0 and progress.step < config.steps
-            if failed:
-                checkpoints.wait()  # which raises
-            if stopped or checkpoint_due(config, progress.step, overdue=overdue > 0):
-                checkpoints.save(model, optimizer, progress)  # written in the background, during validation
+            stopped = taken.stop_requested and progress.step < run.config.steps
+            if taken.failed:
+                session.checkpoints.wait()  # which raises
+            if stopped or checkpoint_due(run.config, progress.step, overdue=taken.overdue):
+                session.save(progress)  # written in the background, during validation
                 metrics.resume_clock()
-            if not stopped and validation_due(config, progress.step) and not validate(progress):
+            if not stopped and validation_due(run.config, progress.step) and not validate(session, progress):
                 stopped = True
-                checkpoints.save(model, optimizer, progress)
-
-        if stopped or config.no_export:
-            checkpoints.wait()
-        metrics.finish()
-        exported, exported_step = None, progress.step
-        if stopped:
-            metrics.say(f"Stopped after step {progress.step}. To resume:")
-            metrics.say(f"  {resume}")
-        elif progress.step < config.steps:
-            metrics.say(validations.early_stopping_line())
-        if not stopped and not config.no_export:
-            save = partial(checkpoints.save, model, optimizer, progress) if config.checkpoint_every == 0 else None
-            with rescued(checkpoints, save, resume, metrics.say):
-                if config.best_checkpoint:
-                    metrics.say(validations.best_line())
-                exported_step = validations.best or progress.step
-                if exported_step != progress.step:
-                    checkpoints.restore_weights(model, exported_step)
-                exported = export_run(model, data, config, adapter, output, compute_dtype)
-            metrics.write({"step": progress.step, "exported": exported.name})  # the run is finished
-            for line in advice(config, world, exported, chats=chats):
-                metrics.say(line)
-        if world.is_first:
-            draw_curves(metrics.records(), output / "curves.png", str(output), metrics.say)
-        publish(config, exported, exported_step, validations.losses.get(exported_step), world, metrics.say)
-        status.end("stopped" if stopped else "finished")
-        distributed.wait_for_all()
+                session.save(progress)
+        exported, step = finish(session, progress, stopped=stopped)
         records = distributed.from_first(metrics.records())
-    return TrainResult(model, exported_step, records, output, exported)
+    return TrainResult(run.model, step, records, session.output, exported)
 
 
-def export_run(
-    model: CausalLM,
-    data: Data | PreferenceData,
-    config: TrainConfig,
-    adapter: Path | None,
-    output: Path,
-    dtype: torch.dtype,
-) -> Path:
+def open_session(run: Run, held: ExitStack) -> tuple[Session, Progress]:
+    """Opens the run's folder, gives the model its weights, and restores the newest checkpoint of a run to resume.
+
+    What must be closed again is entered into `held`.
+    """
+    config, world = run.config, run.world
+    held.enter_context(deterministic_algorithms(config.deterministic, compiled=config.compile))
+    output = config.resume or new_folder(config.output, default_folder(config.title))
+    held.enter_context(locked(output))
+    if config.resume is None:  # from here on --resume works; a resumed run writes its settings when it is restored
+        error = failure(write_settings, config, output / SETTINGS_FILE) if world.is_first else None
+        distributed.raise_on_all(error)
+    micro_batch_size, checkpointed = run.plan.micro_batch_size, run.plan.checkpointing.blocks
+    held.enter_context(out_of_memory_advice(config, run.estimate, micro_batch_size, checkpointed, run.plan.blocks))
+    stop = held.enter_context(signals())
+    fingerprint = run.objective.data.training.fingerprint
+    described = settings(config) | {"data_fingerprint": fingerprint}
+    checkpoints = held.enter_context(
+        Checkpoints(output / CHECKPOINTS, config.keep_checkpoints, described, run.objective)
+    )
+    refuse_other_data(config, checkpoints.saved_settings(), fingerprint)
+    say = print if world.is_first else lambda line: None
+    place_model(run, output, say)
+
+    optimizer = make_optimizer(config, run.model)
+    if "optimizer" in config.offload:
+        optimizer.offload_states()
+    in_backward = OptimizerInBackward(optimizer, config.max_grad_norm) if config.optimizer_in_backward else None
+    check = UpdateCheck(optimizer.shards(), first=config.warmup)
+    progress = (checkpoints.restore(run.model, optimizer, say) if config.resume else None) or Progress()
+    metrics, profiler = open_metrics(run, output, progress, say, held)
+    resume = resume_command(output, world)
+    status = open_status(run, output, progress, metrics, resume, held)
+    losses, saved = distributed.from_first((validation_losses(metrics.records()), checkpoints.steps()))
+    validations = Validations(config, losses, saved)
+    checkpoints.protected = validations.best
+    if lost := validations.lost_line():
+        metrics.say(lost)
+    session = Session(
+        run, output, stop, checkpoints, optimizer, in_backward, check, metrics, profiler, status, validations, resume,
+        seconds_before=progress.seconds,
+    )  # fmt: skip
+    return session, progress
+
+
+def place_model(run: Run, output: Path, say: Callable[[str], Any]) -> None:
+    """Shards the model, then gives each rank's share of the weights its memory and its values."""
+    config, world, model, data = run.config, run.world, run.model, run.objective.data
+    if config.float8:
+        float8.convert(model, world.device)
+    if config.compile:
+        compile_blocks(model, world.device)
+    run.shard(model)
+    give_initial_weights(model, run.pretrained, run.adapter, config.seed, world.device)
+    model.generation_config = generation_config(
+        data.tokenizer, model.generation_config, model.config.raw, chats=trains_chats(run)
+    )
+    run.objective.prepare(model, RunSetup(output, run.plan.micro_batch_size, context_group(world), say))
+    reshard(model)  # a pass without gradients leaves weights gathered, which the optimizer must not see
+    torch.manual_seed(config.seed + world.rank)  # dropout
+    model.train()
+
+
+def trains_chats(run: Run) -> bool:
+    """Whether the run trains on conversations."""
+    tokenizer = run.objective.data.tokenizer
+    has_template = tokenizer is not None and bool(tokenizer.templates)
+    return run.config.chat_template is not None or (has_template and run.objective.trains_chats)
+
+
+def open_metrics(
+    run: Run, output: Path, progress: Progress, say: Callable[[str], Any], held: ExitStack
+) -> tuple[Metrics, StepProfiler]:
+    """Opens what a run measures and shows."""
+    config, world = run.config, run.world
+    loggers = open_loggers(config.log_to, output, settings(config), progress.step) if world.is_first else []
+    plots = notebook_plots(output, progress.step, say) if world.is_first else []
+    if config.resume and world.is_first:
+        write_settings(config, output / SETTINGS_FILE)
+    peak_of_one = peak_flops(world.device, config.dtype)
+    metrics = held.enter_context(
+        Metrics(
+            output, steps=config.steps, done=progress.step, device=world.device, flops_per_token=run.plan.flops,
+            peak=peak_of_one and peak_of_one * world.size, loggers=[*loggers, *plots], enabled=world.is_first,
+            prints_steps=not plots,
+        )
+    )  # fmt: skip
+    traced = config.profile if world.is_first else None
+    return metrics, held.enter_context(StepProfiler(traced, output / "trace.json.gz", world.device, metrics.say))
+
+
+def open_status(
+    run: Run, output: Path, progress: Progress, metrics: Metrics, resume: str, held: ExitStack
+) -> RunStatus:
+    """Opens run.json, and says what the run is going to do. resume: the command that resumes it."""
+    plan, world = run.plan, run.world
+    facts = {"resume": resume, "ranks": world.size, "tokens_per_step": plan.tokens_per_step, "plan": plan.line}
+    status = held.enter_context(RunStatus(output, facts, say=metrics.say, enabled=world.is_first))
+    for line in (plan.line, *plan.notes):
+        metrics.say(line)
+    for warning in plan.warnings:
+        status.warn(progress.step, warning)
+    if run.config.resume:
+        begins = f"resumes after step {progress.step}" if progress.step else "has no checkpoint, starts again"
+        metrics.say(f"{output}: {begins}")
+    return status
+
+
+def take_step(session: Session, progress: Progress) -> Taken:
+    """Takes the step behind `progress`. Its loss is a sum over its units, on all ranks, divided by their number."""
+    run, optimizer, in_backward, check = session.run, session.optimizer, session.in_backward, session.check
+    config, model, objective, number = run.config, run.model, run.objective, progress.step + 1
+    session.profiler.begin(number)
+    with session.reading(progress):
+        work = objective.work(model, progress)
+    step = StepTotals(run.world.device)
+    rate = learning_rate(config.schedule, progress.step, config.steps, config.warmup, config.learning_rate)
+    set_learning_rate(optimizer, rate)
+    step.sums |= check.sums(progress.step)
+    optimizer.check = check if check.begins(progress.step) else None
+    for index, batch in enumerate(work.batches, 1):
+        fsdp.set_gradient_all_reduce(model, enabled=index == len(work.batches))
+        share = objective.loss(model, batch, work)
+        if in_backward is not None:
+            in_backward.begin(share.loss)
+        share.loss.backward()
+        step.add(share)
+
+    # A step that is not finite updates nothing, except during backward. The host reads while the update runs.
+    checkpoints = session.checkpoints
+    overdue = checkpoints.minutes_since_save >= config.checkpoint_minutes
+    signs = session.stop.requested, checkpoints.failed, overdue
+    totals = step.over_ranks(signs)
+    fsdp.sum_replicated_gradients(model)
+    norm = fsdp.gradient_norm(model) if in_backward is None else in_backward.finish()
+    read = read_async(torch.cat([norm[None], totals]))
+    if in_backward is None:
+        clip_and_step(optimizer, totals[0], norm, config.max_grad_norm)
+    optimizer.zero_grad()
+    norm_value, *values = read()
+    (loss_value, *told), sums, maxima = step.named(values, len(signs))
+    taken = Taken(work, loss_value, norm_value, *(sign > 0 for sign in told))
+
+    updates = check.metrics(sums)
+    measured = {**work.metrics, **objective.metrics(sums, maxima, number), **updates}
+    session.metrics.step(
+        number, loss_value, norm_value, rate, tokens=work.tokens, values=measured, skipped=not taken.is_finite
+    )
+    lossy = config.param_rounding if config.loses_updates else None
+    for warning in (*objective.warnings(measured), *check.warnings(progress.step, updates, lossy)):
+        session.status.warn(number, warning)
+    session.profiler.end(last=number == config.steps)
+    return taken
+
+
+def report_not_finite(session: Session, progress: Progress, taken: Taken) -> None:
+    """Writes which documents the step had. Raises InputError, unless --on-nan says to skip such steps."""
+    run, number = session.run, progress.step + 1
+    places = run.objective.data.training.places(progress.rows, taken.work.units)
+    session.metrics.write({"step": number, "not_finite": places})
+    found = f"step {number}: loss {taken.loss}, gradient norm {taken.norm}"
+    documents = f"{session.output / METRICS_FILE} names the step's documents; lower --learning-rate"
+    if session.in_backward is not None:
+        raise InputError(
+            f"{found}: stopped during the update; {documents}, and continue from the checkpoint before: "
+            f"{session.resume}"
+        )
+    if run.config.on_nan == "stop":
+        if progress.step:
+            session.save(progress)  # as they were before this step
+            session.checkpoints.wait()
+        raise InputError(
+            f"{found}: stopped before the update; {documents}, or continue without such steps: "
+            f"{session.resume} --on-nan skip"
+        )
+
+
+def validate(session: Session, progress: Progress) -> bool:
+    """Returns False where a signal interrupts it: the run stops, and a resume makes up for the validation."""
+    run, validations = session.run, session.validations
+    with session.reading(progress):
+        found = run.objective.validate(run.model, progress.step, session.stop)
+    if found is None:
+        return False
+    session.metrics.validation(progress.step, found)
+    validations.add(progress.step, found.loss)
+    session.checkpoints.protected = validations.best
+    ends = validations.end_run and run.config.checkpoint_every != 0
+    if ends or validations.best == progress.step:
+        session.save(progress)
+        session.metrics.resume_clock()
+    return True
+
+
+def finish(session: Session, progress: Progress, *, stopped: bool) -> tuple[Path | None, int]:
+    """Exports a run that was not stopped, and says how to go on. Returns the export's folder, and the step after which
+    the model had the weights that it has now."""
+    run, metrics, validations = session.run, session.metrics, session.validations
+    config, exports = run.config, not stopped and not run.config.no_export
+    if not exports:
+        session.checkpoints.wait()
+    metrics.finish()
+    if stopped:
+        metrics.say(f"Stopped after step {progress.step}. To resume:")
+        metrics.say(f"  {session.resume}")
+    elif progress.step < config.steps:
+        metrics.say(validations.early_stopping_line())
+    exported, step = export_best(session, progress) if exports else (None, progress.step)
+    if run.world.is_first:
+        draw_curves(metrics.records(), session.output / "curves.png", str(session.output), metrics.say)
+    publish(config, exported, step, validations.losses.get(step), run.world, metrics.say)
+    session.status.end("stopped" if stopped else "finished")
+    distributed.wait_for_all()
+    return exported, step
+
+
+def export_best(session: Session, progress: Progress) -> tuple[Path, int]:
+    """Exports the last weights, or the best ones with --best-checkpoint. Returns the folder and the step of these."""
+    run, metrics, checkpoints = session.run, session.metrics, session.checkpoints
+    save = partial(session.save, progress) if run.config.checkpoint_every == 0 else None
+    with rescued(checkpoints, save, session.resume, metrics.say):
+        if run.config.best_checkpoint:
+            metrics.say(session.validations.best_line())
+        step = session.validations.best or progress.step
+        if step != progress.step:
+            checkpoints.restore_weights(run.model, step)
+        exported = export_run(run, session.output)
+    metrics.write({"step": progress.step, "exported": exported.name})  # the run is finished
+    for line in advice(run.config, run.world, exported, chats=trains_chats(run)):
+        metrics.say(line)
+    return exported, step
+
+
+def export_run(run: Run, output: Path) -> Path:
     """Writes the model, or the LoRA adapter alone, into the run's folder; returns where.
 
-    dtype: of the weights where parameters may be wider. Beside LoRA the base has it already, and what LoRA leaves as it
-    is can be copied as it is stored, experts in few bits too. It replaces the export of a run that was lengthened.
+    A whole model has the compute dtype where parameters may be wider. Beside LoRA the base has it already, and what
+    LoRA leaves as it is can be copied as it is stored, experts in few bits too. It replaces the export of a run that
+    was lengthened.
     """
+    config, model, adapter, data = run.config, run.model, run.adapter, run.objective.data
     template = data.tokenizer.chat_template if data.tokenizer and config.chat_template else None
     also = partial(
         write_tokenizer, source=adapter if adapter and has_tokenizer(adapter) else None, new=data.new_tokenizer,
@@ -307,5 +401,5 @@ def export_run(
     if config.exports_adapter:
         export_adapter(model, output / ADAPTER, also=also, overwrite=True)
         return output / ADAPTER
-    export(model, output / MODEL, dtype=None if config.with_lora else dtype, also=also, overwrite=True)
+    export(model, output / MODEL, dtype=None if config.with_lora else run.dtype, also=also, overwrite=True)
     return output / MODEL

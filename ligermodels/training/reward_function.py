@@ -1,15 +1,16 @@
-"""RewardModelFunction: a reward model as a function of prompts and completions, with the signature of TRL's."""
+"""A reward model as a function of prompts and completions, with the signature of TRL's, and as a reward of a run."""
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.hub import load, resolve
+from ligermodels.hub import create, load, resolve
 from ligermodels.layers.reward_model import RewardModel
+from ligermodels.memory.model import elements, inference_memory
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.training.data.formats.records import BadLines, GroupRecord
 from ligermodels.training.data.preferences.groups import GroupOptions
@@ -17,6 +18,7 @@ from ligermodels.training.data.preferences.tokenization import GroupTokenizer
 from ligermodels.training.data.reader import read_tokenizer_and_end
 
 TOKENS_PER_PASS = 2**14
+REWARD_MODEL = "model:"  # what --reward has before the name of one
 
 
 class RewardModelFunction:
@@ -36,7 +38,7 @@ class RewardModelFunction:
 
     @classmethod
     def load(cls, name_or_folder: str | Path, **options: Any) -> "RewardModelFunction":
-        """options: as those of `ligermodels.load`. Raises InputError for a language model, and as `load` does."""
+        """Loads a reward model with the options of `ligermodels.load`. Raises InputError for a language model."""
         folder = resolve(name_or_folder)
         model = load(folder, **options)
         if not isinstance(model, RewardModel):
@@ -84,3 +86,34 @@ def split_by_tokens(documents: Sequence[Sequence[int]]) -> list[list[Sequence[in
         parts[-1].append(document)
         size += len(document)
     return parts
+
+
+class ModelReward:
+    """A reward model, whole on each rank, which scores completions in packed rows without gradients.
+
+    name: a Hub id or a folder. Its weights are read by `load`. Raises HubError, ConfigError or CheckpointError;
+    InputError for a language model.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.folder = resolve(name)
+        self.model = create(self.folder, device="meta")
+        if not isinstance(self.model, RewardModel):
+            raise InputError(
+                f"--reward {REWARD_MODEL}{name}: is a language model; train a reward model with --objective reward"
+            )
+        self.tokenizer = read_tokenizer_and_end(self.folder)
+        self.function: RewardModelFunction | None = None
+
+    def bytes(self, dtype: torch.dtype) -> tuple[int, int]:
+        """Returns the bytes of the weights, and those of a pass over completions, in this dtype."""
+        one_pass = inference_memory(self.model, 1, TOKENS_PER_PASS, dtype).prompt
+        return elements(self.model.parameters()) * dtype.itemsize, one_pass
+
+    def load(self, device: torch.device, dtype: torch.dtype) -> None:
+        model = cast(RewardModel, load(self.folder, device=device, dtype=dtype).eval())
+        self.function = RewardModelFunction(model, *self.tokenizer)
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[float]:
+        assert self.function is not None  # `load` came first
+        return self.function(prompts, completions)

@@ -8,6 +8,7 @@ import inspect
 import itertools
 import json
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ import ligermodels
 from ligermodels.distributed import World
 from ligermodels.training import TrainConfig
 from ligermodels.training.checkpoints import Progress
+from ligermodels.training.objectives import RunSetup
 from ligermodels.training.preparing import prepare
 from tests.training.small_models import save_model
 
@@ -97,7 +99,7 @@ def trained_by_us(folder, records, tmp_path, **settings):
     )  # fmt: skip
     run = prepare(config, World(torch.device("cpu")))
     objective, model = run.objective, ligermodels.load(folder / name)
-    objective.prepare(model, print)
+    objective.prepare(model, RunSetup(Path()))
     work = objective.work(model, Progress())
     assert work.units == UNITS
     (batch,) = work.batches

@@ -42,10 +42,11 @@ BREAKS = {
         f"{LOSSES}.policy:_clipped", "1 - epsilon, high", "2 - high, 1 + epsilon", "policy"
     ),
     "old of this step": Sabotage(
-        f"{LOSSES}.ratios:log_ratios", "logprobs - old_logprobs.detach()", "logprobs - logprobs.detach()", "policy"
+        f"{LOSSES}.policy_weights:log_ratios", "logprobs - old_logprobs.detach()", "logprobs - logprobs.detach()",
+        "policy",
     ),
     "old with a gradient": Sabotage(
-        f"{LOSSES}.ratios:log_ratios", "logprobs - logprobs.detach()", "logprobs - logprobs", "single update"
+        f"{LOSSES}.policy_weights:log_ratios", "logprobs - logprobs.detach()", "logprobs - logprobs", "single update"
     ),
     "KL penalty reversed": Sabotage(
         f"{LOSSES}.policy_weights:kl_penalty", "ref_logprobs.detach() - logprobs", "logprobs - ref_logprobs.detach()",

@@ -246,8 +246,8 @@ def test_a_plan_counts_patches_and_limits_images():
     made = plan(TrainConfig(model="qwen2_vl", **QUICK))
     assert any(line.startswith("--image-tokens 4:1024") for line in made.chosen)
     model = ligermodels.create("qwen2_vl", size="tiny", device="meta")
-    assert made.images.tokens == 4 * 24 and made.images.most_patches in (16, 32)
-    tokens = made.rows * 128
+    assert made.data.images.tokens == 4 * 24 and made.data.images.most_patches in (16, 32)
+    tokens = made.data.rows * 128
     patches = flops_per_patch(model, [Grid(1, 4, 4)]) * 16 * 24 / tokens
     assert made.flops == pytest.approx(flops_per_token(model, 128) + patches, rel=1e-6)
     text = training_memory(model, 2, 128, torch.float32).activations
@@ -255,7 +255,7 @@ def test_a_plan_counts_patches_and_limits_images():
     assert "images" in dict(made.table())
 
     limited = plan(TrainConfig(model="qwen2_vl", **QUICK, image_tokens="1"))
-    assert limited.images.tokens == 24 and limited.images.most_patches < made.images.most_patches
+    assert limited.data.images.tokens == 24 and limited.data.images.most_patches < made.data.images.most_patches
     frozen = plan(TrainConfig(model="qwen2_vl", **QUICK, train_parts=("projector", "text")))
     assert frozen.trained == sum(p.numel() for name in ("projector", "text") for p in model.parts()[name])
     assert frozen.flops < made.flops and frozen.memory.activations < made.memory.activations
@@ -266,8 +266,8 @@ def test_a_plan_counts_the_tiles_of_an_image():
     """Pictures of 56 pixels become 2 x 2 tiles and the whole, each 2 x 2 features of 2 x 2 patches."""
     made = plan(TrainConfig(model="smolvlm", **QUICK))
     model = ligermodels.create("smolvlm", size="tiny", device="meta")
-    assert made.images.tokens == 5 * 4 * 24 and made.images.most_patches in (5 * 16, 2 * 5 * 16)
-    patches = flops_per_patch(model, [Grid(1, 4, 4)]) * 5 * 16 * 24 / (made.rows * 128)
+    assert made.data.images.tokens == 5 * 4 * 24 and made.data.images.most_patches in (5 * 16, 2 * 5 * 16)
+    patches = flops_per_patch(model, [Grid(1, 4, 4)]) * 5 * 16 * 24 / (made.data.rows * 128)
     assert made.flops == pytest.approx(flops_per_token(model, 128) + patches, rel=1e-6)
 
 

@@ -16,7 +16,7 @@ from ligermodels.training.planning import plan
 from ligermodels.training.planning.contradictions import refuse_unfit_offload
 from ligermodels.training.planning.placement import Device
 from ligermodels.training.planning.step_time import StepTime, device_rates
-from ligermodels.training.preparing import prepare
+from ligermodels.training.preparing import make_optimizer, prepare
 from ligermodels.training.settings.settings import settings
 from ligermodels.units import memory_size
 from tests.training.planning.configs import run_config
@@ -56,7 +56,7 @@ def test_groups_are_accumulated_unless_a_rank_has_but_one(pairs, tokens, ranks, 
 def test_offloaded_states_are_counted_on_the_host_and_their_ring_on_the_device():
     run, lean = prepared(), prepared(offload=("optimizer",))
     memory = lean.plan.memory
-    optimizer = lean.build(ligermodels.create("llama", size="tiny"))
+    optimizer = make_optimizer(lean.config, ligermodels.create("llama", size="tiny"))
     optimizer.offload_states()
     assert memory.host == len(optimizer.offloaded.memory) >= run.plan.memory.optimizer_states - 2**10
     assert memory.optimizer_states == len(optimizer.offloaded.ring) + 4 * len(optimizer.offloaded.states)

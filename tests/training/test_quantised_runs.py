@@ -213,7 +213,7 @@ def test_a_generation_gathers_what_is_sharded(folder):
     config = TrainConfig(model=str(folder / "base"), quantize="nf4", **LORA | objectives(folder)["grpo"])
     run = prepare(config, World(torch.device("cpu"), 0, 2))
     sharded, replicated = (
-        run.objective.phases(run.estimate(checkpointed_blocks=0, replicate_quantised=each))["generate"]
+        run.objective.phases(run.model, run.estimate(checkpointed_blocks=0, replicate_quantised=each))["generate"]
         for each in (False, True)
     )
     assert sharded - replicated == sum(p.nbytes for p in run.model.parameters() if p.dtype == torch.uint8) // 2 > 0

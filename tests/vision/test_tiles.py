@@ -242,8 +242,8 @@ def test_a_run_on_images_trains_all_parts_and_exports(packing, tmp_path, monkeyp
         sequence_length=192, output=str(tmp_path / "run"), learning_rate=1e-2,
     )  # fmt: skip
     made = plan(config)
-    assert made.images.tokens in (5, 6, 7) and "images" in dict(made.table())  # one record is for validation
-    assert made.images.flops > 0.2 * made.flops and made.images.most_patches % (4 * 9) == 0
+    assert made.data.images.tokens in (5, 6, 7) and "images" in dict(made.table())  # one record is for validation
+    assert made.data.images.flops > 0.2 * made.flops and made.data.images.most_patches % (4 * 9) == 0
     result = train(config)
     losses = [record["loss"] for record in result.metrics if "loss" in record]
     assert len(losses) == 2 and losses[1] < losses[0]

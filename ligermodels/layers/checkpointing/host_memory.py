@@ -1,11 +1,9 @@
-"""Pinned host memory, to and from which a GPU copies while it computes, and how much memory the host has to give.
-
-Must not know what is kept there.
-"""
+"""Pinned host memory, to and from which a GPU copies while it computes, and how much memory the host has to give."""
 
 import math
 import mmap
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -48,3 +46,21 @@ def available_in_group() -> float:
     statistics = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
     used = int((CGROUP / "memory.current").read_text()) - int(statistics["inactive_file"])
     return int(text) - used
+
+
+def read_async(x: Tensor) -> Callable[[], list[float]]:
+    """Starts the copy of a device vector to the host, and returns a function that returns its values.
+
+    The function waits for the copy, but not for work that was queued after it.
+    """
+    if not x.is_cuda:
+        return x.tolist
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def read() -> list[float]:
+        copied.synchronize()
+        return host.tolist()
+
+    return read

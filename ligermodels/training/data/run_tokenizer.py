@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ligermodels.errors import InputError, suggest_closest
+from ligermodels.hub import load_tokenizer
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.tokenizer.built_in_templates import BUILT_IN_TEMPLATES, fitting_templates, missing_tokens
 from ligermodels.tokenizer.chat_template import (
@@ -21,7 +22,7 @@ from ligermodels.tokenizer.chat_template import (
     TEMPLATE_JSON_FILE,
     ChatTemplate,
 )
-from ligermodels.tokenizer.files import TOKENIZER_CONFIG_FILE
+from ligermodels.tokenizer.files import TOKENIZER_CONFIG_FILE, has_tokenizer
 from ligermodels.training.data.embedded.new_image_tokenizer import NewImages
 from ligermodels.training.data.embedded.new_tokenizer import SPECIAL_IDS, save_tokenizer
 from ligermodels.training.data.formats.progress import print_status
@@ -149,3 +150,21 @@ def replace_templates(folder: Path, template: str) -> None:
     file = folder / TOKENIZER_CONFIG_FILE
     config = json.loads(file.read_text("utf-8")) if file.exists() else {}  # valid: the tokenizer was read from it
     write_json(file, config | {"chat_template": template})
+
+
+def tokenizer_of(folder: Path) -> Tokenizer | None:
+    return load_tokenizer(folder) if has_tokenizer(folder) else None
+
+
+def refuse_other_tokens(own: Tokenizer, other: Tokenizer, title: str, flag: str) -> None:
+    """Raises InputError where a number belongs to different tokens. title: of the trained model. flag: names the other
+    one, as `--teacher FOLDER`."""
+    mine, theirs = (tokenizer.tokenizer.get_vocab(with_added_tokens=True) for tokenizer in (own, other))
+    if mine == theirs:
+        return
+    token = min(number for _, number in mine.items() ^ theirs.items())
+    here, there = (next((text for text, number in v.items() if number == token), None) for v in (mine, theirs))
+    raise InputError(
+        f"{flag}: token {token} is {here!r} in the tokenizer of {title}, {there!r} in its own; take a model with the "
+        "same vocabulary"
+    )

@@ -5,9 +5,10 @@ The loop (training/loop.py) knows an objective only by the interface of `Objecti
     objective = make_objective(config, world)
     objective.open(…)              its data door: records, refused or tokenised and packed; `objective.data`
     objective.choices(…)           settings that it chooses: units a step, learning rate, warmup
+    objective.complete(config)     takes the settings with all choices made
     objective.bytes_beside(…)      the memory of a reference or a teacher
     objective.phases(…)            the peak of each phase: precomputing, sampling, training
-    objective.prepare(model, …)    references, from the weights the run begins with; before a checkpoint is restored
+    objective.prepare(model, run)  references, from the weights the run begins with; before a checkpoint is restored
     every step:
       objective.work(…)            this rank's micro-batches, the counts that the loss is divided by; sampling, rewards
       objective.loss(…)            of one micro-batch: its share of the step's loss, and sums for metrics
@@ -20,7 +21,7 @@ A loss is a sum over units (tokens, pairs, examples, completions) divided by the
 and micro-batches: how a step is divided changes nothing but rounding. `loss` returns shares that are already divided.
 
 A flag that belongs to some objectives names them where it is declared (`setting(…, objectives=…)` in config.py), and is
-refused under the others. Must not know optimizers, checkpoints' files, or the loop.
+refused under the others.
 """
 
 from ligermodels.distributed import World
@@ -28,14 +29,14 @@ from ligermodels.training.objectives.distillation.distill import Distill
 from ligermodels.training.objectives.distillation.distill_on_policy import OnPolicyDistill
 from ligermodels.training.objectives.distillation.distill_top_k import TopKDistill
 from ligermodels.training.objectives.grpo.grpo import GRPO
-from ligermodels.training.objectives.objective import Objective, Share, StepTotals, Work
+from ligermodels.training.objectives.objective import Objective, RunSetup, Share, StepTotals, Work
 from ligermodels.training.objectives.preference.kto import KTO
 from ligermodels.training.objectives.preference.pairs import CPO, DPO, ORPO, SimPO
 from ligermodels.training.objectives.preference.reward import Reward
 from ligermodels.training.objectives.sft import SFT
 from ligermodels.training.settings.config import TrainConfig
 
-__all__ = ["OBJECTIVES", "Objective", "Share", "StepTotals", "Work", "make_objective"]
+__all__ = ["OBJECTIVES", "Objective", "RunSetup", "Share", "StepTotals", "Work", "make_objective"]
 
 OBJECTIVES: dict[str, type[Objective]] = {
     "sft": SFT,

@@ -6,11 +6,11 @@ import torch
 
 from ligermodels.distributed import World, total
 from ligermodels.generation.decoding import generate
+from ligermodels.layers.checkpointing.host_memory import read_async
 from ligermodels.layers.context_parallel import ContextGroup
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.training.data import Data, ValidationRows, count_supervised
 from ligermodels.training.objectives.questions import count_correct_answers, prompt_inputs
-from ligermodels.training.parallel.host_reads import read_async
 from ligermodels.training.reporting.metrics import Validation
 from ligermodels.training.run.stopping import Stop
 

@@ -1,12 +1,10 @@
-"""Objective: the interface between the training loop and what a run minimises. The package's docstring has its order.
-
-Must not know any one objective.
-"""
+"""Objective: the interface between the training loop and what a run minimises; the package has the order of calls."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -17,11 +15,13 @@ from ligermodels.layers.decoder import CausalLM
 from ligermodels.memory.model import TrainingMemory
 from ligermodels.training.checkpoints import Progress
 from ligermodels.training.data import Data
+from ligermodels.training.data.embedded.new_image_tokenizer import NewImages
 from ligermodels.training.data.preferences import PreferenceData
 from ligermodels.training.planning.defaults import Choice
 from ligermodels.training.reporting.metrics import Validation
 from ligermodels.training.run.stopping import Stop
 from ligermodels.training.settings.config import RunConfig, TrainConfig
+from ligermodels.vision.multimodal import ImageParts
 
 
 class Work(NamedTuple):
@@ -83,19 +83,32 @@ class StepTotals:
         return values[:first], dict(sums), dict(maxima)
 
 
+@dataclass(frozen=True)
+class RunSetup:
+    """What an objective reads of its run once the model is in place.
+
+    folder is that of the run. micro_batch_size counts the rows of a micro-batch, where rows are all of one length.
+    context holds the ranks that share this rank's rows, where there are others. say prints a line, on the first rank
+    alone.
+    """
+
+    folder: Path
+    micro_batch_size: int = 1
+    context: ContextGroup | None = None
+    say: Callable[[str], Any] = print
+
+
 class Objective(ABC):
     """What a run minimises. Every rank has one, and calls the same methods.
 
-    data: what `open` opened. folder: of the run, known from `prepare` on. micro_batch_size: rows of a micro-batch,
-    where rows are all of one length. context: the ranks that share this rank's rows, where there are others.
-    head_op: the op of the head and its loss, for the plan (`memory.head.loss_bytes`). takes_rows: whether a step takes
-    rows, which micro-batches divide; else it takes groups, and a micro-batch is one row that is packed with them.
+    config holds the settings: those that need no data at first, all of them from `complete` on. data is what `open`
+    opened, run what `prepare` got. head_op names the op of the head and its loss, for the plan
+    (`memory.head.loss_bytes`). takes_rows says whether a step takes rows, which micro-batches divide; else it takes
+    groups, and a micro-batch is one row that is packed with them.
     """
 
     data: Data | PreferenceData
-    folder: Path
-    micro_batch_size = 1
-    context: ContextGroup | None = None
+    run: RunSetup
     head_op = "linear_cross_entropy"
     takes_rows = False
 
@@ -107,8 +120,11 @@ class Objective(ABC):
 
     @abstractmethod
     def open(self, folder: Path | None, model: CausalLM, adapter: Path | None) -> None:
-        """Sets `data`. folder, adapter: as for `open_data`. model: on the meta device. Raises InputError for data that
-        cannot be used."""
+        """Opens the data, as `data`. Raises InputError for data that cannot be used.
+
+        folder and adapter have the model's and the adapter's files, where there are any. The model is on the meta
+        device.
+        """
 
     @abstractmethod
     def choices(self, hidden_size: int) -> dict[str, Choice]:
@@ -139,13 +155,16 @@ class Objective(ABC):
         return True
 
     def bytes_beside(self, model: CausalLM) -> int:
-        """Bytes of a rank that stay beside the model, such as a reference or a teacher. model: on the meta device."""
+        """The bytes of a rank that stay beside the model, such as a reference or a teacher.
+
+        The model is on the meta device.
+        """
         return 0
 
-    def phases(self, train: TrainingMemory) -> Mapping[str, int]:
-        """Peak bytes of a rank by phase: "train" is there always; others, such as "precompute", where there are any.
+    def phases(self, model: CausalLM, train: TrainingMemory) -> Mapping[str, int]:
+        """The peak bytes of a rank by phase: always "train", and others, such as "precompute", where there are any.
 
-        train: the memory of a training step, with what is beside.
+        The model is on the meta device. train is the memory of a training step, with what is beside.
         """
         return {"train": train.peak}
 
@@ -159,9 +178,13 @@ class Objective(ABC):
 
     # During the run.
 
-    def prepare(self, model: CausalLM, say: Callable[[str], Any]) -> None:  # noqa: B027
-        """Makes the references. model: sharded, with the weights that the run begins with; a resumed run restores its
-        checkpoint afterwards. The random state must be as it was. say: prints a line, on the first rank alone."""
+    def prepare(self, model: CausalLM, run: RunSetup) -> None:
+        """Makes the references. The random state must be as it was.
+
+        The model is sharded and has the weights that the run begins with; a resumed run restores its checkpoint
+        afterwards.
+        """
+        self.run = run
 
     @abstractmethod
     def work(self, model: CausalLM, progress: Progress) -> Work:
@@ -169,7 +192,7 @@ class Objective(ABC):
 
     @abstractmethod
     def loss(self, model: CausalLM, batch: Any, work: Work) -> Share:
-        """Of one of `work.batches`. The shares of all micro-batches and ranks add up to the loss of the step."""
+        """The loss of one of `work.batches`. The shares of all micro-batches and ranks add up to that of the step."""
 
     def metrics(self, sums: Mapping[str, float], maxima: Mapping[str, float], step: int) -> dict[str, float]:
         """The metrics of a step, on the host. sums, maxima: those of its shares, over all micro-batches and ranks."""
@@ -200,3 +223,20 @@ class Objective(ABC):
 
     def restore(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027
         """Takes back what `state` returned; {} on another number of ranks, where a resume is not bit-exact."""
+
+
+class ImageOptions(NamedTuple):
+    """The arguments of `open_data` for images."""
+
+    images: NewImages | None = None
+    prepare_inputs: Callable[..., Any] | None = None
+
+
+def image_options(model: CausalLM, folder: Path | None) -> ImageOptions:
+    """What `open_data` gets of a model. folder holds the model with its image processor; it is None for a new model."""
+    if not model.takes_images:
+        return ImageOptions()
+    images = None
+    if folder is None and isinstance(model, ImageParts):
+        images = NewImages(model.config.image_token_id, *model.processor_settings)
+    return ImageOptions(images, cast(Any, model).prepare_training_images)

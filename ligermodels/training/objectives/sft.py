@@ -10,8 +10,7 @@ from ligermodels.layers.decoder import CausalLM
 from ligermodels.training.checkpoints import Progress
 from ligermodels.training.data import Data, count_supervised, open_data, refuse_short_epoch
 from ligermodels.training.objectives.evaluation import evaluate
-from ligermodels.training.objectives.image_options import image_options
-from ligermodels.training.objectives.objective import Objective, Share, Work
+from ligermodels.training.objectives.objective import Objective, Share, Work, image_options
 from ligermodels.training.planning.defaults import Choice, image_choices, schedule
 from ligermodels.training.reporting.metrics import Validation
 from ligermodels.training.run.stopping import Stop
@@ -48,16 +47,17 @@ class SFT(Objective):
 
     def work(self, model: CausalLM, progress: Progress) -> Work:
         rows = self.config.units
-        batches = self.data.training.micro_batches(progress.rows, rows, self.micro_batch_size, self.world)
+        batches = self.data.training.micro_batches(progress.rows, rows, self.run.micro_batch_size, self.world)
         count = distributed.total(torch.stack([count_supervised(batch) for batch in batches]).sum())
         count = count // self.world.context  # ranks that share rows count the same ones
         return Work(batches, count, units=rows, tokens=self.tokens_per_step)
 
     def loss(self, model: CausalLM, batch: Any, work: Work) -> Share:
         items = work.counts.clamp_min(1)
-        return Share(model(**batch.arguments(), num_items_in_batch=items, context=self.context).loss)
+        return Share(model(**batch.arguments(), num_items_in_batch=items, context=self.run.context).loss)
 
     def validate(self, model: CausalLM, step: int, stop: Stop) -> Validation | None:
         # Ranks that share experts must take the same number of steps, which nothing makes sure of in generation.
         generates = self.config.expert_parallel == 1
-        return evaluate(model, self.data, self.micro_batch_size, self.world, stop, self.context, generates)
+        rows, context = self.run.micro_batch_size, self.run.context
+        return evaluate(model, self.data, rows, self.world, stop, context, generates)

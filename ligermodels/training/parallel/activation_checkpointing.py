@@ -1,7 +1,5 @@
 """Decisions that depend on GPU memory: activation checkpointing, whether the bytes of quantised weights are replicated,
 and whether FSDP2 reshards weights after forward.
-
-Must not know the data.
 """
 
 import bisect
@@ -29,6 +27,11 @@ MemoryEstimator = Callable[..., TrainingMemory]
 class Checkpointing(NamedTuple):
     blocks: int  # how many, from the first one on, have activation checkpointing
     kept_tensors: int  # how many results these keep beside their inputs
+
+    @property
+    def options(self) -> dict[str, int]:
+        """The keyword arguments of a MemoryEstimator."""
+        return {"checkpointed_blocks": self.blocks, "kept_tensors": self.kept_tensors}
 
 
 def checkpointing_of(model: CausalLM, mode: str, estimate: MemoryEstimator, usable: float) -> Checkpointing:
@@ -71,18 +74,18 @@ def keepable_in(model: CausalLM, blocks: int) -> int:
     return sum(map(len, choose_kept(model.blocks[:blocks], None, 1)))
 
 
-def replicates_quantised(usable: float, estimate: MemoryEstimator, checkpointed_blocks: int) -> bool:
+def replicates_quantised(usable: float, estimate: MemoryEstimator, checkpointing: Checkpointing) -> bool:
     """Whether every rank has the bytes of all quantised weights, because they fit or take no more memory than shards.
 
     usable: bytes; infinite on a CPU, whose free memory is unknown: there they are sharded unless that takes more.
     """
-    sharded, replicated = (
-        estimate(checkpointed_blocks=checkpointed_blocks, replicate_quantised=each).peak for each in (False, True)
-    )
+    sharded, replicated = (estimate(**checkpointing.options, replicate_quantised=each).peak for each in (False, True))
     return replicated <= sharded or replicated <= usable < math.inf
 
 
-def must_reshard_after_forward(usable: float, estimate: MemoryEstimator, checkpointed_blocks: int) -> bool:
+def must_reshard_after_forward(
+    usable: float, estimate: MemoryEstimator, checkpointing: Checkpointing, *, replicate_quantised: bool
+) -> bool:
     """Whether FSDP2 must reshard a block's weights after forward, because not all blocks fit unsharded into memory.
 
     usable: bytes; infinite on a CPU, where it is True: the free memory is unknown, and a second all-gather is only a
@@ -90,7 +93,8 @@ def must_reshard_after_forward(usable: float, estimate: MemoryEstimator, checkpo
     """
     if math.isinf(usable):
         return True
-    return estimate(checkpointed_blocks=checkpointed_blocks, keep_unsharded=True).peak > usable
+    unsharded = estimate(**checkpointing.options, replicate_quantised=replicate_quantised, keep_unsharded=True)
+    return unsharded.peak > usable
 
 
 def fewest_checkpointed_blocks(blocks: int, estimate: MemoryEstimator, usable: float) -> int:

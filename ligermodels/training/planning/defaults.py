@@ -1,7 +1,7 @@
 """Settings that a run chooses where none are given, to fit its model, its data and its devices; each with its reason.
 
 A new model of the smallest preset has the settings that suit the embedded data. For all others the precision is chosen
-before the model is created, the rest when the data is tokenised and packed. Must not know how the settings are used.
+before the model is created, the rest when the data is tokenised and packed.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""What the images of a run add to its plan: patches, FLOPs of the tower. Must not know processors."""
+"""What the images of a run add to its plan: patches, FLOPs of the tower."""
 
 import math
 from typing import NamedTuple
@@ -19,7 +19,8 @@ from ligermodels.vision.tiled_model import TiledVisionLanguageModel
 
 
 class ImageLoad(NamedTuple):
-    """tokens: of images; share: of the tokens of all rows. most_patches: of a row. flops: of images, per token."""
+    """tokens counts those of images; share is their part of the tokens of all rows. most_patches bounds those of a
+    row. flops are those of images, per token."""
 
     tokens: int = 0
     share: float = 0.0
@@ -31,7 +32,7 @@ NO_IMAGES = ImageLoad()
 
 
 def image_load(model: CausalLM, data: Data | PreferenceData) -> ImageLoad:
-    """model: it may be on the meta device; frozen parts are frozen already."""
+    """Counts what the images add. The model may be on the meta device; frozen parts are frozen already."""
     if not isinstance(model, ImageParts) or not data.picture_sizes:
         return NO_IMAGES
     if isinstance(data, Data):

@@ -44,7 +44,11 @@ NEARLY = 1.02  # times that differ by less are equal: the plan of the time is wi
 
 @dataclass(frozen=True)
 class Placement:
-    """optimizer_state_dtype: None for that of the parameters. checkpointing: of a device of which nothing is in use."""
+    """How a step fits into memory.
+
+    optimizer_state_dtype is None for that of the parameters. checkpointing is what a device needs while nothing else is
+    on it.
+    """
 
     micro_batch_size: int
     optimizer: str
@@ -55,13 +59,14 @@ class Placement:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Those of the run. The micro-batch size is none: it depends on the devices, and a run may resume on others."""
+        """The settings of the run. The micro-batch size is none: it depends on the devices, and a run may resume on
+        others."""
         names = "optimizer", "optimizer_state_dtype", "optimizer_in_backward", "offload"
         return {name: getattr(self, name) for name in names}
 
     @property
     def changes(self) -> tuple[int, bool, bool]:
-        """What it does beyond a plain step, that which changes the result first."""
+        """What it does beyond a plain step. What changes the result comes first."""
         moments = 2 if self.optimizer == "adamw8bit" else int(self.optimizer_state_dtype == "bfloat16")
         return moments, self.optimizer_in_backward, "optimizer" in self.offload
 
@@ -112,7 +117,7 @@ class Search:
     needs: Callable[[RunConfig], MemoryEstimator]
 
     def plain(self) -> Placement:
-        """Without memory in mind."""
+        """The placement that is taken without memory in mind."""
         config, most = self.config, self.most_rows
         size = next((size for size in self.sizes if size <= most), self.sizes[-1])
         if config.is_tiny or config.optimizer_in_backward:
@@ -122,7 +127,7 @@ class Search:
 
     @property
     def most_rows(self) -> int:
-        """Of a micro-batch, with which more are not faster."""
+        """The rows of a micro-batch beyond which more are not faster."""
         return max(1, MOST_TOKENS[self.world.device.type] * self.world.context // self.config.sequence_length)
 
     def options(self) -> Iterator[Placement]:

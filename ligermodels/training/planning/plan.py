@@ -1,6 +1,6 @@
 """The plan of a run: parameters, data, tokens, steps, epochs, FLOPs and memory, known before anything is allocated.
 
-`--dry-run` prints it, and every run begins with its first line. Must not build or change anything that the run uses.
+`--dry-run` prints it, and every run begins with its first line.
 """
 
 import functools
@@ -33,8 +33,9 @@ from ligermodels.training.data.opening import DocumentLengths
 from ligermodels.training.data.rows.batches import split_global_batch
 from ligermodels.training.optimizers.adamw import AdamW
 from ligermodels.training.optimizers.offloaded import bytes_where_offloaded
-from ligermodels.training.parallel.activation_checkpointing import MemoryEstimator, device_memory
+from ligermodels.training.parallel.activation_checkpointing import Checkpointing, MemoryEstimator, device_memory
 from ligermodels.training.parallel.fsdp import dp_shard_size
+from ligermodels.training.planning.defaults import TORCH_DTYPES
 from ligermodels.training.planning.image_load import NO_IMAGES, ImageLoad
 from ligermodels.training.reporting.flops import flops_per_token
 from ligermodels.training.run.folder import CHECKPOINTS
@@ -46,43 +47,52 @@ OFFLOADED = {"optimizer": "optimizer states", "activations": "inputs of blocks"}
 
 
 @dataclass(frozen=True)
+class DataSummary:
+    """What a plan says of the data of a run.
+
+    rows counts the training data. passes has, for each data source, the number of rows after which all of its own were
+    seen once. lengths describes the training documents; it is None for groups. images are what they add to a step.
+    """
+
+    description: str
+    rows: int
+    passes: Sequence[float]
+    validation_rows: int
+    lengths: DocumentLengths | None
+    images: ImageLoad = NO_IMAGES
+
+
+@dataclass(frozen=True)
 class Plan:
     """The numbers of a run that is about to start.
 
-    rows: of the training data. passes: for each data source, the number of rows after which all of its own were seen
-    once. lengths: of the training documents; None for groups. micro_batch_size: sequences per forward pass of a rank.
-    tokens_per_step: over all ranks; of groups, about. chosen: a line for each setting that was not given. dtype: of
-    computation. attention: what computes it. checkpointed_blocks: blocks with activation checkpointing, of `blocks`.
-    kept_tensors: results that these keep. memory: of one rank. phases: peak bytes of a rank in each phase of the run.
-    facts, advice: further lines and warnings of the objective. flops: per token, those of the images among them.
-    positions: the model's max_position_embeddings. checkpoint: bytes of one checkpoint, about.
+    micro_batch_size counts the sequences of a forward pass of a rank. tokens_per_step is over all ranks, and about
+    right for groups. chosen has a line for each setting that was not given. dtype is that of computation. attention
+    names what computes it. checkpointing says which of the model's `blocks` have activation checkpointing. memory is
+    that of one rank. phases has the peak bytes of a rank in each phase of the run. facts and advice are further lines
+    and warnings of the objective. flops are per token, with those of the images. positions is the model's
+    max_position_embeddings. checkpoint is about the bytes of one checkpoint.
     """
 
     config: RunConfig
     world: World
     parameters: Parameters
     trained: int
-    description: str
-    rows: int
-    passes: Sequence[float]
-    validation_rows: int
-    lengths: DocumentLengths | None
+    data: DataSummary
     micro_batch_size: int
     tokens_per_step: int
     chosen: Sequence[str]
     dtype: torch.dtype
     attention: str
     flops: int
-    images: ImageLoad
     memory: TrainingMemory
     phases: Mapping[str, int]
     facts: Mapping[str, str]
     advice: Sequence[str]
-    checkpointed_blocks: int
+    checkpointing: Checkpointing
     blocks: int
     positions: int
     checkpoint: int
-    kept_tensors: int
 
     @property
     def total(self) -> int | None:
@@ -96,8 +106,8 @@ class Plan:
 
     @property
     def epochs(self) -> list[float]:
-        """Of each data source; sources without mixture weights count as one."""
-        return [self.config.steps * self.config.units / rows for rows in self.passes]
+        """The epochs of each data source. Sources without mixture weights count as one."""
+        return [self.config.steps * self.config.units / rows for rows in self.data.passes]
 
     @property
     def title(self) -> str:
@@ -116,7 +126,7 @@ class Plan:
     @property
     def placement(self) -> str:
         """What a step does to fit into memory."""
-        config, blocks = self.config, self.checkpointed_blocks
+        config, blocks = self.config, self.checkpointing.blocks
         parts = {
             "8-bit moments": config.optimizer == "adamw8bit",
             "the update in the backward pass": config.optimizer_in_backward,
@@ -128,7 +138,7 @@ class Plan:
 
     @property
     def training_data(self) -> str:
-        return f"{self.description}: {counted(self.rows, self.unit)}"
+        return f"{self.data.description}: {counted(self.data.rows, self.unit)}"
 
     @property
     def unit(self) -> str:
@@ -164,23 +174,22 @@ class Plan:
         yield "data", self.training_data
         yield (
             "validation",
-            f"{counted(self.validation_rows, self.unit)}, every {counted(self.config.eval_every, 'step')}",
+            f"{counted(self.data.validation_rows, self.unit)}, every {counted(self.config.eval_every, 'step')}",
         )
         yield "a step", self.step
         tokens = self.config.steps * self.tokens_per_step
         yield "the run", f"{self.steps}, {tokens:,} tokens"
         yield "compute", f"{self.flops:.3g} FLOPs a token, {self.flops * tokens:.3g} in all"
-        if self.images.tokens:
-            of_flops = self.images.flops / self.flops
-            share = f"{self.images.share:.0%} of the tokens of the rows, {of_flops:.0%} of the FLOPs"
-            yield "images", f"{share}; at most {self.images.most_patches:,} patches in a row"
+        if self.data.images.tokens:
+            of_flops = self.data.images.flops / self.flops
+            share = f"{self.data.images.share:.0%} of the tokens of the rows, {of_flops:.0%} of the FLOPs"
+            yield "images", f"{share}; at most {self.data.images.most_patches:,} patches in a row"
         if self.config.packing:
             yield "attention", self.attention
         yield from self.facts.items()
-        checkpointed = (
-            f", {self.checkpointed_blocks} of {self.blocks} blocks checkpointed" if self.checkpointed_blocks else ""
-        )
-        checkpointed += f" with {self.kept_tensors} results kept" if self.kept_tensors else ""
+        recomputed, kept = self.checkpointing
+        checkpointed = f", {recomputed} of {self.blocks} blocks checkpointed" if recomputed else ""
+        checkpointed += f" with {kept} results kept" if kept else ""
         yield "memory", f"of a {device_name(self.world.device)}, not all at the same time{checkpointed}"
         for part, size in self.memory.parts.items():
             if size:
@@ -213,7 +222,7 @@ class Plan:
     @property
     def cut(self) -> str:
         """How many documents are longer than a row; empty for none."""
-        lengths, length = self.lengths, self.config.sequence_length
+        lengths, length = self.data.lengths, self.config.sequence_length
         if lengths is None or not lengths.cut:
             return ""
         return (
@@ -230,7 +239,7 @@ class Plan:
 
     @property
     def checkpoints(self) -> int:
-        """The most checkpoints on the disk at a time: a new one is complete before an old one is removed."""
+        """The most checkpoints on the disk at a time. A new one is complete before an old one is removed."""
         config = self.config
         if config.checkpoint_every == 0:
             return 0
@@ -246,10 +255,10 @@ class Plan:
     def find_warnings(self) -> Iterator[str]:
         config, fewest, most = self.config, min(self.epochs), max(self.epochs)
         if fewest < 1:
-            seen = f"all are seen once by --steps {math.ceil(max(self.passes) / config.units)}"
+            seen = f"all are seen once by --steps {math.ceil(max(self.data.passes) / config.units)}"
             yield f"{as_text(fewest)} epochs: --steps {config.steps} does not see all {self.unit}s; {seen}"
         if most > MANY_EPOCHS:
-            rows = f"every {self.unit} is" if len(self.passes) == 1 else f"{self.unit}s of one source are"
+            rows = f"every {self.unit} is" if len(self.data.passes) == 1 else f"{self.unit}s of one source are"
             yield f"{as_text(most)} epochs: {rows} repeated as often; watch the validation loss"
         if config.warmup >= config.steps:
             yield f"--warmup {config.warmup} is all of --steps {config.steps}"
@@ -312,37 +321,41 @@ def make_plan(
     config: RunConfig,
     world: World,
     *,
-    description: str,
-    rows: int,
-    passes: Sequence[float],
-    validation_rows: int,
-    lengths: DocumentLengths | None,
+    data: DataSummary,
     micro_batch_size: int,
-    tokens_per_step: int,
-    chosen: Sequence[str],
-    dtype: torch.dtype,
-    checkpointed_blocks: int,
-    kept_tensors: int,
+    checkpointing: Checkpointing,
     memory: TrainingMemory,
+    tokens_per_step: int,
+    chosen: Sequence[str] = (),
     phases: Mapping[str, int],
     facts: Mapping[str, str],
-    images: ImageLoad = NO_IMAGES,
     advice: Sequence[str] = (),
 ) -> Plan:
-    """The plan of a run.
-
-    images: what they add. model: with its LoRA, not sharded yet; it may be on the meta device.
-    """
+    """Makes the plan of a run. The model has its LoRA and is not sharded yet; it may be on the meta device."""
+    dtype = TORCH_DTYPES[config.dtype]
     trained = trained_parameters(model)
     states = memory.offloaded_states or memory.optimizer_states * dp_shard_size(world, config.dp_replicate)
-    checkpoint = sum(parameter.nbytes for parameter in trained) + states
-    attention = model.attention_implementation(world.device, dtype)
     return Plan(
-        config, world, count_parameters(model), elements(trained), description, rows, passes, validation_rows,
-        lengths, micro_batch_size, tokens_per_step, chosen, dtype, attention,
-        round(flops_per_token(model, config.sequence_length) + images.flops), images, memory, phases, facts, advice,
-        checkpointed_blocks, len(model.blocks), model.config.max_position_embeddings, checkpoint, kept_tensors,
-    )  # fmt: skip
+        config=config,
+        world=world,
+        parameters=count_parameters(model),
+        trained=elements(trained),
+        data=data,
+        micro_batch_size=micro_batch_size,
+        tokens_per_step=tokens_per_step,
+        chosen=chosen,
+        dtype=dtype,
+        attention=model.attention_implementation(world.device, dtype),
+        flops=round(flops_per_token(model, config.sequence_length) + data.images.flops),
+        memory=memory,
+        phases=phases,
+        facts=facts,
+        advice=advice,
+        checkpointing=checkpointing,
+        blocks=len(model.blocks),
+        positions=model.config.max_position_embeddings,
+        checkpoint=sum(parameter.nbytes for parameter in trained) + states,
+    )
 
 
 def as_text(epochs: float) -> str:

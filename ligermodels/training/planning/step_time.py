@@ -41,7 +41,7 @@ class Rates:
 
 
 def device_rates(name: str, dtype: str) -> Rates:
-    """Of a GPU by its device name, computing in `dtype`; of one that is not known in the proportions of others."""
+    """The rates of a GPU by its device name, computing in `dtype`. An unknown one has the proportions of others."""
     half = peak_flops_of_gpu(name, "bfloat16") or peak_flops_of_gpu("NVIDIA H100 80GB HBM3", "bfloat16")
     assert half is not None
     peak = half * FP32_OF_BF16 if dtype == "float32" else peak_flops_of_gpu(name, dtype) or half
@@ -81,7 +81,7 @@ class StepTime:
         return micro_batches * micro_batch + accumulation + update + copies
 
     def recomputed_by(self, checkpointed_blocks: int, kept_tensors: int) -> float:
-        """FLOPs per token."""
+        """The FLOPs per token that are computed again."""
         kept = choose_kept(self.blocks[:checkpointed_blocks], kept_tensors, self.length)
         saved = sum(tensor.flops for tensors in kept for tensor in tensors)
         return max(0.0, sum(self.recomputed[:checkpointed_blocks]) - saved)

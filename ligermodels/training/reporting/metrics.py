@@ -10,7 +10,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
@@ -26,7 +26,7 @@ from ligermodels.units import counted, duration, memory_size
 from ligermodels.weights.reading import open_for_reading, parse_json
 from ligermodels.weights.writing import replace_file
 
-METRICS_FILE = "metrics.jsonl"
+METRICS_FILE, COMPLETIONS_FILE = "metrics.jsonl", "completions.jsonl"
 UNTIMED_STEPS = 2  # the first steps of a process compile and allocate
 RECENT_STEPS = 50  # the throughput is their median
 SLOW = 10  # tokens per second; below it decimals are shown
@@ -324,3 +324,22 @@ def parse_metrics_line(line: bytes, place: str) -> dict[str, Any]:
     if type(record.get("step")) is not int:
         raise InputError(f"{place}: field step is {record.get('step')!r}, not a whole number; remove the line")
     return record
+
+
+class CompletionsFile:
+    """completions.jsonl: what was sampled, in the folder of a run. Appends lines, objects with "step".
+
+    The file is opened with the first lines. Lines of later steps than `done` are then removed: a resumed run samples
+    them again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.file: TextIO | None = None
+
+    def write(self, lines: Iterable[str], done: int) -> None:
+        """done: completed steps of the run."""
+        if self.file is None:
+            self.file = reopen_metrics(self.path, done)
+        self.file.writelines(f"{line}\n" for line in lines)
+        self.file.flush()

@@ -1,6 +1,6 @@
 """The commands that a run prints at its end: how to resume it, generate with its model, and train on two devices.
 
-Only commands that work are printed. Must not know how the model was trained or written.
+Only commands that work are printed.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The folder of a run and its lock: one run at a time may use it. Must not know what the files in it hold."""
+"""The folder of a run and its lock: one run at a time may use it."""
 
 import errno
 import itertools

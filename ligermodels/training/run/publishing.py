@@ -1,4 +1,4 @@
-"""The upload of a run's export to the Hub (`--push-to-hub`), with its model card. Must not know the Hub's protocol."""
+"""The upload of a run's export to the Hub (`--push-to-hub`), with its model card."""
 
 import shlex
 from collections.abc import Callable

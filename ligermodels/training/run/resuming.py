@@ -1,16 +1,20 @@
 """When a run may be resumed: it is not finished, and its settings and data have not changed, unless that is allowed.
 
 A run is finished when it is exported, or with --no-export validated, after its last step. More steps lengthen it: it
-goes on from its last checkpoint.
+goes on from its last checkpoint. A run whose data or export fail saves its last step, so that resuming it repeats
+nothing but what failed.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ligermodels.errors import InputError
+from ligermodels.errors import CheckpointError, InputError
+from ligermodels.training.checkpoints import Checkpoints
 from ligermodels.training.checkpoints.files import checkpoint_step, committed_steps, read_record
+from ligermodels.training.data import DataError
 from ligermodels.training.reporting.metrics import METRICS_FILE, read_metrics
 from ligermodels.training.run.folder import CHECKPOINTS
 from ligermodels.training.run.validations import Validations, validation_losses
@@ -106,3 +110,56 @@ def refuse_other_data(config: TrainConfig, saved: Mapping[str, Any] | None, fing
             f"--resume {config.resume}: the data have changed: documents, their order or their tokens differ; restore "
             "them, or add --allow-changes"
         )
+
+
+@contextmanager
+def rescued(
+    checkpoints: Checkpoints, save: Callable[[], None] | None, command: str, say: Callable[[str], None]
+) -> Iterator[None]:
+    """Waits for the run's last checkpoint, then runs the body, which exports.
+
+    Where the body raises, on all ranks, the error says whether the last step is saved. A checkpoint that could not be
+    written does not keep the run from its export; it is a warning then.
+    save: saves the last step, for a run without a checkpoint of it. command: resumes the run. say: gets the warning.
+    """
+    unsaved = save_error(checkpoints.wait)
+    try:
+        yield
+    except Exception as error:
+        if save is not None:
+            unsaved = save_error(save) or save_error(checkpoints.wait)
+        saved = f"the last step is saved; to export it again: {command}"
+        if unsaved:
+            saved = f"the last step could not be saved either: {unsaved}"
+        if isinstance(error, InputError | OSError):
+            raise InputError(f"{error}; {saved}") from error
+        error.add_note(saved)
+        raise
+    if unsaved:
+        say(f"warning: {unsaved}")
+
+
+@contextmanager
+def reading_data(checkpoints: Checkpoints, save: Callable[[], None], step: int, command: str) -> Iterator[None]:
+    """Runs the body, which reads data of the run, such as images, and changes nothing.
+
+    Where they cannot be read, on all ranks, the error says that the last step is saved, and how to continue.
+    save: saves the last step, `step`; there is nothing to save at 0. command: resumes the run.
+    """
+    try:
+        yield
+    except DataError as error:
+        if not step:
+            raise
+        unsaved = save_error(save) or save_error(checkpoints.wait)
+        if unsaved:
+            raise InputError(f"{error}; step {step} could not be saved either: {unsaved}") from error
+        raise InputError(f"{error}; step {step} is saved; to continue from it: {command}") from error
+
+
+def save_error(save: Callable[[], None]) -> CheckpointError | None:
+    try:
+        save()
+    except CheckpointError as error:
+        return error
+    return None

@@ -1,7 +1,7 @@
 """run.json: whether a run still trains, how it ended, its warnings, and the command that resumes it.
 
 Written for those who watch the run from another process, `ligermodels board` among them. A killed run cannot write: its
-file says "running" while nobody holds the lock of its folder. Must not know how a run trains.
+file says "running" while nobody holds the lock of its folder.
 """
 
 import json

@@ -1,14 +1,15 @@
 """The validation losses of a run: which checkpoint is the best, and when early stopping ends the run.
 
 Both depend on the losses alone, so a resumed run finds them again in metrics.jsonl. The validation before the first
-step counts for neither: nothing is trained then. Must not know how a loss is computed.
+step counts for neither: nothing is trained then. Here is also after which steps a run validates and saves a checkpoint.
+Steps count from 1.
 """
 
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from ligermodels.training.settings.config import TrainConfig
+from ligermodels.training.settings.config import RunConfig, TrainConfig
 from ligermodels.units import counted
 
 
@@ -75,3 +76,15 @@ def lowest(losses: Mapping[int, float]) -> int | None:
     """The step with the lowest finite loss after the start of the run, the first of equal ones; None without any."""
     trained = {step: loss for step, loss in losses.items() if step > 0 and math.isfinite(loss)}
     return min(trained, key=trained.__getitem__, default=None)
+
+
+def validation_due(config: RunConfig, step: int) -> bool:
+    return step % config.eval_every == 0 or step == config.steps
+
+
+def checkpoint_due(config: RunConfig, step: int, *, overdue: bool) -> bool:
+    """overdue: whether the last checkpoint is older than `checkpoint_minutes`."""
+    every = config.checkpoint_every
+    if every == 0:
+        return False
+    return step == config.steps or (overdue if every is None else step % every == 0)

@@ -1,7 +1,6 @@
 """TrainConfig: the settings of a training run, from Python, from the command line and from a TOML file.
 
 Each field is declared once, with its type, default, rule and help text; `ligermodels train` makes its flags from them.
-Must not know what the settings do, nor how a command line or a value is read.
 """
 
 import dataclasses
@@ -354,8 +353,8 @@ class TrainConfig:
 class RunConfig(TrainConfig):
     """The settings of a run, with those chosen that were not given (planning/defaults.py).
 
-    Those of its placement are None until the run is fitted into memory (planning/placement.py). The micro-batch size
-    stays so: it depends on the devices, and a run may resume on others.
+    The settings of its placement are None until the run is fitted into memory (planning/placement.py). The micro-batch
+    size stays so: it depends on the devices, and a run may resume on others.
     """
 
     sequence_length: int

@@ -1,4 +1,4 @@
-"""Runs that continue an adapter: its base model, and settings that contradict it. Must not know tensors."""
+"""Runs that continue an adapter: its base model, and settings that contradict it."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,4 @@
-"""How a setting of a run is declared: a dataclass field with its group, rule, help and the objectives that it is for.
-
-Must not know which settings there are.
-"""
+"""How a setting of a run is declared: a dataclass field with its group, rule, help, and the objectives it is for."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """A run's settings as a file: the one that `--config` reads, and the train.toml that a run leaves.
 
-Its keys are the fields of TrainConfig. Knows which fields are not settings of a run, and which leave the result of
-training unchanged. Must not know what they do.
+Its keys are the fields of TrainConfig. Here is which fields are not settings of a run, and which leave the result of
+training unchanged.
 """
 
 import json

@@ -1,7 +1,4 @@
-"""Reads a settings file, TOML or YAML, into a dict. Its size is bounded, and so is the time that reading it takes.
-
-Must not know which settings there are.
-"""
+"""Reads a settings file, TOML or YAML, into a dict. Its size is bounded, and so is the time that reading it takes."""
 
 import tomllib
 from pathlib import Path

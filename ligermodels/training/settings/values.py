@@ -1,7 +1,4 @@
-"""Values of settings: the rules that they follow, and how they are read from Python and from text.
-
-Must not know which settings there are.
-"""
+"""Values of settings: the rules that they follow, and how they are read from Python and from text."""
 
 import dataclasses
 import math

@@ -9,8 +9,9 @@ from ligermodels.distributed import World
 from ligermodels.errors import InputError
 from ligermodels.training import TrainConfig
 from ligermodels.training.objectives import OBJECTIVES, make_objective
+from ligermodels.training.objectives.grpo.judging import GenerationWatch
+from ligermodels.training.objectives.preference.pairs import PairWatch
 from ligermodels.training.objectives.preference.references import ReferenceSpec, parse_reference
-from ligermodels.training.objectives.watching import GenerationWatch, PairWatch
 from ligermodels.training.planning.contradictions import refuse_contradictions
 
 ALONE = World(torch.device("cpu"))

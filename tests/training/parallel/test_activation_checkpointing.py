@@ -23,6 +23,7 @@ from tests.memory.test_memory import BASE
 
 CPU = World(torch.device("cpu"))
 BLOCKS = 6
+ONE_BLOCK = activation_checkpointing.Checkpointing(blocks=1, kept_tensors=0)
 
 
 def estimator(model, **changes):
@@ -91,12 +92,15 @@ def test_what_saves_most_flops_an_element_is_kept_first_in_the_last_blocks_first
 
 def test_blocks_reshard_after_forward_only_if_memory_is_too_small(model):
     estimate = estimator(model, shards=2)
-    assert activation_checkpointing.must_reshard_after_forward(math.inf, estimate, 1) is True
+    found = functools.partial(
+        activation_checkpointing.must_reshard_after_forward, checkpointing=ONE_BLOCK, replicate_quantised=False
+    )
+    assert found(math.inf, estimate) is True
     both = [estimate(checkpointed_blocks=1, keep_unsharded=keep).peak for keep in (False, True)]
     one_block = sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
     assert both[1] - both[0] == (BLOCKS - 1) * one_block  # the last block never reshards
     for usable, expected in ((both[1], False), (both[1] - 1, True)):
-        assert activation_checkpointing.must_reshard_after_forward(usable, estimate, 1) is expected
+        assert found(usable, estimate) is expected
 
 
 @pytest.mark.parametrize("shards", [2, 4])
@@ -113,10 +117,10 @@ def test_bytes_of_quantised_weights_are_replicated_where_they_fit(shards, model)
     assert sharded.unsharded_at_start - replicated.unsharded_at_start == of_block
     assert sharded.unsharded_at_end - replicated.unsharded_at_end == 2 * of_block
     assert sharded.gathered - replicated.gathered == whole
-    estimate = functools.partial(estimate, kept_tensors=2)
-    assert activation_checkpointing.replicates_quantised(math.inf, estimate, 1) is False
+    checkpointing = activation_checkpointing.Checkpointing(blocks=1, kept_tensors=2)
+    assert activation_checkpointing.replicates_quantised(math.inf, estimate, checkpointing) is False
     for usable, expected in ((replicated.peak, True), (replicated.peak - 1, False)):
-        assert activation_checkpointing.replicates_quantised(usable, estimate, 1) is expected
+        assert activation_checkpointing.replicates_quantised(usable, estimate, checkpointing) is expected
 
 
 def test_bytes_of_quantised_weights_are_not_gathered_by_a_single_process(model):
@@ -124,7 +128,7 @@ def test_bytes_of_quantised_weights_are_not_gathered_by_a_single_process(model):
     quantise(model, "nf4")
     add_lora(model, rank=2, dtype=torch.float32)
     estimate = estimator(model)
-    assert activation_checkpointing.replicates_quantised(math.inf, estimate, 1) is True
+    assert activation_checkpointing.replicates_quantised(math.inf, estimate, ONE_BLOCK) is True
     assert estimate(replicate_quantised=True).peak < estimate().peak
 
 

@@ -24,7 +24,7 @@ from ligermodels.training.planning.placement import (
 )
 from ligermodels.training.planning.plan import memory_needs, state_sizes
 from ligermodels.training.planning.step_time import StepTime, device_rates
-from ligermodels.training.preparing import optimizer_builder
+from ligermodels.training.preparing import make_optimizer
 from tests.training.planning.configs import run_config
 
 GIB = 2**30
@@ -44,7 +44,7 @@ def states(size, dtype, rounding, optimizer, state_dtype):
     config = replace(run_config("--model", "llama"), param_rounding=rounding)
     model = model_of(size, dtype)
     config = replace(config, optimizer=optimizer, optimizer_state_dtype=state_dtype)
-    return state_sizes(optimizer_builder(config, model)(model))
+    return state_sizes(make_optimizer(config, model))
 
 
 class Case:

@@ -10,8 +10,9 @@ from ligermodels.distributed import World
 from ligermodels.layers.attention import Attention
 from ligermodels.memory.model import training_memory
 from ligermodels.training.data.opening import DocumentLengths
+from ligermodels.training.parallel.activation_checkpointing import Checkpointing
 from ligermodels.training.planning import plan as module
-from ligermodels.training.planning.plan import make_plan
+from ligermodels.training.planning.plan import DataSummary, make_plan
 from ligermodels.training.reporting.flops import flops_per_token
 from ligermodels.training.run.folder import default_folder
 from ligermodels.units import memory_size
@@ -33,10 +34,10 @@ def planned(
         ligermodels.add_lora(model, rank=rank)
     memory = training_memory(model, 4, args.sequence_length, torch.float32)
     return model, make_plan(
-        model, args, world or World(CPU), description="my.jsonl", rows=rows, passes=passes or [rows],
-        validation_rows=validation_rows, lengths=lengths, micro_batch_size=args.micro_batch_size or args.batch_size,
-        tokens_per_step=args.units * args.sequence_length, chosen=chosen, dtype=getattr(torch, args.dtype),
-        checkpointed_blocks=checkpointed_blocks, kept_tensors=kept_tensors, memory=memory,
+        model, args, world or World(CPU),
+        data=DataSummary("my.jsonl", rows, passes or [rows], validation_rows, lengths),
+        micro_batch_size=args.micro_batch_size or args.batch_size, tokens_per_step=args.units * args.sequence_length,
+        chosen=chosen, checkpointing=Checkpointing(checkpointed_blocks, kept_tensors), memory=memory,
         phases={"train": memory.peak}, facts={},
     )  # fmt: skip
 

@@ -7,7 +7,7 @@ import torch
 
 from ligermodels.errors import InputError
 from ligermodels.training import TrainConfig, loop, train
-from ligermodels.training.run.determinism import CUBLAS_VARIABLE, deterministic_algorithms
+from ligermodels.training.parallel.compilation import CUBLAS_VARIABLE, deterministic_algorithms
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -4,7 +4,7 @@ import pytest
 
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.training.data import DataError
-from ligermodels.training.run.rescue import reading_data, rescued
+from ligermodels.training.run.resuming import reading_data, rescued
 
 
 class Saving:

@@ -6,8 +6,7 @@ import pytest
 
 from ligermodels.training import TrainConfig
 from ligermodels.training.reporting.metrics import METRICS_FILE, Validation, read_metrics
-from ligermodels.training.run.intervals import checkpoint_due
-from ligermodels.training.run.validations import Validations, validation_losses
+from ligermodels.training.run.validations import Validations, checkpoint_due, validation_losses
 from tests.training.reporting.test_metrics import run
 
 nan, inf = math.nan, math.inf

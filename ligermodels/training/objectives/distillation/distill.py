@@ -1,6 +1,7 @@
 """Distillation: the divergence of the student from a teacher, over the supervised tokens of a step."""
 
-from collections.abc import Callable
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -8,22 +9,93 @@ from torch import Tensor
 
 from ligermodels import distributed
 from ligermodels.distributed import World
-from ligermodels.errors import InputError
+from ligermodels.errors import InputError, suggest
+from ligermodels.kernels.losses.linear_divergence import DivergenceOutput
 from ligermodels.layers.decoder import CausalLM
+from ligermodels.losses.divergences import KINDS
 from ligermodels.memory.model import TrainingMemory
+from ligermodels.training.data.preferences import GroupOptions, PreferenceBatch, open_preferences
+from ligermodels.training.data.preferences.formats import GroupKind
 from ligermodels.training.data.rows.batches import Batch, count_supervised
-from ligermodels.training.objectives.distillation.stored_teacher import StoredTeacher
-from ligermodels.training.objectives.distillation.taught import Taught, divergence_sums, values_per_token
-from ligermodels.training.objectives.distillation.teachers import TeacherModel
+from ligermodels.training.objectives.distillation.teachers import StoredTeacher, TeacherModel, common_vocabulary
 from ligermodels.training.objectives.evaluation import answers_and_sample, start_stop_check
-from ligermodels.training.objectives.objective import Share, Work
+from ligermodels.training.objectives.objective import Objective, RunSetup, Share, Work
+from ligermodels.training.objectives.preference.groups import GroupObjective
 from ligermodels.training.objectives.sft import SFT
+from ligermodels.training.parallel.fsdp import dp_shard_size
+from ligermodels.training.planning.defaults import Choice
 from ligermodels.training.reporting.metrics import Validation
 from ligermodels.training.run.stopping import Stop
 from ligermodels.training.settings.config import FIELDS, RunConfig, TrainConfig
 
+DEFAULT_JSD = 0.5
+DEFAULT_LENGTH = 2048  # of a packed row of documents
 
-class Distill(Taught, SFT):
+
+class TeacherObjective(Objective):
+    """An objective with a model as the teacher.
+
+    Its metrics are `divergence` and `entropy` per token, of the student at the temperature, and `nll` with a ce_weight.
+    vocab is the number of classes that are compared; None for all.
+    """
+
+    teacher: TeacherModel
+    vocab: int | None
+
+    def __init__(self, config: TrainConfig, world: World) -> None:
+        super().__init__(config, world)
+        self.divergence, self.b = parse_divergence(config.divergence)
+        if config.teacher is None:
+            raise InputError("--teacher is missing: a Hub id or a folder of the model to learn from")
+        if self.divergence == "cosine" and config.temperature is not None:
+            raise InputError("--temperature has no effect on --divergence cosine, which is of logits: leave it out")
+
+    def open(self, folder: Path | None, model: CausalLM, adapter: Path | None) -> None:
+        super().open(folder, model, adapter)  # type: ignore[safe-super]  # that of the data's objective
+        if self.data.processor is not None:
+            raise InputError(
+                f"--data {self.data.names}: has images, which a teacher does not see; take text for --objective distill"
+            )
+        self.teacher = self.make_teacher()
+        names = self.config.title, str(self.config.teacher)
+        self.vocab = common_vocabulary(model, self.teacher.model, names, (self.data.tokenizer, self.teacher.tokenizer))
+
+    def make_teacher(self) -> TeacherModel:
+        return TeacherModel(str(self.config.teacher))
+
+    def complete(self, config: RunConfig) -> None:
+        super().complete(config)
+        self.teacher.model.to(torch.bfloat16 if config.dtype == "bfloat16" else torch.float32)
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """The tokens of a pass of the teacher, and the ranks that share its weights."""
+        return self.config.sequence_length or 0, dp_shard_size(self.world, self.config.dp_replicate)
+
+    def bytes_beside(self, model: CausalLM) -> int:
+        return self.teacher.memory(*self.load)
+
+    def prepare(self, model: CausalLM, run: RunSetup) -> None:
+        super().prepare(model, run)
+        self.teacher.prepare(self.world, self.config.dp_replicate, run.micro_batch_size)
+        if self.vocab is not None:
+            compared = f"the {self.vocab:,} tokens of the tokenizer are compared"
+            run.say(f"distill: {compared}; the rest of each head is padding")
+
+    @property
+    def temperature(self) -> float:
+        return self.config.temperature or 1.0
+
+    def options(self, ce_weight: float) -> dict[str, Any]:
+        """The options of `linear_divergence`, but the teacher's states."""
+        compared = {"kind": self.divergence, "b": self.b, "temperature": self.temperature, "vocab": self.vocab}
+        return compared | self.teacher.options | {"ce_weight": ce_weight}
+
+    def metrics(self, sums: Mapping[str, float], maxima: Mapping[str, float], step: int) -> dict[str, float]:
+        return values_per_token(sums)
+
+
+class Distill(TeacherObjective, SFT):
     """The loss is Σ (divergence + ce_weight · cross-entropy) over the supervised tokens of a step / their number."""
 
     def __init__(self, config: TrainConfig, world: World) -> None:
@@ -41,15 +113,10 @@ class Distill(Taught, SFT):
         if isinstance(self.teacher, StoredTeacher):
             self.teacher.complete(config, self.data)
 
-    def phases(self, train: TrainingMemory) -> dict[str, int]:
-        """teacher: beside the student's weights, while its states are written."""
+    def phases(self, model: CausalLM, train: TrainingMemory) -> dict[str, int]:
+        """The phase "teacher" writes its states, beside the student's weights."""
         writing = self.teacher.writing_memory(*self.load) if isinstance(self.teacher, StoredTeacher) else 0
         return ({"teacher": train.weights + writing} if writing else {}) | {"train": train.peak}
-
-    def prepare(self, model: CausalLM, say: Callable[[str], Any]) -> None:
-        if isinstance(self.teacher, StoredTeacher):
-            self.teacher.micro_batch_size = self.micro_batch_size  # the same passes as those of a teacher in memory
-        super().prepare(model, say)
 
     def facts(self) -> dict[str, str]:
         return {"teacher": self.teacher.line} if isinstance(self.teacher, StoredTeacher) else {}
@@ -62,7 +129,7 @@ class Distill(Taught, SFT):
 
     @torch.no_grad()
     def validate(self, model: CausalLM, step: int, stop: Stop) -> Validation | None:
-        """The loss, the divergence and the cross-entropy (`nll`) per token, answers and a sample."""
+        """Computes the loss, the divergence and the cross-entropy (`nll`) per token, answers and a sample."""
         model.eval()
         sums = self.validation_sums(model, stop)
         found = None
@@ -75,10 +142,11 @@ class Distill(Taught, SFT):
         return found
 
     def validation_sums(self, model: CausalLM, stop: Stop) -> dict[str, float] | None:
-        """`divergence_sums` of the validation rows of all ranks, and the cross-entropy; None if a stop is requested."""
+        """Computes `divergence_sums` of the validation rows of all ranks, with the cross-entropy; None if a stop is
+        requested."""
         totals: dict[str, Tensor] = {}
         stop_requested = start_stop_check(stop, self.world)
-        for batch in self.data.validation.batches(self.micro_batch_size, self.world):
+        for batch in self.data.validation.batches(self.run.micro_batch_size, self.world):
             if stop_requested():
                 return None
             stop_requested = start_stop_check(stop, self.world)
@@ -89,3 +157,63 @@ class Distill(Taught, SFT):
             totals = {name: totals.get(name, 0) + value.double() for name, value in sums.items()}
         values = distributed.total(torch.stack(list(totals.values()))).tolist()
         return dict(zip(totals, values, strict=True))
+
+
+class GroupDistill(GroupObjective):
+    """What distillation on prompts with completions shares, whether these are of the data or sampled by the student.
+
+    Each is one document; a step takes `batch_size` of them.
+    """
+
+    kind: GroupKind = "distillation"
+    learning_rate = 2e-5
+
+    def __init__(self, config: TrainConfig, world: World) -> None:
+        super().__init__(config, world)
+        if config.micro_batch_size is not None:
+            raise InputError("--micro-batch-size has no effect here: a micro-batch is one packed row; leave it out")
+
+    def open(self, folder: Path | None, model: CausalLM, adapter: Path | None) -> None:
+        length = self.config.sequence_length or min(DEFAULT_LENGTH, model.config.max_position_embeddings)
+        options = self.group_options(length, model.config.max_position_embeddings)
+        self.data = open_preferences(self.config, options, folder, model.config.vocab_size, adapter)
+
+    def group_options(self, length: int, positions: int) -> GroupOptions:
+        """How groups are read. length is that of a row, if no document is longer; the model was made for so many
+        positions."""
+        return GroupOptions(kind=self.kind, max_length=length, row_length=length)
+
+    def choices(self, hidden_size: int) -> dict[str, Choice]:
+        made = super().choices(hidden_size)
+        length = self.data.training.groups.options.tokens_per_row
+        return made | {"sequence_length": made["sequence_length"]._replace(value=length)}
+
+    def count(self, batch: PreferenceBatch) -> Tensor:
+        return batch.rows.new_full((1,), batch.supervised)
+
+
+def divergence_sums(found: DivergenceOutput, tokens: Tensor) -> dict[str, Tensor]:
+    """Adds up the values of the supervised tokens, and counts these."""
+    sums = {"tokens": tokens, "divergence": found.divergence.sum(), "entropy": found.entropy.sum()}
+    return sums if found.cross_entropy is None else sums | {"nll": found.cross_entropy.sum()}
+
+
+def values_per_token(sums: Mapping[str, float]) -> dict[str, float]:
+    return {name: value / max(1.0, sums["tokens"]) for name, value in sums.items() if name != "tokens"}
+
+
+def parse_divergence(text: str) -> tuple[str, float]:
+    """ "jsd:0.5" -> ("jsd", 0.5): a kind of `losses.divergence`, and the b of jsd. Raises InputError."""
+    kind, colon, given = text.partition(":")
+    if kind not in KINDS:
+        raise InputError(f"--divergence {text}: is not a divergence{suggest(kind, KINDS)}")
+    if colon and kind != "jsd":
+        raise InputError(f"--divergence {text}: only jsd has a number behind a colon; write {kind}")
+    try:
+        b = float(given) if colon else DEFAULT_JSD
+    except ValueError:
+        b = -1.0
+    if not 0 < b < 1:
+        remedy = {"0": "forward_kl", "1": "reverse_kl"}.get(given, "jsd:0.5")
+        raise InputError(f"--divergence {text}: b of jsd is above 0 and below 1; did you mean {remedy}?")
+    return kind, b

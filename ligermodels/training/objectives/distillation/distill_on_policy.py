@@ -22,15 +22,14 @@ from ligermodels.training.checkpoints import Progress
 from ligermodels.training.data.preferences import Group, GroupOptions, GroupPrompt, PreferenceBatch, Step
 from ligermodels.training.data.preferences.layout import GroupPiece
 from ligermodels.training.data.preferences.steps import Groups
-from ligermodels.training.objectives.distillation.distill_groups import GroupDistill
-from ligermodels.training.objectives.distillation.taught import Taught, divergence_sums
+from ligermodels.training.objectives.distillation.distill import GroupDistill, TeacherObjective, divergence_sums
 from ligermodels.training.objectives.grpo.sampling import Sampler, SamplingPlan, engine_size
 from ligermodels.training.objectives.objective import Share, Work
 from ligermodels.training.planning.defaults import TORCH_DTYPES
 from ligermodels.training.settings.config import RunConfig, TrainConfig
 
 
-class OnPolicyDistill(Taught, GroupDistill):
+class OnPolicyDistill(TeacherObjective, GroupDistill):
     """The loss is Σ divergence over the tokens of a step's completions / their number.
 
     Where every step samples, the data are prompts, and validation is on greedy completions of those held out; else they
@@ -82,19 +81,19 @@ class OnPolicyDistill(Taught, GroupDistill):
 
     @property
     def tokens_per_step(self) -> int:
-        """At most: of prompts, every completion has its full length."""
+        """An upper bound: every completion of a prompt has its full length."""
         sampled = self.config.max_completion_length if self.kind == "prompts" else 0
         return super().tokens_per_step + self.config.units * sampled
 
     def bytes_beside(self, model: CausalLM) -> int:
         dtype = TORCH_DTYPES[str(self.config.dtype)]
-        kept, self.generation_bytes = self.sampler.memory(model, dtype)
-        return super().bytes_beside(model) + kept
+        return super().bytes_beside(model) + self.sampler.memory(model, dtype).kept
 
-    def phases(self, train: TrainingMemory) -> dict[str, int]:
+    def phases(self, model: CausalLM, train: TrainingMemory) -> dict[str, int]:
+        generation = self.sampler.memory(model, TORCH_DTYPES[str(self.config.dtype)]).generation
         resident = train.weights + train.optimizer_states + train.beside
         gathered = train.gathered if self.world.size > 1 else 0
-        return {"generate": resident + gathered + self.generation_bytes, "train": train.peak}
+        return {"generate": resident + gathered + generation, "train": train.peak}
 
     # -- a step
 

@@ -11,14 +11,18 @@ from ligermodels.errors import InputError
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.losses.divergences import TOP_K_KINDS
 from ligermodels.training.data.preferences import PreferenceBatch
-from ligermodels.training.objectives.distillation.distill_groups import GroupDistill
-from ligermodels.training.objectives.distillation.taught import divergence_sums, parse_divergence, values_per_token
+from ligermodels.training.objectives.distillation.distill import (
+    GroupDistill,
+    divergence_sums,
+    parse_divergence,
+    values_per_token,
+)
 from ligermodels.training.objectives.objective import Share, Work
 from ligermodels.training.settings.config import TrainConfig
 
 
 class TopKDistill(GroupDistill):
-    """As `Distill`, from `teacher_ids` and `teacher_logprobs` of the records. All other tokens count as one class.
+    """Distillation from `teacher_ids` and `teacher_logprobs` of the records. All other tokens count as one class.
 
     A temperature must be the one at which the teacher's log-probabilities were computed.
     """
@@ -62,7 +66,7 @@ class TopKDistill(GroupDistill):
 
 
 def teacher_of(batch: PreferenceBatch) -> tuple[Tensor, Tensor]:
-    """(ids, logprobs), [N, k]; of a row of padding, whose places are not supervised, one class."""
+    """Returns (ids, logprobs), [N, k]. A row of padding, whose places are not supervised, gets one class."""
     if batch.teacher_ids is None or batch.teacher_logprobs is None:
         ids = torch.zeros_like(batch.rows)[:, None]
         return ids, torch.zeros_like(ids, dtype=torch.float32)

@@ -1,7 +1,6 @@
 """Reward functions that come with the package, with the signature of all reward functions.
 
-A function gets lists with one value for each completion, by name, and returns one reward for each. Must not know how
-they are called.
+A function gets lists with one value for each completion, by name, and returns one reward for each.
 """
 
 import re

@@ -1,12 +1,13 @@
 """Reinforcement learning on sampled completions: GRPO and its descendants. `--loss` names one.
 
-A generation samples completions of its prompts from the weights as they are, judges them by reward functions, and
+A generation samples completions of its prompts from the weights as they are, calls reward functions on them, and
 serves `--steps-per-generation` x `--iterations` updates, one a step. Its rollouts are in every checkpoint: a run that
 ends between two of its updates resumes to the bit.
 """
 
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,26 +26,26 @@ from ligermodels.losses import entropy_sum, segment_sums, top_entropy_mask
 from ligermodels.memory.model import TrainingMemory
 from ligermodels.training.checkpoints import Progress
 from ligermodels.training.data.preferences import GroupOptions, PreferenceData, open_preferences
-from ligermodels.training.objectives.grpo.completions_file import COMPLETIONS_FILE, CompletionsFile
-from ligermodels.training.objectives.grpo.entropy_control import EntropyControl
-from ligermodels.training.objectives.grpo.grpo_options import (
-    advantages_of,
-    grpo_choices,
-    kept_completions,
-    policy_options,
-    reference_spec,
-)
 from ligermodels.training.objectives.grpo.judging import (
-    JudgedGeneration,
+    GenerationWatch,
+    RewardedGeneration,
+    advantages_of,
     completion_lines,
     generation_metrics,
-    judge,
+    kept_completions,
     mean,
     pass_fraction,
+    reward_completions,
     weighted_totals,
 )
-from ligermodels.training.objectives.grpo.policy import metric_sums, policy_loss, step_metrics
-from ligermodels.training.objectives.grpo.reward_models import ModelReward
+from ligermodels.training.objectives.grpo.policy import (
+    EntropyControl,
+    PolicyOptions,
+    metric_sums,
+    policy_loss,
+    policy_options,
+    step_metrics,
+)
 from ligermodels.training.objectives.grpo.rewards import TrainerState, check_columns, open_rewards
 from ligermodels.training.objectives.grpo.rollouts import (
     MiniBatch,
@@ -55,23 +56,30 @@ from ligermodels.training.objectives.grpo.rollouts import (
     pack_rollouts,
     with_values,
 )
-from ligermodels.training.objectives.grpo.sampling import Sampler, SamplingPlan, engine_size
-from ligermodels.training.objectives.grpo.vllm_sampler import VLLMSampler, import_vllm
-from ligermodels.training.objectives.objective import Objective, Share, Work
+from ligermodels.training.objectives.grpo.sampling import Sampler, SamplingPlan, VLLMSampler, engine_size, import_vllm
+from ligermodels.training.objectives.objective import Objective, RunSetup, Share, Work
 from ligermodels.training.objectives.preference.references import (
     Reference,
-    make_live_reference,
+    ReferenceSpec,
+    default_reference,
+    make_reference,
+    parse_reference,
     refuse_base_that_is_trained,
 )
-from ligermodels.training.objectives.watching import GenerationWatch
+from ligermodels.training.optimizers.schedules import default_learning_rate
 from ligermodels.training.parallel.fsdp import dp_shard_size
 from ligermodels.training.planning.defaults import TORCH_DTYPES, Choice
-from ligermodels.training.reporting.metrics import Validation
+from ligermodels.training.reporting.metrics import COMPLETIONS_FILE, CompletionsFile, Validation
+from ligermodels.training.reward_function import ModelReward
 from ligermodels.training.run.stopping import Stop
 from ligermodels.training.settings.config import RunConfig, TrainConfig
 from ligermodels.units import counted
 
 MOST_VALIDATION_PROMPTS = 512
+MOST_PROMPTS, TINY_PROMPTS = 16, 4
+LEARNING_RATE = 5e-6  # five times TRL's, at which a reward rises little in 60 steps; ten times that for LoRA
+WARMUP_FRACTION, GRPO_VALIDATIONS = 0.03, 10
+MOST_ROW_TOKENS = 8192  # of a packed row, where no single completion needs more
 
 
 class GRPO(Objective):
@@ -81,7 +89,6 @@ class GRPO(Objective):
     data: PreferenceData
     config: RunConfig
     sampler: Sampler | VLLMSampler
-    generation_bytes: int  # beside the weights, gathered ones, the optimizer's states and what stays
     began: float  # when the step did, by the clock
 
     def __init__(self, config: TrainConfig, world: World) -> None:
@@ -134,7 +141,7 @@ class GRPO(Objective):
 
     @property
     def longest_prompt(self) -> int:
-        """Tokens, of the training data."""
+        """The tokens of the longest prompt of the training data."""
         return self.data.training.groups.longest_prompt
 
     def choices(self, hidden_size: int) -> dict[str, Choice]:
@@ -143,8 +150,7 @@ class GRPO(Objective):
     def complete(self, config: RunConfig) -> None:
         super().complete(config)
         if self.spec is not None:
-            self.reference = make_live_reference(self.spec, config, self.world, self.data.tokenizer)
-            self.reference.temperature = self.temperature
+            self.reference = make_reference(self.spec, config, self.world, self.data.tokenizer)
         if len(self.data.training) < self.prompts_per_generation:
             raise InputError(
                 f"--data {self.data.names}: has {counted(len(self.data.training), 'prompt')} for training, but a "
@@ -162,44 +168,45 @@ class GRPO(Objective):
 
     @property
     def updates(self) -> int:
-        """Of a generation."""
+        """The number of updates that a generation serves."""
         return self.config.steps_per_generation * self.config.iterations
 
     @property
     def tokens_per_step(self) -> int:
-        """At most: every completion has its full length."""
+        """An upper bound: every completion has its full length."""
         config = self.config
         group = self.longest_prompt - 1 + config.generations * (config.max_completion_length + 1)
         return config.units * group
 
     def bytes_beside(self, model: CausalLM) -> int:
         """What the sampler keeps during updates, reward models, and the reference."""
-        kept, self.generation_bytes = self.sampler.memory(model, self.dtype)
         scoring = sum(reward.bytes(self.dtype)[0] for reward in self.reward_models)
-        beside = kept + scoring
+        beside = self.sampler.memory(model, self.dtype).kept + scoring
         if self.reference is None:
             return beside
         return beside + self.reference.bytes_beside(model, dp_shard_size(self.world, self.config.dp_replicate))
 
-    def phases(self, train: TrainingMemory) -> Mapping[str, int]:
-        """generate: the gathered weights, and the logits of all rows. reward: a pass of a reward model. score: a pass
-        without a graph."""
+    def phases(self, model: CausalLM, train: TrainingMemory) -> Mapping[str, int]:
+        """The phase "generate" holds the gathered weights and the logits of all rows; "reward" is a pass of a reward
+        model, "score" one without a graph."""
         resident = train.weights + train.optimizer_states + train.beside
         gathered = train.gathered if self.world.size > 1 and self.config.sampler == "own" else 0
-        phases = {"generate": resident + gathered + self.generation_bytes}
+        generation = self.sampler.memory(model, self.dtype).generation
+        phases = {"generate": resident + gathered + generation}
         if self.reward_models:
             phases["reward"] = resident + max(reward.bytes(self.dtype)[1] for reward in self.reward_models)
         if self.scores:
             phases["score"] = train.forward_peak
         return phases | {"train": train.peak}
 
-    def prepare(self, model: CausalLM, say: Callable[[str], Any]) -> None:
+    def prepare(self, model: CausalLM, run: RunSetup) -> None:
+        super().prepare(model, run)
         if self.reference is not None:
-            self.reference.prepare(model, say)
+            self.reference.prepare(model, run.say)
         for reward in self.reward_models:
             reward.load(self.world.device, self.dtype)
         if self.world.is_first and self.config.completions_every:
-            self.file = CompletionsFile(self.folder / COMPLETIONS_FILE)
+            self.file = CompletionsFile(run.folder / COMPLETIONS_FILE)
 
     # -- a generation
 
@@ -214,16 +221,16 @@ class GRPO(Objective):
         return self.updates > 1 or self.config.top_entropy < 1 or self.policy.beta > 0
 
     def generate(self, model: CausalLM, progress: Progress) -> tuple[Rollouts, dict[str, float]]:
-        """Samples and judges completions of the next prompts; the rollouts are those of all ranks."""
+        """Samples completions of the next prompts, with their rewards; the rollouts are those of all ranks."""
         config, began = self.config, time.perf_counter()
         prompts = self.data.training.prompts(progress.rows, self.prompts_per_generation, self.world)
         plan = self.sampling_plan(self.temperature)
         samples = self.sampler.sample(model, prompts, plan, first=progress.rows)
         sampled = time.perf_counter()
-        generation = judge(
+        generation = reward_completions(
             self.rewards, prompts, samples, TrainerState(progress.step, config.steps), config.reward_timeout
         )
-        judged = time.perf_counter()
+        rewarded = time.perf_counter()
         metrics = generation_metrics(generation, self.rewards)
         rollouts = replace(
             pack_rollouts(generation.groups, progress.step), kept=kept_completions(config, generation, self.weights)
@@ -241,7 +248,8 @@ class GRPO(Objective):
             lines = completion_lines(generation, self.rewards, advantages.tolist(), progress.step + 1)
             self.file.write(lines, progress.step)
         metrics |= {
-            "time/sample": sampled - began, "time/reward": judged - sampled, "time/score": time.perf_counter() - judged
+            "time/sample": sampled - began, "time/reward": rewarded - sampled,
+            "time/score": time.perf_counter() - rewarded,
         }  # fmt: skip
         self.watch.refuse_useless(metrics)
         return rollouts, metrics
@@ -253,7 +261,7 @@ class GRPO(Objective):
 
     @torch.no_grad()
     def score(self, model: CausalLM, rollouts: Rollouts) -> Scores:
-        """Of the policy before the first update, over the very rows that the updates take."""
+        """Scores rollouts by the policy before the first update, over the very rows that the updates take."""
         device, count = self.world.device, len(rollouts.ids)
         found = torch.zeros(3, count, device=device)
         model.eval()
@@ -264,7 +272,7 @@ class GRPO(Objective):
                 assert result.entropy is not None
                 found[0, places], found[1, places] = result.logprobs[:size], result.entropy[:size]
                 if self.reference is not None:
-                    found[2, places] = self.reference.logprobs(model, row.batch)
+                    found[2, places] = self.reference.logprobs(model, row.batch, self.temperature)
         model.train()
         return Scores(*distributed.total(found).cpu())
 
@@ -325,7 +333,7 @@ class GRPO(Objective):
     def loss_of_tokens(
         self, batch: RolloutBatch, counts: Tensor, logprobs: Tensor, entropy: Tensor | None, only: Tensor | None = None
     ) -> Tensor:
-        """Of a micro-batch, or of the tokens of `only`; divided by the counts of the step."""
+        """Returns the loss of a micro-batch, or of the tokens in `only`, divided by the counts of the step."""
         loss = policy_loss(self.policy, batch, logprobs, only) / counts[0]
         if self.entropy.applied:
             assert entropy is not None
@@ -336,7 +344,7 @@ class GRPO(Objective):
     def loss_of_rows(
         self, batch: RolloutBatch, counts: Tensor, logprobs: Tensor, entropy: Tensor | None, rows: slice
     ) -> Tensor:
-        """The same of the tokens `rows`, whose log-probabilities and entropies are given alone."""
+        """Returns the loss of the tokens `rows`, whose log-probabilities and entropies are given alone."""
         size = len(batch.sampling_logprobs)
         if rows.stop - rows.start == size:
             return self.loss_of_tokens(batch, counts, logprobs, entropy)
@@ -359,25 +367,25 @@ class GRPO(Objective):
             self.reference.finish_step(model, step)
 
     def validate(self, model: CausalLM, step: int, stop: Stop) -> Validation | None:
-        """The mean reward of greedy completions of held-out prompts; its negative is the loss. With --pass-at K also
-        pass@K, of sampled ones."""
-        generation = self.judge_held_out(model, step, self.sampling_plan(0))
+        """Computes the mean reward of greedy completions of held-out prompts; its negative is the loss. With --pass-at
+        K, sampled ones give pass@K."""
+        generation = self.reward_held_out(model, step, self.sampling_plan(0))
         rewards = generation.rewards
         values = {"reward": mean(weighted_totals(rewards, self.weights))}
         for function, column in zip(self.rewards, rewards.T, strict=True):
             values[f"rewards/{function.name}/mean"] = mean(column)
         if count := self.config.pass_at:
-            sampled = self.judge_held_out(model, step, replace(self.sampling_plan(self.temperature), n=count))
+            sampled = self.reward_held_out(model, step, replace(self.sampling_plan(self.temperature), n=count))
             values[f"pass@{count}"] = pass_fraction(sampled.rewards[:, 0], count)
         first = generation.groups[0]
         sample = f"{self.tokenizer.decode(first.prompt.ids)} | {first.samples[0].text}"
         return Validation(-values["reward"], values, per_token=False, sample=sample)
 
-    def judge_held_out(self, model: CausalLM, step: int, plan: SamplingPlan) -> JudgedGeneration:
+    def reward_held_out(self, model: CausalLM, step: int, plan: SamplingPlan) -> RewardedGeneration:
         prompts = [p for p in self.data.validation.prompts(self.world) if p.unit < MOST_VALIDATION_PROMPTS]
         samples = self.sampler.sample(model, prompts, plan)
         state = TrainerState(step, self.config.steps)
-        return judge(self.rewards, prompts, samples, state, self.config.reward_timeout)
+        return reward_completions(self.rewards, prompts, samples, state, self.config.reward_timeout)
 
     # -- in a checkpoint
 
@@ -390,3 +398,41 @@ class GRPO(Objective):
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         self.rollouts = Rollouts.from_state(state) if state else None
+
+
+def reference_spec(config: TrainConfig, policy: PolicyOptions, world: World) -> ReferenceSpec | None:
+    """What --reference says; None without a KL divergence. Raises InputError for a kind that does not fit."""
+    if not policy.beta:
+        if config.reference is not None:
+            raise InputError(f"--reference {config.reference} goes with --beta, which is missing")
+        return None
+    kind = default_reference(config)
+    spec = parse_reference(config.reference or ("model" if kind == "precomputed" else kind))
+    if spec.kind == "precomputed":
+        raise InputError(
+            "--reference precomputed: completions are sampled during the run; take base with LoRA, model, or ema"
+        )
+    make_reference(spec, config, world)
+    return spec
+
+
+def grpo_choices(config: TrainConfig, count: int, longest_prompt: int, hidden_size: int) -> dict[str, Choice]:
+    """The settings that were not given, for `count` prompts of which the longest has so many tokens."""
+    prompts = min(TINY_PROMPTS if config.is_tiny else MOST_PROMPTS, max(1, count))
+    epochs = config.epochs or 1.0
+    steps = math.ceil(epochs * count / (config.prompts or prompts)) * config.iterations
+    taken = config.steps or steps
+    rate = LEARNING_RATE * 10 if config.with_lora else LEARNING_RATE
+    if config.has_new_weights:
+        rate = default_learning_rate(hidden_size, pretrained=False, lora=config.with_lora)
+    group = longest_prompt - 1 + config.generations * (config.max_completion_length + 1)
+    length = max(longest_prompt + config.max_completion_length, min(group, MOST_ROW_TOKENS))
+    return {
+        "sequence_length": Choice(length, "a group of the longest prompt" if length == group else ""),
+        "prompts": Choice(prompts),
+        "steps": Choice(steps, f"{epochs:g} epoch{'' if epochs == 1 else 's'}"),
+        "learning_rate": Choice(rate, "grpo"),
+        "warmup": Choice(min(math.ceil(WARMUP_FRACTION * taken), taken - 1), f"{WARMUP_FRACTION:.0%} of the steps"),
+        "eval_every": Choice(math.ceil(taken / GRPO_VALIDATIONS), f"{GRPO_VALIDATIONS} validations"),
+        "activation_checkpointing": Choice("auto", "as much as memory demands"),
+    }

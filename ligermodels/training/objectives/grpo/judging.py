@@ -1,7 +1,4 @@
-"""Sampled completions and their rewards, from all ranks: advantages, metrics, and lines of completions.jsonl.
-
-Must not know models.
-"""
+"""Sampled completions and their rewards, from all ranks: advantages, metrics, warnings, lines of completions.jsonl."""
 
 import json
 import math
@@ -15,13 +12,23 @@ from torch import Tensor
 from ligermodels import distributed
 from ligermodels.errors import InputError
 from ligermodels.generation.requests import GeneratedSample
-from ligermodels.losses import reward_table
+from ligermodels.losses import group_advantages, reward_table, rloo_advantages
 from ligermodels.training.data.preferences import GroupPrompt
-from ligermodels.training.objectives.grpo.rewards import Judged, RewardFunction, Rewards, TrainerState, call_rewards
+from ligermodels.training.objectives.grpo.rewards import (
+    CompletionBatch,
+    RewardFunction,
+    Rewards,
+    TrainerState,
+    call_rewards,
+)
 from ligermodels.training.objectives.grpo.sampling import as_completion
+from ligermodels.training.settings.config import TrainConfig
+
+MUCH_ZERO_SPREAD = 0.8  # of the groups: almost nothing is learned
+USELESS_GENERATIONS = 10  # in a row, without a group whose rewards differ: the run ends
 
 
-class JudgedGroup(NamedTuple):
+class RewardedGroup(NamedTuple):
     """A prompt with its samples. rewards: of each function, for each sample. extras: columns that functions added."""
 
     prompt: GroupPrompt
@@ -30,10 +37,10 @@ class JudgedGroup(NamedTuple):
     extras: dict[str, list[Any]]
 
 
-class JudgedGeneration(NamedTuple):
+class RewardedGeneration(NamedTuple):
     """The groups of all ranks, by the number of their prompt. logged: what functions logged, by name."""
 
-    groups: list[JudgedGroup]
+    groups: list[RewardedGroup]
     logged: dict[str, float]
 
     @property
@@ -42,25 +49,25 @@ class JudgedGeneration(NamedTuple):
 
     @property
     def rewards(self) -> Tensor:
-        """float64 [C, K], NaN for None."""
+        """The rewards of all functions, float64 [C, K], NaN for None."""
         functions = range(len(self.groups[0].rewards))
         return reward_table([[value for group in self.groups for value in group.rewards[k]] for k in functions])
 
 
-def judge(
+def reward_completions(
     functions: Sequence[RewardFunction],
     prompts: Sequence[GroupPrompt],
     samples: Sequence[Sequence[GeneratedSample]],
     state: TrainerState,
     seconds: float,
-) -> JudgedGeneration:
+) -> RewardedGeneration:
     """Calls the reward functions on this rank's completions, and gathers those of all ranks. Every rank must call it.
 
     Raises InputError on every rank where a function fails on one.
     """
     error, mine = None, None
     try:
-        mine = judge_own(functions, prompts, samples, state, seconds)
+        mine = reward_own(functions, prompts, samples, state, seconds)
     except InputError as failure:
         error = failure
     distributed.raise_on_all(error)
@@ -71,26 +78,26 @@ def judge(
         for name, values in metrics.items():
             logged[name] += values
     groups = sorted((group for groups, _ in gathered for group in groups), key=lambda group: group.prompt.unit)
-    return JudgedGeneration(groups, {name: sum(values) / len(values) for name, values in logged.items()})
+    return RewardedGeneration(groups, {name: sum(values) / len(values) for name, values in logged.items()})
 
 
-def judge_own(
+def reward_own(
     functions: Sequence[RewardFunction],
     prompts: Sequence[GroupPrompt],
     samples: Sequence[Sequence[GeneratedSample]],
     state: TrainerState,
     seconds: float,
-) -> tuple[list[JudgedGroup], dict[str, list[float]]]:
+) -> tuple[list[RewardedGroup], dict[str, list[float]]]:
     if not prompts:
         return [], {}
-    rewards = call_rewards(functions, as_judged(prompts, samples), state, seconds)
+    rewards = call_rewards(functions, batch_of(prompts, samples), state, seconds)
     return list(groups_of_prompts(prompts, samples, rewards)), dict(rewards.metrics)
 
 
-def as_judged(prompts: Sequence[GroupPrompt], samples: Sequence[Sequence[GeneratedSample]]) -> Judged:
+def batch_of(prompts: Sequence[GroupPrompt], samples: Sequence[Sequence[GeneratedSample]]) -> CompletionBatch:
     pairs = [(prompt, sample) for prompt, group in zip(prompts, samples, strict=True) for sample in group]
     names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
-    return Judged(
+    return CompletionBatch(
         [prompt.text for prompt, _ in pairs],
         [as_completion(prompt.text, sample.text or "") for prompt, sample in pairs],
         [sample.ids for _, sample in pairs],
@@ -101,13 +108,13 @@ def as_judged(prompts: Sequence[GroupPrompt], samples: Sequence[Sequence[Generat
 
 def groups_of_prompts(
     prompts: Sequence[GroupPrompt], samples: Sequence[Sequence[GeneratedSample]], rewards: Rewards
-) -> Iterator[JudgedGroup]:
+) -> Iterator[RewardedGroup]:
     begin = 0
     for prompt, group in zip(prompts, samples, strict=True):
         part = slice(begin, begin + len(group))
         begin += len(group)
         values = [values[part] for values in rewards.values]
-        yield JudgedGroup(prompt, list(group), values, {name: all[part] for name, all in rewards.extras.items()})
+        yield RewardedGroup(prompt, list(group), values, {name: all[part] for name, all in rewards.extras.items()})
 
 
 def weighted_totals(rewards: Tensor, weights: Sequence[float]) -> Tensor:
@@ -117,13 +124,13 @@ def weighted_totals(rewards: Tensor, weights: Sequence[float]) -> Tensor:
 
 
 def has_spread(values: Tensor, generations: int) -> Tensor:
-    """bool [Q]: whether the present rewards of a prompt's completions differ, in any column of values [C, …]."""
+    """Tells whether the present rewards of a prompt's completions differ, bool [Q], in any column of values [C, …]."""
     groups = values.reshape(-1, generations, values[0].numel())
     highest = groups.nan_to_num(-math.inf).amax(1)
     return (highest > groups.nan_to_num(math.inf).amin(1)).any(1)
 
 
-def generation_metrics(generation: JudgedGeneration, functions: Sequence[RewardFunction]) -> dict[str, float]:
+def generation_metrics(generation: RewardedGeneration, functions: Sequence[RewardFunction]) -> dict[str, float]:
     """The metrics of a generation under TRL's names."""
     rewards, samples = generation.rewards, generation.samples
     size = len(generation.groups[0].samples)
@@ -146,13 +153,13 @@ def generation_metrics(generation: JudgedGeneration, functions: Sequence[RewardF
 
 
 def pass_fraction(values: Tensor, count: int) -> float:
-    """The fraction of prompts of which one completion has a reward of 1 or more: pass@count. values: of one function,
-    for `count` completions of each prompt."""
+    """The fraction of prompts of which one completion has a reward of 1 or more: pass@count. values are those of one
+    function, for `count` completions of each prompt."""
     return float((values.view(-1, count).nan_to_num(0.0) >= 1).any(1).double().mean())
 
 
 def mean(values: Tensor) -> float:
-    """Of the values that are present; 0 without any."""
+    """The mean of the values that are present; 0 without any."""
     return float(values.nanmean().nan_to_num(0.0))
 
 
@@ -163,9 +170,9 @@ def std(values: Tensor) -> Tensor:
 
 
 def completion_lines(
-    generation: JudgedGeneration, functions: Sequence[RewardFunction], advantages: Sequence[float], step: int
+    generation: RewardedGeneration, functions: Sequence[RewardFunction], advantages: Sequence[float], step: int
 ) -> Iterator[str]:
-    """A JSON object for each completion."""
+    """Yields a JSON object for each completion."""
     number = iter(advantages)
     for group in generation.groups:
         for index, sample in enumerate(group.samples):
@@ -176,3 +183,68 @@ def completion_lines(
                 "advantage": next(number), **{name: values[index] for name, values in group.extras.items()},
             }  # fmt: skip
             yield json.dumps(record, ensure_ascii=False, default=str)
+
+
+def advantages_of(
+    config: TrainConfig, loss: str, generation: RewardedGeneration, weights: Sequence[float], kl: Tensor
+) -> Tensor:
+    """Computes the advantages, fp32 [C]. weights are those of the reward functions. RLOO subtracts kl [C], times beta,
+    from the rewards' sum."""
+    if loss == "rloo":
+        totals = weighted_totals(generation.rewards, weights)
+        return rloo_advantages(totals - (config.beta or 0.0) * kl, config.generations)
+    return group_advantages(
+        generation.rewards, config.generations, reward_weights=weights, scale_rewards=config.scale_rewards or "group",
+        multi_objective_aggregation=config.reward_aggregation,
+    )  # fmt: skip
+
+
+def kept_completions(config: TrainConfig, generation: RewardedGeneration, weights: Sequence[float]) -> Tensor:
+    """Tells which completions updates read, bool [C]."""
+    rewards = generation.rewards
+    kept = torch.ones(len(rewards), dtype=torch.bool)
+    if not config.keep_zero_spread:
+        summed = config.reward_aggregation == "sum_then_normalize"
+        compared = weighted_totals(rewards, weights) if summed else rewards
+        kept = has_spread(compared, config.generations).repeat_interleave(config.generations)
+    if config.mask_truncated:
+        kept &= torch.tensor([sample.finish_reason == "stop" for sample in generation.samples])
+    return kept
+
+
+class GenerationWatch:
+    """Looks at the metrics of each generation for rewards that do not differ, and says each thing once.
+
+    keeps_all says whether groups without spread are trained on as well.
+    """
+
+    def __init__(self, keeps_all: bool) -> None:
+        self.keeps_all = keeps_all
+        self.useless = 0  # generations in a row
+        self.said: set[str] = set()
+
+    def refuse_useless(self, metrics: Mapping[str, float]) -> None:
+        """Raises InputError where no group of many generations in a row could teach anything."""
+        self.useless = self.useless + 1 if metrics["frac_reward_zero_std"] == 1 else 0
+        if self.useless == USELESS_GENERATIONS and not self.keeps_all:
+            raise InputError(
+                f"{USELESS_GENERATIONS} generations in a row had no prompt whose completions got different rewards "
+                f"(mean reward {metrics['reward']:.3g}): nothing can be learned. Begin with a model that solves some "
+                "of the prompts, raise --temperature or --generations, or use a reward with partial credit"
+            )
+
+    def warnings(self, values: Mapping[str, float]) -> list[str]:
+        """What there is to say after a step with these metrics."""
+        found = {}
+        if values.get("frac_reward_zero_std", 0) > MUCH_ZERO_SPREAD:
+            found["spread"] = (
+                f"{values['frac_reward_zero_std']:.0%} of the prompts got equal rewards for all completions, and teach "
+                "nothing: watch frac_reward_zero_std"
+            )
+        if values.get("completions/clipped_ratio", 0) == 1:
+            found["length"] = (
+                "every completion reached --max-completion-length: raise it, or name a text that ends one by --stop"
+            )
+        new = {name: line for name, line in found.items() if name not in self.said}
+        self.said |= new.keys()
+        return list(new.values())

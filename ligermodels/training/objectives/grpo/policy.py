@@ -1,8 +1,9 @@
-"""The loss of a micro-batch of rollouts, by the names of --loss, and its metrics. Must not know how they were sampled.
+"""The loss of a micro-batch of rollouts, by the names of --loss, and its metrics.
 
 Options that are None have the default of the loss (`ligermodels.losses.policy`).
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,18 +12,24 @@ import torch
 from torch import Tensor
 
 from ligermodels import losses
+from ligermodels.aliases import flag_of
 from ligermodels.errors import InputError
 from ligermodels.kernels.losses.logprobs_of_logits import LogProbs
-from ligermodels.losses import segment_means, segment_sums
+from ligermodels.losses import next_entropy_coef, segment_means, segment_sums
 from ligermodels.training.objectives.grpo.rollouts import RolloutBatch
+from ligermodels.training.settings.config import FIELDS, TrainConfig
 
 CLIP = ("epsilon", "epsilon_high")
 RATIO = ("importance_sampling_level",)
 
 
 class PolicyLoss(NamedTuple):
-    """unit: what the sum is divided by: "completions" or "tokens" of the step, or "longest": completions times the
-    longest possible. options: that the function takes. of_tokens: whether its ratios are those of tokens by default."""
+    """A loss of --loss.
+
+    unit says what the sum is divided by: "completions" or "tokens" of the step, or "longest", completions times the
+    longest possible. options are those that the function takes. of_tokens says whether its ratios are those of tokens
+    by default.
+    """
 
     function: Callable[..., Tensor]
     unit: str
@@ -85,7 +92,7 @@ class PolicyOptions:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Of the loss's function, those that are not its defaults."""
+        """The arguments of the loss's function that are not its defaults."""
         return {name: getattr(self, name) for name in self.loss.options if getattr(self, name) is not None}
 
     @property
@@ -112,6 +119,49 @@ class PolicyOptions:
         """What the sum over the step is divided by; at least 1."""
         units = {"completions": completions, "tokens": tokens, "longest": completions * self.longest}
         return max(1, units[self.loss.unit])
+
+
+def policy_options(config: TrainConfig) -> PolicyOptions:
+    """The loss of the flags. Raises InputError for one that has no effect on it."""
+    names = config.loss or ("dapo",)
+    if len(names) > 1:
+        raise InputError(f"--loss {' '.join(names)}: reinforcement learning has one loss; name one of them")
+    if names[0] == "rloo" and not config.kl_correction:
+        raise InputError("--kl-correction off has no effect with --loss rloo: leave it out")
+    if names[0] == "rloo" and config.scale_rewards is not None:
+        raise InputError("--scale-rewards has no effect with --loss rloo: leave it out")
+    if names[0] == "rloo" and config.reward_aggregation != FIELDS["reward_aggregation"].default:
+        raise InputError(
+            f"--reward-aggregation {config.reward_aggregation} has no effect with --loss rloo: leave it out"
+        )
+    if not config.kl_correction and not config.beta:
+        raise InputError("--kl-correction off goes with --beta, which is missing")
+    refuse_unused_clips(config)
+    return PolicyOptions(
+        name=names[0], longest=config.max_completion_length, epsilon=config.epsilon, epsilon_high=config.epsilon_high,
+        delta=config.delta, importance_sampling_level=config.importance_sampling_level, beta=config.beta or 0.0,
+        use_bias_correction_kl=config.kl_correction, sampler_correction=sampler_correction(config),
+        sampler_clip=config.sampler_clip, sampler_clip_min=config.sampler_clip_min,
+        off_policy_threshold=config.off_policy_threshold,
+    )  # fmt: skip
+
+
+def sampler_correction(config: TrainConfig) -> str | None:
+    """The mode of `losses.sampler_weights`, None for none. vLLM's log-probabilities differ from the policy's: it has
+    one by default, TRL's."""
+    mode = config.sampler_correction or ("sequence_mask" if config.sampler == "vllm" else "none")
+    return None if mode == "none" else mode
+
+
+def refuse_unused_clips(config: TrainConfig) -> None:
+    """Raises InputError for bounds of the sampler's correction without one, or of which none is left."""
+    low, high = config.sampler_clip_min, config.sampler_clip
+    if sampler_correction(config) is None:
+        for name in ("sampler_clip", "sampler_clip_min"):
+            if getattr(config, name) != FIELDS[name].default:
+                raise InputError(f"{flag_of(name)} goes with --sampler-correction, which is missing")
+    if low is not None and low >= high:
+        raise InputError(f"--sampler-clip-min {low:g}: must be below --sampler-clip, {high:g}")
 
 
 def policy_loss(options: PolicyOptions, row: RolloutBatch, logprobs: Tensor, only: Tensor | None = None) -> Tensor:
@@ -167,7 +217,7 @@ def kl_of_tokens(options: PolicyOptions, row: RolloutBatch, logprobs: Tensor) ->
 def metric_sums(
     options: PolicyOptions, row: RolloutBatch, found: LogProbs
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(sums, maxima) of a micro-batch's tokens, from which `step_metrics` makes TRL's metrics."""
+    """Returns (sums, maxima) of a micro-batch's tokens, from which `step_metrics` makes TRL's metrics."""
     logprobs, cu_seqlens = found.logprobs.detach(), row.batch.completions
     assert found.entropy is not None
     old = logprobs if row.old_logprobs is None else row.old_logprobs
@@ -212,3 +262,39 @@ def step_metrics(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict
             "clip_ratio/region_mean": (sums["clipped_low"] + sums["clipped_high"]) / tokens,
         }
     return metrics
+
+
+class EntropyControl:
+    """The weight of the entropy in the loss. Without a target it stays as it was given.
+
+    With one, a step adds the entropy only where that of the step before was at most the target, and the weight rises or
+    falls by 0.005 a step. Source: Skywork-OR1, arXiv 2505.22312, as TRL has it.
+    """
+
+    def __init__(self, weight: float, target: float | None) -> None:
+        self.target = target
+        # Of the next step, and the entropy per token of the last one: as a tensor, which a checkpoint fills in place.
+        self.values = torch.tensor([weight, math.inf], dtype=torch.float64)
+
+    @property
+    def is_used(self) -> bool:
+        return self.target is not None or self.weight > 0
+
+    @property
+    def weight(self) -> float:
+        return float(self.values[0])
+
+    @property
+    def applied(self) -> float:
+        """The weight in the loss of the next step."""
+        return self.weight if self.target is None or float(self.values[1]) <= self.target else 0.0
+
+    def finish_step(self, entropy: float) -> None:
+        """Takes the entropy of the step, per token. A step that is not finite changes nothing."""
+        if self.target is not None and math.isfinite(entropy):
+            weight = next_entropy_coef(self.weight, entropy, entropy_target=self.target)
+            self.values.copy_(torch.tensor([weight, entropy]))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint saves."""
+        return {} if self.target is None else {"entropy_control": self.values}

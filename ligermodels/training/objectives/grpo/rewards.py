@@ -5,34 +5,35 @@
 All arguments are passed by name, as lists with one value for each completion. `prompts` and `completions` are texts, or
 of conversations lists of messages; every column of the data is passed under its own name. A function gets those
 arguments that it names, and all with `**kwargs`. Beside these: `trainer_state`, `log_extra(column, values)` for columns
-of completions.jsonl, and `log_metric(name, value)`. Async functions run at the same time. Must not know how a function
-finds its rewards.
+of completions.jsonl, and `log_metric(name, value)`. Async functions run at the same time.
 """
 
 import asyncio
 import importlib.util
 import inspect
 import math
+import signal
 import sys
+import threading
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any, NamedTuple
 
 from ligermodels.errors import InputError
 from ligermodels.training.objectives.grpo.built_in_rewards import BUILT_IN_REWARDS, RewardCallable, built_in_reward
-from ligermodels.training.objectives.grpo.reward_models import REWARD_MODEL, ModelReward
-from ligermodels.training.objectives.grpo.time_limit import TimeLimitExceeded, time_limit
+from ligermodels.training.reward_function import REWARD_MODEL, ModelReward
 
 REWARD_KINDS = f"FILE.py:FUNCTION, {REWARD_MODEL}FOLDER of a reward model, or one of {', '.join(BUILT_IN_REWARDS)}"
 RESERVED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 
 class RewardFunction(NamedTuple):
-    """spec: as it was given, without its weight. name: in metrics and errors. file: that defines it, if any."""
+    """spec is as it was given, without its weight. Metrics and errors have the name. file defines it, if any does."""
 
     spec: str
     name: str
@@ -48,8 +49,8 @@ class TrainerState(NamedTuple):
     max_steps: int
 
 
-class Judged(NamedTuple):
-    """Completions to be judged, and what belongs to each; all lists have one value for each completion.
+class CompletionBatch(NamedTuple):
+    """Completions that get rewards, and what belongs to each; all lists have one value for each completion.
 
     columns: by name. places: where each prompt was read.
     """
@@ -146,7 +147,7 @@ def described(error: BaseException, file: Path | None) -> str:
 
 
 def arguments_of(function: RewardFunction, available: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the available arguments that a function takes. Raises InputError for one that is not available."""
+    """Picks the arguments that a function takes. Raises InputError for one that is not available."""
     parameters = inspect.signature(function.function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         taken = dict(available)
@@ -172,7 +173,9 @@ def check_columns(functions: Sequence[RewardFunction], columns: Mapping[str, Any
         arguments_of(function, dict.fromkeys([*RESERVED, *columns]))
 
 
-def call_rewards(functions: Sequence[RewardFunction], judged: Judged, state: TrainerState, seconds: float) -> Rewards:
+def call_rewards(
+    functions: Sequence[RewardFunction], batch: CompletionBatch, state: TrainerState, seconds: float
+) -> Rewards:
     """The rewards of all completions. seconds: that the functions have.
 
     Raises InputError, which names the function and the prompts, where a function raises, does not return in time, or
@@ -186,28 +189,28 @@ def call_rewards(functions: Sequence[RewardFunction], judged: Judged, state: Tra
     def log_metric(name: str, value: float) -> None:
         rewards.metrics[name].append(float(value))
 
-    lists = {"prompts": judged.prompts, "completions": judged.completions, "completion_ids": judged.completion_ids}
+    lists = {"prompts": batch.prompts, "completions": batch.completions, "completion_ids": batch.completion_ids}
     helpers = {"trainer_state": state, "log_extra": log_extra, "log_metric": log_metric}
-    available = {**judged.columns, **lists, **helpers}
+    available = {**batch.columns, **lists, **helpers}
     calls = [(function, arguments_of(function, available)) for function in functions]
-    returned = call_async(calls, judged, seconds)
+    returned = call_async(calls, batch, seconds)
     for function, arguments in calls:
         if not inspect.iscoroutinefunction(function.function):
-            returned[function.name] = call_one(function, arguments, judged, seconds)
-    rewards.values.extend(checked_values(function, returned[function.name], judged) for function in functions)
+            returned[function.name] = call_one(function, arguments, batch, seconds)
+    rewards.values.extend(checked_values(function, returned[function.name], batch) for function in functions)
     for column, values in rewards.extras.items():
-        if len(values) != len(judged.completions):
+        if len(values) != len(batch.completions):
             raise InputError(
                 f"log_extra({column!r}) has {len(values)} values; must have one for each of "
-                f"{len(judged.completions)} completions"
+                f"{len(batch.completions)} completions"
             )
     return rewards
 
 
 def call_async(
-    calls: Sequence[tuple[RewardFunction, dict[str, Any]]], judged: Judged, seconds: float
+    calls: Sequence[tuple[RewardFunction, dict[str, Any]]], batch: CompletionBatch, seconds: float
 ) -> dict[str, Any]:
-    """What the async functions return, by name; they run at the same time."""
+    """Runs the async functions at the same time. Returns what they return, by name."""
     awaited = [(function, arguments) for function, arguments in calls if inspect.iscoroutinefunction(function.function)]
     returned: dict[str, Any] = {}
 
@@ -215,9 +218,9 @@ def call_async(
         try:
             returned[function.name] = await function.function(**arguments)
         except Exception as error:
-            raise failed(function, judged, error) from error
+            raise failed(function, batch, error) from error
         except (TimeLimitExceeded, BaseExceptionGroup):  # the latter from a TaskGroup
-            raise too_slow(function, judged, seconds) from None
+            raise too_slow(function, batch, seconds) from None
 
     async def all_of_them() -> None:
         await asyncio.gather(*(one(function, arguments) for function, arguments in awaited))
@@ -228,39 +231,39 @@ def call_async(
     except TimeLimitExceeded:  # while all of them waited
         for function, _ in awaited:
             if function.name not in returned:
-                raise too_slow(function, judged, seconds) from None
+                raise too_slow(function, batch, seconds) from None
     return returned
 
 
-def call_one(function: RewardFunction, arguments: dict[str, Any], judged: Judged, seconds: float) -> Any:
+def call_one(function: RewardFunction, arguments: dict[str, Any], batch: CompletionBatch, seconds: float) -> Any:
     try:
         with time_limit(seconds):
             return function.function(**arguments)
     except TimeLimitExceeded:
-        raise too_slow(function, judged, seconds) from None
+        raise too_slow(function, batch, seconds) from None
     except Exception as error:
-        raise failed(function, judged, error) from error
+        raise failed(function, batch, error) from error
 
 
-def failed(function: RewardFunction, judged: Judged, error: Exception) -> InputError:
-    return InputError(f"--reward {function.spec}: raised {described(error, function.file)}, for {prompts_of(judged)}")
+def failed(function: RewardFunction, batch: CompletionBatch, error: Exception) -> InputError:
+    return InputError(f"--reward {function.spec}: raised {described(error, function.file)}, for {prompts_of(batch)}")
 
 
-def too_slow(function: RewardFunction, judged: Judged, seconds: float) -> InputError:
+def too_slow(function: RewardFunction, batch: CompletionBatch, seconds: float) -> InputError:
     return InputError(
-        f"--reward {function.spec}: did not return within {seconds:g} s, for {prompts_of(judged)}; give the function a "
+        f"--reward {function.spec}: did not return within {seconds:g} s, for {prompts_of(batch)}; give the function a "
         "limit of its own, or raise --reward-timeout"
     )
 
 
-def prompts_of(judged: Judged) -> str:
+def prompts_of(batch: CompletionBatch) -> str:
     """Where the prompts were read: the first and the last."""
-    first, last = judged.places[0], judged.places[-1]
+    first, last = batch.places[0], batch.places[-1]
     return f"the prompt of {first}" if first == last else f"the prompts of {first} to {last}"
 
 
-def checked_values(function: RewardFunction, values: Any, judged: Judged) -> list[float | None]:
-    count = len(judged.completions)
+def checked_values(function: RewardFunction, values: Any, batch: CompletionBatch) -> list[float | None]:
+    count = len(batch.completions)
     if not hasattr(values, "__len__") or isinstance(values, str | bytes | Mapping):
         raise InputError(
             f"--reward {function.spec}: returned {type(values).__name__}; must return a list of {count} numbers, one "
@@ -269,9 +272,9 @@ def checked_values(function: RewardFunction, values: Any, judged: Judged) -> lis
     if len(values) != count:
         raise InputError(
             f"--reward {function.spec}: returned {len(values)} rewards for {count} completions, for "
-            f"{prompts_of(judged)}; must return one for each"
+            f"{prompts_of(batch)}; must return one for each"
         )
-    return [checked_reward(function, value, place) for value, place in zip(values, judged.places, strict=True)]
+    return [checked_reward(function, value, place) for value, place in zip(values, batch.places, strict=True)]
 
 
 def checked_reward(function: RewardFunction, value: Any, place: str) -> float | None:
@@ -287,3 +290,33 @@ def checked_reward(function: RewardFunction, value: Any, place: str) -> float | 
             "number, or None where there is no reward"
         )
     return number
+
+
+class TimeLimitExceeded(BaseException):
+    """Not an Exception, so that an `except Exception` in the code that is stopped does not hold it back."""
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raises TimeLimitExceeded in the block after this time, also where it sleeps or waits for a network.
+
+    It uses SIGUSR2, and leaves SIGALRM to the code of others, which uses it for limits of its own. Python runs signal
+    handlers in the main thread alone: in any other thread there is no limit.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def expire(number: int, frame: FrameType | None) -> None:
+        raise TimeLimitExceeded
+
+    before = signal.signal(signal.SIGUSR2, expire)
+    timer = threading.Timer(seconds, signal.pthread_kill, (threading.get_ident(), signal.SIGUSR2))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        signal.signal(signal.SIGUSR2, before)

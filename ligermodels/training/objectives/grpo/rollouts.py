@@ -1,7 +1,7 @@
 """Rollouts: the completions of one generation with what the updates read of them, in host memory, on every rank.
 
 They are plain tensors, so that a checkpoint holds them: a run that is killed between two updates of a generation
-continues with the same completions. Must not know how they were sampled or judged.
+continues with the same completions.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from ligermodels.distributed import World
 from ligermodels.training.data.preferences import Group, PreferenceBatch, collate_groups, empty_batch
 from ligermodels.training.data.preferences.dealing import deal_units, pack_units
 from ligermodels.training.data.preferences.layout import GroupPiece, split_group
-from ligermodels.training.objectives.grpo.judging import JudgedGroup
+from ligermodels.training.objectives.grpo.judging import RewardedGroup
 
 
 @dataclass(frozen=True)
@@ -78,15 +78,17 @@ class Rollouts:
 
 
 class Scores(NamedTuple):
-    """Of the tokens of rollouts, fp32 [N]; 0 of those that updates do not read. logprobs, entropy: of the policy.
-    reference: the log-probabilities of the reference; 0 without one."""
+    """What models say of the tokens of rollouts, fp32 [N]; 0 where updates do not read them.
+
+    logprobs and entropy are the policy's. reference has the log-probabilities of the reference; 0 without one.
+    """
 
     logprobs: Tensor
     entropy: Tensor
     reference: Tensor
 
 
-def pack_rollouts(groups: Sequence[JudgedGroup], first_step: int) -> Rollouts:
+def pack_rollouts(groups: Sequence[RewardedGroup], first_step: int) -> Rollouts:
     """The rollouts of some prompts, all with as many samples; without advantages, all kept."""
     samples = [sample for group in groups for sample in group.samples]
     prompts = [torch.from_numpy(group.prompt.ids) for group in groups]

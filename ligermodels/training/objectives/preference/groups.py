@@ -1,6 +1,6 @@
 """GroupObjective: what the objectives on groups share: their data door, the size of a step, their validation.
 
-A group is a prompt with its completions: a pair, or a judged completion. Must not know losses.
+A group is a prompt with its completions: a pair, or a judged completion.
 """
 
 import math
@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -24,8 +24,7 @@ from ligermodels.training.checkpoints import Progress
 from ligermodels.training.data.preferences import GroupOptions, PreferenceBatch, PreferenceData, Step, open_preferences
 from ligermodels.training.data.preferences.formats import GroupKind
 from ligermodels.training.objectives.evaluation import start_stop_check
-from ligermodels.training.objectives.image_options import image_options
-from ligermodels.training.objectives.objective import Objective, StepTotals, Work
+from ligermodels.training.objectives.objective import Objective, StepTotals, Work, image_options
 from ligermodels.training.planning.defaults import MIN_STEPS_PER_EPOCH, VALIDATIONS, Choice, image_limits
 from ligermodels.training.reporting.metrics import Validation
 from ligermodels.training.run.stopping import Stop
@@ -130,10 +129,8 @@ class GroupObjective(Objective):
         """The units of a row, and other numbers that the loss divides by: int64, on the batch's device."""
 
     def policy(self, model: CausalLM, batch: PreferenceBatch, *extras: str) -> tuple[LogProbs, Tensor | None]:
-        """(log-probabilities, entropy and more of the supervised tokens, [M] each; the routers' weighted balance loss).
-
-        extras: of `ops.linear_logprobs`, beside what is always measured.
-        """
+        """Returns (log-probabilities, entropy and more of the supervised tokens, [M] each; the weighted balance loss of
+        routers). extras are those of `ops.linear_logprobs`, beside what is always measured."""
         more = ["mean_logit"] if self.config.mean_logits else []
         options = {"entropy": True, "extras": (*MEASURED, *more, *extras)}
         output = model(**batch.model_inputs, logprobs=options)
@@ -148,7 +145,7 @@ class GroupObjective(Objective):
 
     @torch.no_grad()
     def validate(self, model: CausalLM, step: int, stop: Stop) -> Validation | None:
-        """The same loss on the held-out groups, each step's divided by its counts, and their mean by units."""
+        """Computes the loss on the held-out groups: each step's divided by its counts, and their mean by units."""
         model.eval()
         found = StepTotals(self.world.device)
         stop_requested = start_stop_check(stop, self.world)
@@ -202,3 +199,8 @@ def mean_logits(sums: Mapping[str, float]) -> dict[str, float]:
 def balance_share(balance: Tensor | None, batch: PreferenceBatch, supervised: Tensor) -> Tensor | float:
     """The micro-batch's part of the routers' balance loss: its share of the step's supervised tokens."""
     return 0.0 if balance is None else balance * batch.supervised / supervised
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """The options that are not None: the others have the defaults of the function that they are for."""
+    return {name: value for name, value in options.items() if value is not None}

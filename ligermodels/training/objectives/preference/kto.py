@@ -11,10 +11,8 @@ from ligermodels.errors import InputError
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.training.data.preferences import PreferenceBatch, Step
 from ligermodels.training.objectives.objective import Share, Work
-from ligermodels.training.objectives.preference.groups import balance_share, logit_sums, mean_logits, token_sums
-from ligermodels.training.objectives.preference.options import given
-from ligermodels.training.objectives.preference.referenced import Referenced
-from ligermodels.training.objectives.preference.references import default_reference, row_logprobs
+from ligermodels.training.objectives.preference.groups import balance_share, given, logit_sums, mean_logits, token_sums
+from ligermodels.training.objectives.preference.references import ReferenceObjective, default_reference, row_logprobs
 from ligermodels.training.settings.config import TrainConfig
 
 KTO_LOSSES = ("kto", "apo_zero_unpaired")
@@ -22,7 +20,7 @@ BALANCED = 1.0, 4 / 3  # of the weights of good over bad examples: KTO's paper, 
 NO_EXAMPLE = torch.zeros(1), torch.tensor([0, 1], dtype=torch.int32), torch.zeros(1), torch.tensor([True]), 0.0
 
 
-class KTO(Referenced):
+class KTO(ReferenceObjective):
     """Kahneman-Tversky optimisation. `counts` of a step: examples, supervised tokens, z.
 
     z, the estimate of the divergence from the reference, is of the whole step: two passes without a gradient over its

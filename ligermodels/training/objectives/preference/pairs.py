@@ -19,16 +19,17 @@ from ligermodels.training.objectives.objective import Share, Work
 from ligermodels.training.objectives.preference.groups import (
     GroupObjective,
     balance_share,
+    given,
     logit_sums,
     mean_logits,
     token_sums,
 )
-from ligermodels.training.objectives.preference.options import given, parse_f_divergence, parse_losses
-from ligermodels.training.objectives.preference.referenced import Referenced
-from ligermodels.training.objectives.watching import PairWatch
+from ligermodels.training.objectives.preference.references import ReferenceObjective
 from ligermodels.training.settings.config import RunConfig, TrainConfig
 
 NO_PAIR = torch.zeros(2), torch.tensor([0, 1, 2], dtype=torch.int32)  # log-probabilities and offsets, to try a loss on
+FIRST_STEPS = 5  # in which sides that differ by more than their content are noticed
+FALL = 10.0  # nats that the chosen side's log-probability has fallen by, where it is worth a word
 
 
 class PairObjective(GroupObjective):
@@ -44,7 +45,7 @@ class PairObjective(GroupObjective):
 
     @abstractmethod
     def read_options(self) -> dict[str, Any]:
-        """The keyword arguments of the loss. Those that are not given have its defaults."""
+        """The keyword arguments of the loss. It has defaults for those that are not given."""
 
     def try_options(self) -> None:
         """Raises InputError where the loss refuses its options."""
@@ -85,17 +86,20 @@ class PairObjective(GroupObjective):
         return self.watch.warnings(values)
 
 
-class DPO(Referenced, PairObjective):
+class DPO(ReferenceObjective, PairObjective):
     """Direct preference optimisation and its relatives: losses of the log-ratios with a reference."""
 
     learning_rate = 5e-6
     pair_loss = staticmethod(losses.dpo)
 
+    @property
+    def ld_alpha(self) -> float | None:
+        return self.config.ld_alpha
+
     def read_options(self) -> dict[str, Any]:
         config = self.config
         names, weights = parse_losses(config.loss or ("sigmoid",))
         divergence, alpha = parse_f_divergence(config.f_divergence)
-        self.ld_alpha = config.ld_alpha
         return {"loss_type": names, "loss_weights": weights} | given(
             beta=config.beta, label_smoothing=config.label_smoothing, f_divergence_type=divergence,
             f_alpha_divergence_coef=alpha, discopop_tau=config.discopop_tau, ld_alpha=config.ld_alpha,
@@ -186,6 +190,71 @@ class SimPO(PairObjective):
 
 
 def most_tokens(groups: Groups, steps: Iterable[Sequence[int]]) -> int:
-    """Of the groups of one step, in a row. steps: the numbers of their groups."""
+    """The most tokens that the groups of one step have in a row. steps has the numbers of their groups."""
     tokens = groups.laid_out[0]
     return max(int(tokens[step].sum()) for step in steps)
+
+
+def parse_losses(words: Sequence[str]) -> tuple[list[str], list[float]]:
+    """Reads names and weights from `NAME` and `NAME=WEIGHT`; a weight is 1 where there is none. Raises InputError."""
+    names, weights = [], []
+    for word in words:
+        name, equals, weight = word.partition("=")
+        if name in names:
+            raise InputError(f"--loss {' '.join(words)}: names {name} twice; leave one out")
+        names.append(name)
+        weights.append(number_in(f"--loss {word}", weight, f"a weight, as {name}=0.2") if equals else 1.0)
+    return names, weights
+
+
+def parse_f_divergence(text: str | None) -> tuple[str | None, float | None]:
+    """Reads (name, alpha) from `NAME` or `alpha_divergence:ALPHA`. Raises InputError."""
+    name, colon, alpha = (text or "").partition(":")
+    if colon and name != "alpha_divergence":
+        raise InputError(f"--f-divergence {text}: only alpha_divergence has a number")
+    return name or None, number_in(f"--f-divergence {text}", alpha, "a number, as :0.5") if colon else None
+
+
+def number_in(flag: str, text: str, rule: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise InputError(f"{flag}: must have {rule}") from None
+
+
+class PairWatch:
+    """Looks at the metrics of each step for labels that leak and sides that both fall, and says each thing once."""
+
+    def __init__(self) -> None:
+        self.first: Mapping[str, float] | None = None
+        self.sure = 0  # steps from the first one on, in a row, with every pair on the right side
+        self.steps = 0
+        self.said: set[str] = set()
+        self.pending: list[str] = []
+
+    def warnings(self, values: Mapping[str, float]) -> list[str]:
+        """What there is to say after a step with these metrics, under TRL's names."""
+        self.steps += 1
+        self.first = self.first or values
+        if self.steps <= FIRST_STEPS and values["rewards/accuracies"] == 1.0:
+            self.sure += 1
+        if self.sure == self.steps == FIRST_STEPS:
+            self.say(
+                "leak",
+                f"accuracy 1.0 in each of the first {FIRST_STEPS} steps: does the data tell the sides apart by their "
+                "length or their end?",
+            )
+        chosen, rejected = (self.first[f"logps/{side}"] - values[f"logps/{side}"] for side in ("chosen", "rejected"))
+        if chosen > FALL and chosen > rejected:
+            self.say(
+                "fall",
+                f"the chosen answers have lost {chosen:.0f} nats, more than the rejected: raise --beta, or add a "
+                "likelihood of the chosen (--loss sigmoid sft=0.2, --nll-weight)",
+            )
+        lines, self.pending = self.pending, []
+        return lines
+
+    def say(self, name: str, line: str) -> None:
+        if name not in self.said:
+            self.said.add(name)
+            self.pending.append(line)

@@ -7,40 +7,56 @@
     ema:ALPHA/STEPS      trained weights of which every STEPS steps α of the policy's take the place (TR-DPO)
 
 All take the same rows by the same route as the policy, so that a policy that equals its reference has a log-ratio of
-exactly 0. Must not know losses.
+exactly 0.
 """
 
+import hashlib
+import json
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+import ligermodels
+from ligermodels import distributed
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
 from ligermodels.hub import create, quantise_on_meta, resolve
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.lora import lora_disabled
 from ligermodels.losses.pairs import pair_sums
-from ligermodels.memory.model import held_bytes, trained_parameters
+from ligermodels.memory.model import TrainingMemory, held_bytes, trained_parameters
 from ligermodels.tokenizer import Tokenizer
-from ligermodels.training.data.preferences import PreferenceBatch
-from ligermodels.training.objectives.vocabulary import refuse_other_tokens, tokenizer_of
+from ligermodels.training.checkpoints.state import fingerprint
+from ligermodels.training.data.preferences import PreferenceBatch, PreferenceData, Step
+from ligermodels.training.data.preferences.steps import Groups
+from ligermodels.training.data.rows.cache import cache_folder
+from ligermodels.training.data.run_tokenizer import refuse_other_tokens, tokenizer_of
+from ligermodels.training.objectives.objective import RunSetup
+from ligermodels.training.objectives.preference.groups import GroupObjective
 from ligermodels.training.parallel import fsdp
+from ligermodels.training.parallel.fsdp import dp_shard_size
 from ligermodels.training.planning.defaults import TORCH_DTYPES
-from ligermodels.training.settings.config import TrainConfig
+from ligermodels.training.settings.config import RunConfig, TrainConfig
+from ligermodels.units import counted, duration
 from ligermodels.weights.loading import load_weights, shard_and_offset
 from ligermodels.weights.mapping import is_lora_parameter
+from ligermodels.weights.reading import open_for_reading
 from ligermodels.weights.sharding import reshard
+from ligermodels.weights.writing import failure, replace_file
 
 EMA_ALPHA, EMA_STEPS = 0.6, 512  # TRL's defaults
 
 
 class ReferenceSpec(NamedTuple):
-    """What --reference says. folder: of kind "model"; None for the policy's own. alpha, steps: of kind "ema"."""
+    """What --reference says. folder is that of the kind "model", and None for the policy's own weights; alpha and steps
+    are those of the kind "ema"."""
 
     kind: str
     folder: str | None = None
@@ -49,7 +65,7 @@ class ReferenceSpec(NamedTuple):
 
 
 def parse_reference(text: str) -> ReferenceSpec:
-    """`base`, `adapter`, `precomputed`, `model`, `model:FOLDER`, `ema` or `ema:ALPHA/STEPS`. Raises InputError."""
+    """Reads `base`, `adapter`, `precomputed`, `model[:FOLDER]` or `ema[:ALPHA/STEPS]`. Raises InputError."""
     kind, colon, rest = text.partition(":")
     if kind == "model":
         return ReferenceSpec(kind, rest or None)
@@ -74,22 +90,20 @@ def parse_ema(text: str, rest: str) -> ReferenceSpec:
 
 
 class Reference(ABC):
-    """A model whose log-probabilities a loss reads beside the policy's. Every rank calls the same methods.
-
-    temperature: divides the logits, as the policy's.
-    """
-
-    temperature = 1.0
+    """A model whose log-probabilities a loss reads beside the policy's. Every rank calls the same methods."""
 
     def prepare(self, model: CausalLM, say: Callable[[str], Any]) -> None:  # noqa: B027
-        """model: the policy, sharded, with the weights that the run begins with."""
+        """Makes it from the policy, which is sharded and has the weights that the run begins with."""
 
     @abstractmethod
-    def logprobs(self, model: CausalLM, batch: PreferenceBatch) -> Tensor:
-        """Of the supervised tokens of a row, fp32 [M], without a gradient. model: the policy."""
+    def logprobs(self, model: CausalLM, batch: PreferenceBatch, temperature: float = 1.0) -> Tensor:
+        """The log-probabilities of the supervised tokens of a row, fp32 [M], without a gradient.
+
+        The model is the policy. The temperature divides the logits, as it divides the policy's.
+        """
 
     def sums(self, model: CausalLM, batch: PreferenceBatch, ld_alpha: float | None) -> Tensor:
-        """Of the completions of a row, float64 [S]: `losses.pair_sums`."""
+        """The sums over the completions of a row, float64 [S], as `losses.pair_sums` has them."""
         return pair_sums(self.logprobs(model, batch), batch.completions, ld_alpha)
 
     def finish_step(self, model: CausalLM, step: int) -> None:  # noqa: B027
@@ -100,13 +114,13 @@ class Reference(ABC):
         return {}
 
     def bytes_beside(self, model: CausalLM, shards: int) -> int:
-        """Bytes of a rank beside those of a training step. model: the policy, on the meta device."""
+        """The bytes of a rank beside those of a training step. The model is the policy, on the meta device."""
         return 0
 
 
 @torch.no_grad()
 def row_logprobs(model: CausalLM, batch: PreferenceBatch, temperature: float = 1.0) -> Tensor:
-    """The log-probabilities of a row's supervised tokens, [M], without dropout."""
+    """Computes the log-probabilities of a row's supervised tokens, [M], without dropout."""
     training = model.training
     model.eval()
     found = model(**batch.model_inputs, logprobs={"temperature": temperature}).logprobs.logprobs[: batch.supervised]
@@ -117,9 +131,9 @@ def row_logprobs(model: CausalLM, batch: PreferenceBatch, temperature: float = 1
 class BaseReference(Reference):
     """The base of a policy with LoRA: no memory, and no weights to gather again."""
 
-    def logprobs(self, model: CausalLM, batch: PreferenceBatch) -> Tensor:
+    def logprobs(self, model: CausalLM, batch: PreferenceBatch, temperature: float = 1.0) -> Tensor:
         with lora_disabled(model):
-            return row_logprobs(model, batch, self.temperature)
+            return row_logprobs(model, batch, temperature)
 
 
 class SnapshotReference(Reference):
@@ -136,9 +150,9 @@ class SnapshotReference(Reference):
         reshard(model)
         self.weights = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 
-    def logprobs(self, model: CausalLM, batch: PreferenceBatch) -> Tensor:
+    def logprobs(self, model: CausalLM, batch: PreferenceBatch, temperature: float = 1.0) -> Tensor:
         with exchanged(model, self.weights):
-            return row_logprobs(model, batch, self.temperature)
+            return row_logprobs(model, batch, temperature)
 
     @torch.no_grad()
     def finish_step(self, model: CausalLM, step: int) -> None:
@@ -195,7 +209,7 @@ class ModelReference(Reference):
         self.model: CausalLM | None = None
 
     def build(self, policy: CausalLM) -> CausalLM:
-        """On the meta device. Raises InputError where it has another vocabulary than the policy."""
+        """Builds it on the meta device. Raises InputError where it has another vocabulary than the policy."""
         config = self.config
         source = self.folder or (str(config.model) if config.has_new_weights else resolve(str(config.model),
             revision=config.revision))  # fmt: skip
@@ -225,25 +239,155 @@ class ModelReference(Reference):
             reference.initialize(self.config.seed)
         reference.eval()
 
-    def logprobs(self, model: CausalLM, batch: PreferenceBatch) -> Tensor:
+    def logprobs(self, model: CausalLM, batch: PreferenceBatch, temperature: float = 1.0) -> Tensor:
         assert self.model is not None  # `prepare` came first
-        return row_logprobs(self.model, batch, self.temperature)
+        return row_logprobs(self.model, batch, temperature)
 
     def bytes_beside(self, model: CausalLM, shards: int) -> int:
         reference = self.build(model)
         return held_bytes(reference.parameters(), shards, set(reference.replicated_parameters()))
 
 
+class PrecomputedReference(Reference):
+    """The policy's log-probabilities as they were at the start, computed in one pass before training.
+
+    The pass takes the rows that training will take, in the same order, so that the first step's log-ratios are exactly
+    0. Sums of completions are kept in the user's cache, in a file named by a hash of the weights, the data, the
+    settings that shape rows, and the code; the next run with the same starts at once. A run that is lengthened adds
+    what is missing.
+
+    found: float64 [completions], their sums by their numbers in the data; NaN for those that are not known.
+    """
+
+    def __init__(self, config: RunConfig, world: World, data: PreferenceData, ld_alpha: float | None) -> None:
+        self.config, self.world, self.data, self.ld_alpha = config, world, data, ld_alpha
+        parts = [*data.training.groups.parts, *data.validation.groups.parts]
+        self.found = np.full(max(part.first + len(part.store.tokens) for part in parts), np.nan)
+
+    def logprobs(self, model: CausalLM, batch: PreferenceBatch, temperature: float = 1.0) -> Tensor:
+        raise InputError("--reference precomputed: has sums of completions, not their tokens; take --reference model")
+
+    def sums(self, model: CausalLM, batch: PreferenceBatch, ld_alpha: float | None) -> Tensor:
+        found = torch.from_numpy(self.found[batch.numbers])
+        device = batch.completions.device
+        return (found.pin_memory() if device.type == "cuda" else found).to(device, non_blocking=True)
+
+    def prepare(self, model: CausalLM, say: Callable[[str], Any]) -> None:
+        file = cache_folder() / f"reference-{self.key(model)}.f64"
+        self.found = distributed.from_first(self.read(file) if self.world.is_first else self.found)
+        known = int(np.isfinite(self.found).sum())
+        start = time.perf_counter()
+        computed = self.compute(model)
+        if not computed:
+            say(f"reference: log-probabilities of {counted(known, 'completion')}, from {file}")
+            return
+        taken = duration(time.perf_counter() - start)
+        say(f"reference: log-probabilities of {counted(computed, 'completion')} precomputed in {taken}, kept in {file}")
+        error = failure(self.write, file) if self.world.is_first else None
+        if error is not None:  # the cache only saves time
+            say(f"warning: {error}")
+
+    def compute(self, model: CausalLM) -> int:
+        """Fills in what the run needs and is missing. Returns how many completions that were."""
+        missing = np.isnan(self.found) & self.needed()
+        sums = torch.zeros(len(self.found), dtype=torch.float64, device=self.world.device)
+        for step in self.steps_with(missing):
+            for batch in step.batches:
+                numbers = torch.from_numpy(batch.numbers).to(sums.device)
+                sums[numbers] = pair_sums(row_logprobs(model, batch), batch.completions, self.ld_alpha)
+        self.found[missing] = distributed.total(sums).cpu().numpy()[missing]
+        return int(missing.sum())
+
+    @property
+    def cursors(self) -> range:
+        """Where the steps of the run begin in its training data."""
+        return range(0, self.config.steps * self.config.units, self.config.units)
+
+    def trained(self, cursor: int) -> np.ndarray:
+        """The numbers of the completions of the step that begins at `cursor`."""
+        training = self.data.training
+        return numbers_of(training.groups, training.numbers(cursor, self.config.units))
+
+    @property
+    def held_out(self) -> np.ndarray:
+        """The numbers of the completions of the validation."""
+        return numbers_of(self.data.validation.groups, range(len(self.data.validation)))
+
+    def needed(self) -> np.ndarray:
+        """Whether the run reads each completion, bool [completions]."""
+        needed = np.zeros(len(self.found), bool)
+        for cursor in self.cursors:
+            needed[self.trained(cursor)] = True
+        needed[self.held_out] = True
+        return needed
+
+    def steps_with(self, missing: np.ndarray) -> Iterator[Step]:
+        """The steps of the run's first pass over the data, and of the validation, that have missing completions."""
+        left = missing.copy()
+        for cursor in self.cursors:
+            numbers = self.trained(cursor)
+            if left[numbers].any():
+                yield self.data.training.collated(cursor, self.config.units, self.world)
+            left[numbers] = False
+        if missing[self.held_out].any():
+            yield from self.data.validation.steps(self.config.units, self.world)
+
+    def key(self, model: CausalLM) -> str:
+        config, data = self.config, self.data
+        described = {
+            "weights": {name: fingerprint(parameter) for name, parameter in model.named_parameters()},
+            "data": data.training.fingerprint,
+            "validation": [part.fingerprint for part in data.validation.groups.parts],
+            "rows": [config.units, config.sequence_length, config.share_prompts, config.seed, self.world.size],
+            "dtype": [config.dtype, str(self.world.device.type)],
+            "ld_alpha": self.ld_alpha,
+            "images": self.image_versions(),
+            "code": package_hash(),
+        }
+        return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:32]
+
+    def image_versions(self) -> list[str]:
+        """What decides about the pixels of images beside their names."""
+        if self.data.processor is None:
+            return []
+        parts = (*self.data.training.groups.parts, *self.data.validation.groups.parts)
+        images = (part.store.tokens.images for part in parts)
+        return [repr(self.data.processor.images), *(found.file_versions for found in images if found is not None)]
+
+    def read(self, file: Path) -> np.ndarray:
+        """The sums in the cache; as they are where it has none, or a damaged file."""
+        if not file.is_file():
+            return self.found
+        with open_for_reading(file) as stream:
+            found = np.frombuffer(stream.read(), np.float64)
+        return found.copy() if found.shape == self.found.shape else self.found
+
+    def write(self, file: Path) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(file, self.found.tobytes())
+
+
+def numbers_of(groups: Groups, numbers: Any) -> np.ndarray:
+    """The numbers that the completions of these groups have in the data, as in `PreferenceBatch.numbers`."""
+    return np.concatenate([groups.completion_numbers(number) for number in numbers])
+
+
+def package_hash() -> str:
+    """A hash of this package's code."""
+    files = sorted(Path(ligermodels.__file__).parent.rglob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
 def default_reference(config: TrainConfig) -> str:
     return "adapter" if config.adapter else "base" if config.with_lora else "precomputed"
 
 
-def make_live_reference(
+def make_reference(
     spec: ReferenceSpec, config: TrainConfig, world: World, tokenizer: Tokenizer | None = None
 ) -> Reference:
-    """A reference that computes log-probabilities of any row: all kinds but "precomputed". Raises InputError.
+    """Makes a reference that computes log-probabilities of any row: all kinds but "precomputed". Raises InputError.
 
-    tokenizer: as for `ModelReference`.
+    tokenizer is that of the policy's data, and None before they are opened.
     """
     if spec.kind == "base" and not config.with_lora:
         raise InputError("--reference base goes with --lora-rank, which is missing; take precomputed or model")
@@ -274,3 +418,52 @@ def refuse_base_that_is_trained(model: CausalLM) -> None:
         raise InputError(
             f"--reference base: the adapter trains {trained[0]} of the base itself; take --reference adapter"
         )
+
+
+class ReferenceObjective(GroupObjective):
+    """An objective on groups with a reference."""
+
+    reference: Reference
+
+    def __init__(self, config: TrainConfig, world: World) -> None:
+        super().__init__(config, world)
+        self.spec = parse_reference(config.reference or self.default_reference())
+        if self.spec.kind != "precomputed":
+            make_reference(self.spec, config, world)
+
+    @property
+    def ld_alpha(self) -> float | None:
+        """The weight of the tokens beyond the shorter side, in the reference's sums as in the policy's; None for 1."""
+        return None
+
+    def default_reference(self) -> str:
+        return default_reference(self.config)
+
+    def open(self, folder: Path | None, model: CausalLM, adapter: Path | None) -> None:
+        if self.spec.kind == "base":
+            refuse_base_that_is_trained(model)
+        super().open(folder, model, adapter)
+
+    def complete(self, config: RunConfig) -> None:
+        super().complete(config)
+        if self.spec.kind == "precomputed":
+            self.reference = PrecomputedReference(config, self.world, self.data, self.ld_alpha)
+        else:
+            self.reference = make_reference(self.spec, config, self.world, self.data.tokenizer)
+
+    def bytes_beside(self, model: CausalLM) -> int:
+        return self.reference.bytes_beside(model, dp_shard_size(self.world, self.config.dp_replicate))
+
+    def phases(self, model: CausalLM, train: TrainingMemory) -> Mapping[str, int]:
+        first = {"precompute": train.forward_peak} if self.spec.kind == "precomputed" else {}
+        return {**first, **super().phases(model, train)}
+
+    def prepare(self, model: CausalLM, run: RunSetup) -> None:
+        super().prepare(model, run)
+        self.reference.prepare(model, run.say)
+
+    def finish_step(self, model: CausalLM, step: int) -> None:
+        self.reference.finish_step(model, step)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self.reference.tensors()

@@ -37,7 +37,7 @@ class Reward(GroupObjective):
 
 
 def rewards_of(model: RewardModel, batch: PreferenceBatch) -> Tensor:
-    """[S] fp32: the score of each completion, at the token that `RewardModel.forward` reads by itself.
+    """Computes the score of each completion, fp32 [S], at the token that `RewardModel.forward` reads by itself.
 
     That is not the last one where the model's padding is the end token.
     """

@@ -18,7 +18,7 @@ from ligermodels.training.data.embedded.new_tokenizer import (
     save_tokenizer,
     train_tokenizer,
 )
-from ligermodels.training.preparing import take_special_ids
+from ligermodels.training.planning.model import take_special_ids
 from ligermodels.verify import reference
 from ligermodels.verify.text import TEXTS, text_checks
 

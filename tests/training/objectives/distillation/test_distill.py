@@ -3,6 +3,7 @@
 import itertools
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import tokenizers
@@ -16,8 +17,9 @@ from ligermodels.errors import InputError
 from ligermodels.kernels import launch
 from ligermodels.training import TrainConfig, plan, train
 from ligermodels.training.checkpoints import Progress
-from ligermodels.training.objectives.distillation import stored_teacher, teachers
-from ligermodels.training.objectives.distillation.taught import parse_divergence
+from ligermodels.training.objectives import RunSetup
+from ligermodels.training.objectives.distillation import teachers
+from ligermodels.training.objectives.distillation.distill import parse_divergence
 from ligermodels.training.preparing import prepare
 from tests.training.small_models import RAW, save_model, validations
 
@@ -173,7 +175,7 @@ def test_states_of_other_data_or_another_teacher_are_refused(conversations):
             train(again)
         (states / file).write_bytes(whole)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stored_teacher, "free_space", lambda _: (folder, 10))
+        patch.setattr(teachers, "free_space", lambda _: (folder, 10))
         with pytest.raises(
             InputError, match=r"--teacher-states .*nowhere: needs .*, and .* has 10 B; name a folder on"
         ):
@@ -229,7 +231,7 @@ def test_a_sampled_step_is_a_loop_over_completions(folder, kind):
     run = prepare(on_policy(folder, steps=1, divergence=kind, temperature=0.7), World(torch.device("cpu")))
     objective, student = run.objective, ligermodels.load(folder / "student")
     teacher = ligermodels.load(folder / "taught/model")
-    objective.prepare(student, print)
+    objective.prepare(student, RunSetup(Path()))
     work = objective.work(student, Progress())
     loss = sum(objective.loss(student, batch, work).loss for batch in work.batches)
     loss.backward()

@@ -10,8 +10,7 @@ from ligermodels.distributed import World
 from ligermodels.errors import InputError
 from ligermodels.training import TrainConfig, train
 from ligermodels.training.data.embedded import embedded
-from ligermodels.training.objectives import watching
-from ligermodels.training.objectives.grpo import grpo
+from ligermodels.training.objectives.grpo import grpo, judging
 from ligermodels.training.objectives.grpo.judging import pass_fraction
 from ligermodels.training.objectives.grpo.policy import policy_loss
 from ligermodels.training.preparing import prepare
@@ -150,7 +149,7 @@ def test_the_weight_of_the_entropy_follows_its_target_and_is_in_the_checkpoint(c
 
 def test_a_run_whose_rewards_never_differ_warns_and_ends(config, few, monkeypatch, capsys, tmp_path):
     """With --keep-zero-spread it continues."""
-    monkeypatch.setattr(watching, "USELESS_GENERATIONS", 2)
+    monkeypatch.setattr(judging, "USELESS_GENERATIONS", 2)
     settings = few | {"steps": 3, "learning_rate": 1e-3}
     with pytest.raises(InputError, match=r"2 generations in a row had no prompt .* \(mean reward 1\): nothing can be"):
         train(config("constant", **settings))

@@ -5,6 +5,7 @@ The loop knows the formulas of docs/losses.md, and nothing of rows, shared promp
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,8 +18,8 @@ from ligermodels.layers import lm_head
 from ligermodels.layers.lora import lora_disabled
 from ligermodels.training import TrainConfig
 from ligermodels.training.checkpoints import Progress
-from ligermodels.training.objectives.grpo.grpo_options import policy_options
-from ligermodels.training.objectives.grpo.policy import POLICY_LOSSES, PolicyOptions
+from ligermodels.training.objectives import RunSetup
+from ligermodels.training.objectives.grpo.policy import POLICY_LOSSES, PolicyOptions, policy_options
 from ligermodels.training.objectives.grpo.sampling import Sampler
 from ligermodels.training.preparing import prepare
 
@@ -49,7 +50,7 @@ def made(tmp_path_factory):
             for parameter in model.parameters():  # LoRA's B is 0 at the start, and the policy its reference
                 if parameter.requires_grad and not parameter.any():
                     parameter.data.normal_(std=0.02, generator=generator)
-            objective.prepare(model, print)
+            objective.prepare(model, RunSetup(Path()))
             model.train()
             objective.work(model, Progress())
         # As if an update had been made: the policy that the ratios compare with is another one.

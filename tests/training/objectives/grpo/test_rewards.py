@@ -5,10 +5,16 @@ import math
 import pytest
 
 from ligermodels.errors import InputError
-from ligermodels.training.objectives.grpo.rewards import Judged, TrainerState, call_rewards, check_columns, open_rewards
+from ligermodels.training.objectives.grpo.rewards import (
+    CompletionBatch,
+    TrainerState,
+    call_rewards,
+    check_columns,
+    open_rewards,
+)
 
 CONVERSATION = [{"role": "user", "content": "3 + 4?"}]
-JUDGED = Judged(
+JUDGED = CompletionBatch(
     prompts=["3 + 4?", "3 + 4?", CONVERSATION],
     completions=["7", "the sum is 1,007.0", [{"role": "assistant", "content": " 7 "}]],
     completion_ids=[[5], [5, 6, 7, 8, 9, 2], [5, 2]],

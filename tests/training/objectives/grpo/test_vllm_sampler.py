@@ -13,8 +13,8 @@ from ligermodels import distributed
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
 from ligermodels.training import TrainConfig, train
-from ligermodels.training.objectives.grpo import grpo, vllm_sampler
-from ligermodels.training.objectives.grpo.grpo_options import sampler_correction
+from ligermodels.training.objectives.grpo import grpo, sampling
+from ligermodels.training.objectives.grpo.policy import sampler_correction
 from ligermodels.training.preparing import prepare
 from tests.training.objectives.grpo.vllm_stand_in import make_module
 
@@ -66,11 +66,11 @@ def test_weights_of_the_step_before_are_noticed(vllm, config, monkeypatch):
     """What the test above would see if the second generation kept the first one's weights."""
     first = []
 
-    def stale(model, dtype, fresh=vllm_sampler.hub_weights):
+    def stale(model, dtype, fresh=sampling.hub_weights):
         first[:] = first or [(name, tensor.clone()) for name, tensor in fresh(model, dtype)]
         return first
 
-    monkeypatch.setattr(vllm_sampler, "hub_weights", stale)
+    monkeypatch.setattr(sampling, "hub_weights", stale)
     records = [record for record in train(config()).metrics if "reward" in record]
     assert records[0]["sampling/sampling_logp_difference/max"] < 1e-4
     assert records[1]["sampling/sampling_logp_difference/max"] > 1e-2

@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from ligermodels.errors import InputError
 from ligermodels.layers.reward_model import initialize_new_parameters
 from ligermodels.training import TrainConfig, train
 from ligermodels.training.checkpoints import Progress
+from ligermodels.training.objectives import RunSetup
 from ligermodels.training.optimizers import building as optimizers
 from ligermodels.training.preparing import prepare
 from ligermodels.training.reporting.flops import flops_per_token
@@ -120,7 +122,7 @@ def of_run(config):
     model = made.model.to_empty(device=DEVICE)
     load_weights(model, made.pretrained)
     initialize_new_parameters(model, seed=0)
-    made.objective.prepare(model, print)
+    made.objective.prepare(model, RunSetup(Path()))
     work = made.objective.work(model, Progress())
     losses = []
     for batch in work.batches:
@@ -365,18 +367,20 @@ def test_a_plan_counts_the_patches_of_images_once_for_a_shared_prompt(models):
 
     shared, step = plan()
     features = [15, 4 + 12, 12 + 15, 15 + 4 + 12]
-    assert shared.images.tokens == sum(features) and shared.images.share == pytest.approx(sum(features) / step.tokens)
+    assert shared.data.images.tokens == sum(features)
+    assert shared.data.images.share == pytest.approx(sum(features) / step.tokens)
     most = max(len(batch.images["images"].pixels) for batch in step.batches if batch.images)
-    assert most <= shared.images.most_patches <= 4 * sum(features)
+    assert most <= shared.data.images.most_patches <= 4 * sum(features)
     alone, step = plan(share_prompts=False)
-    assert alone.images.tokens == sum(features) + 15 + (4 + 12) + 12 + 15
-    assert alone.images.share == pytest.approx(alone.images.tokens / step.tokens)
-    assert sum(len(batch.images["images"].pixels) for batch in step.batches if batch.images) == 4 * alone.images.tokens
+    assert alone.data.images.tokens == sum(features) + 15 + (4 + 12) + 12 + 15
+    assert alone.data.images.share == pytest.approx(alone.data.images.tokens / step.tokens)
+    patches = sum(len(batch.images["images"].pixels) for batch in step.batches if batch.images)
+    assert patches == 4 * alone.data.images.tokens
     assert "images" in dict(shared.table())
     per_token = flops_per_token(ligermodels.load(models("qwen2_vl")[0]), ROW)
     assert shared.flops > per_token and alone.flops > shared.flops
     assert alone.flops - per_token == pytest.approx(
-        (shared.flops - per_token) * alone.images.share / shared.images.share, rel=1e-3
+        (shared.flops - per_token) * alone.data.images.share / shared.data.images.share, rel=1e-3
     )
 
 

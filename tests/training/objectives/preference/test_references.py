@@ -1,6 +1,7 @@
 """References: their log-probabilities are those of a model without dropout."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
 from ligermodels.training import TrainConfig, plan
+from ligermodels.training.objectives import RunSetup
 from ligermodels.training.objectives.preference.references import row_logprobs
 from ligermodels.training.preparing import prepare
 from tests.training.small_models import save_model
@@ -28,7 +30,7 @@ def dropping(tmp_path):
     for name, parameter in model.named_parameters():  # LoRA's B is 0 at the start, and hides the dropout
         if name.endswith("lora_B"):
             torch.nn.init.normal_(parameter, std=0.1)
-    run.objective.prepare(model, print)
+    run.objective.prepare(model, RunSetup(Path()))
     return run.objective, model.train()
 
 
