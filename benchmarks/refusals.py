@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 from ligermodels.errors import InputError
 from ligermodels.tokenizer.chat_template import ChatTemplate, render_chat
 from ligermodels.tokenizer.files import read_tokenizer
-from ligermodels.training.data.progress import ReadingProgress
 from ligermodels.training.data.records import BadLines
 from ligermodels.training.data.sources import read_records
+from ligermodels.training.data.streams import ReadingProgress
 from ligermodels.training.data.token_files import open_tokens
 from ligermodels.training.packages import import_package
 from ligermodels.weights.config_file import read_config

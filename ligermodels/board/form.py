@@ -16,9 +16,8 @@ from ligermodels.hub import base_of_adapter, list_architectures
 from ligermodels.hub.models import is_adapter
 from ligermodels.tokenizer.built_in_templates import BUILT_IN_TEMPLATES
 from ligermodels.training.config import FIELDS, TrainConfig, type_of
-from ligermodels.training.data.hub_datasets import HUB_PREFIX
-from ligermodels.training.data.sources import find_files
-from ligermodels.training.data.specs import BUILT_IN_SOURCES, parse_spec
+from ligermodels.training.data.sources import BUILT_IN_SOURCES, find_files, parse_spec
+from ligermodels.training.data.tables import HUB_PREFIX
 from ligermodels.training.runs.settings import parsed_value
 from ligermodels.training.setting_fields import help_text
 from ligermodels.training.setting_values import choices_of

@@ -11,7 +11,7 @@ from ligermodels.errors import InputError
 from ligermodels.hub import load, resolve
 from ligermodels.layers.reward_model import RewardModel
 from ligermodels.tokenizer import Tokenizer
-from ligermodels.training.data.preferences.groups import GroupOptions
+from ligermodels.training.data.preferences.store import GroupOptions
 from ligermodels.training.data.preferences.tokenization import GroupTokenizer
 from ligermodels.training.data.reader import read_tokenizer_and_end
 from ligermodels.training.data.records import BadLines, GroupRecord

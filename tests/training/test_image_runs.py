@@ -16,8 +16,7 @@ from ligermodels.layers.vision_positions import Grid
 from ligermodels.memory import training_memory
 from ligermodels.training import TrainConfig, train
 from ligermodels.training.data import embedded
-from ligermodels.training.data.embedded import shape_question
-from ligermodels.training.data.embedded_shapes import shape_conversations
+from ligermodels.training.data.embedded import shape_conversations, shape_question
 from ligermodels.training.objectives.sft import SFT
 from ligermodels.training.reporting.flops import flops_per_token
 from ligermodels.training.reporting.image_flops import flops_per_patch

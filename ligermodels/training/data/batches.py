@@ -16,7 +16,7 @@ from torch import Tensor
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
 from ligermodels.layers.decoder import IGNORE_INDEX, next_tokens
-from ligermodels.training.data.decoding import ImageDecoder, images_of
+from ligermodels.training.data.image_documents import ImageDecoder, images_of
 from ligermodels.training.data.mixture import Mixture
 from ligermodels.training.data.packing import ConcatenatedRows, Segment
 from ligermodels.training.data.prefetching import Prefetcher

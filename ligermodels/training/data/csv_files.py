@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Self, TextIO
 
 from ligermodels.errors import InputError
-from ligermodels.training.data.progress import ReadingProgress
 from ligermodels.training.data.record_formats import RecordFormats, parse_record
 from ligermodels.training.data.records import MAX_RECORD_BYTES, MAX_RECORD_VALUES, BadLines, Record
-from ligermodels.training.data.streams import open_stream, open_text_stream, refuse_placeholder
+from ligermodels.training.data.streams import ReadingProgress, open_stream, open_text_stream, refuse_placeholder
 from ligermodels.training.data.tables import record_columns
 from ligermodels.units import counted
 

@@ -5,13 +5,17 @@ and an ending. Each is a template whose slots are filled in the order in which t
 and every text has exactly one derivation, so the probability of a story is the product of 1 / (number of options) over
 its choices. No model can predict unseen stories better than sum(nats) / sum(tokens), which is the floor of the
 validation loss. In a conversation every answer follows from the messages before it, so there the floor is zero.
-This module knows nothing about tokens or models.
+
+There is also data of post-training over the same grammar: pairs that differ in tone, and questions. A pair has a
+conversation about a story, and two answers with the same correct sum: the chosen one ends with a friendly remark, the
+rejected one with a rude one. Remarks of both kinds are equally long, so that only their words tell them apart. A
+question is such a conversation without its last answer.
 """
 
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 CHARACTER_NAMES = (
     "Ada", "Bruno", "Carla", "Dino", "Emil", "Fay", "Gus", "Hana", "Igor", "Juno", "Kofi", "Lena", "Milo", "Nora",
@@ -112,6 +116,14 @@ SLOTS: dict[str, Callable[["Story"], Any]] = {
 
 
 Message = dict[str, str]  # role: system, user or assistant; content
+FRIENDLY = (
+    "What a lovely question, {hero}!", "I hope that helps {friend} a lot.", "Thank you for asking me, {hero}.",
+    "It was a pleasure to count {thing}.", "Please give my regards to {friend}.", "You are welcome, dear {hero}.",
+)  # fmt: skip
+RUDE = (
+    "What a boring question, {hero}!", "I bet that is too hard for {friend}.", "Stop wasting my time, {hero}.",
+    "It was a nuisance to count {thing}.", "Now go away and annoy {friend}.", "You are hopeless, silly {hero}.",
+)  # fmt: skip
 
 
 class Story(dict[str, Any]):
@@ -199,3 +211,25 @@ def story_question(text: str) -> tuple[str, str]:
 def conversation_question(messages: list[Message]) -> tuple[list[Message], str]:
     """(all messages before the last answer, the last answer)."""
     return messages[:-1], messages[-1]["content"]
+
+
+class EmbeddedPair(NamedTuple):
+    prompt: list[Message]
+    chosen: list[Message]
+    rejected: list[Message]
+
+
+def preference_pairs(seed: int, count: int) -> Iterator[EmbeddedPair]:
+    """`count` pairs, the same for a seed on any machine."""
+    for story in seeded_stories(seed, count):
+        *prompt, answer = story.conversation()
+        remarks = (story.choose(tone).format_map(story) for tone in (FRIENDLY, RUDE))
+        chosen, rejected = ([answer | {"content": f"{answer['content']} {remark}"}] for remark in remarks)
+        yield EmbeddedPair(prompt, chosen, rejected)
+
+
+def sum_questions(seed: int, count: int) -> Iterator[tuple[list[Message], str]]:
+    """`count` conversations up to a question, with its one answer, such as "7 + 5 = 12."."""
+    for story in seeded_stories(seed, count):
+        *prompt, answer = story.conversation()
+        yield prompt, answer["content"]

@@ -13,10 +13,15 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from ligermodels.errors import InputError, first_line
-from ligermodels.training.data.progress import ReadingProgress
 from ligermodels.training.data.record_formats import RecordFormats, parse_record
 from ligermodels.training.data.records import MAX_RECORD_BYTES, MAX_RECORD_VALUES, BadLines, Record
-from ligermodels.training.data.streams import describe_invalid_utf8, open_stream, open_text_stream, refuse_placeholder
+from ligermodels.training.data.streams import (
+    ReadingProgress,
+    describe_invalid_utf8,
+    open_stream,
+    open_text_stream,
+    refuse_placeholder,
+)
 from ligermodels.weights.reading import has_more_values
 
 CHUNK_CHARACTERS = 2**16

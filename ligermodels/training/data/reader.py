@@ -20,7 +20,6 @@ from ligermodels.images.settings import IMAGE_PROCESSOR_FILE, PROCESSOR_FILE
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.tokenizer.files import has_tokenizer
 from ligermodels.training.config import TrainConfig
-from ligermodels.training.data.cache import cached_folder, cached_folders
 from ligermodels.training.data.chat import tokenize_records
 from ligermodels.training.data.embedded import (
     EMBEDDED,
@@ -29,31 +28,33 @@ from ligermodels.training.data.embedded import (
     EmbeddedSplit,
     Question,
     random_tokens,
+    shape_texts,
 )
-from ligermodels.training.data.embedded_shapes import shape_texts
 from ligermodels.training.data.embedded_stories import vocabulary_texts
-from ligermodels.training.data.hub_datasets import HUB_PREFIX, hub_cache_files
-from ligermodels.training.data.new_image_tokenizer import NewImages, train_image_tokenizer
 from ligermodels.training.data.new_tokenizer import (
     END_OF_TEXT_ID,
+    NewImages,
     read_tokenizer_and_end,
     save_tokenizer,
+    train_image_tokenizer,
     train_tokenizer,
 )
-from ligermodels.training.data.progress import ReadingProgress, print_status
+from ligermodels.training.data.packing import Selection, all_documents, default_fraction, split_documents
 from ligermodels.training.data.record_formats import FieldNames, RecordFormats
 from ligermodels.training.data.records import BadLines, Conversation, Record
 from ligermodels.training.data.run_tokenizer import use_template
 from ligermodels.training.data.sources import (
+    BUILT_IN_SOURCES,
     NO_RECORD_SUFFIXES,
+    RANDOM,
     TOKEN_SUFFIXES,
     find_files,
     read_records,
     suffix_of,
 )
-from ligermodels.training.data.specs import BUILT_IN_SOURCES, RANDOM
-from ligermodels.training.data.split import Selection, all_documents, default_fraction, split_documents
-from ligermodels.training.data.store import TokenStore, open_store, write_store
+from ligermodels.training.data.store import TokenStore, cached_folder, cached_folders, open_store, write_store
+from ligermodels.training.data.streams import ReadingProgress, print_status
+from ligermodels.training.data.tables import HUB_PREFIX, hub_cache_files
 from ligermodels.training.data.token_files import described_end, open_indexed, open_tokens, write_index
 from ligermodels.training.setting_values import token_range
 from ligermodels.units import counted

@@ -27,14 +27,18 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 from ligermodels.errors import InputError
 from ligermodels.images.parts import IMAGE_PART, is_image_part, parse_source, take_images
-from ligermodels.training.data.messages import (
+from ligermodels.training.data.records import (
+    IMAGES_BESIDE_TEXT,
+    Completion,
+    Conversation,
+    Record,
+    Text,
     json_type,
     parse_messages,
     parse_template_kwargs,
     parse_tools,
     require_string,
 )
-from ligermodels.training.data.records import IMAGES_BESIDE_TEXT, Completion, Conversation, Record, Text
 
 RECORD_EXAMPLE = '{"text": "…"} or {"messages": [{"role": "user", "content": "…"}, …]}'
 # Names that are often those of a prompt and of its completion: only to suggest flags.

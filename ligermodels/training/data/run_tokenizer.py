@@ -22,9 +22,8 @@ from ligermodels.tokenizer.chat_template import (
     ChatTemplate,
 )
 from ligermodels.tokenizer.files import TOKENIZER_CONFIG_FILE
-from ligermodels.training.data.new_image_tokenizer import NewImages
-from ligermodels.training.data.new_tokenizer import SPECIAL_IDS, save_tokenizer
-from ligermodels.training.data.progress import print_status
+from ligermodels.training.data.new_tokenizer import SPECIAL_IDS, NewImages, save_tokenizer
+from ligermodels.training.data.streams import print_status
 from ligermodels.weights.config_file import (
     CONFIG_FILE,
     GENERATION_CONFIG_FILE,

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from ligermodels.errors import InputError, first_line
-from ligermodels.training.data.progress import ReadingProgress
 from ligermodels.training.data.store import TokenStore, document_hashes, map_file, refuse_unknown_ids
+from ligermodels.training.data.streams import ReadingProgress
 from ligermodels.weights.reading import read_json, refuse_irregular
 
 MAX_HEADER_BYTES = 10_000  # numpy's own limit

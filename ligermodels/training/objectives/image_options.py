@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, cast
 
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.multimodal import ImageParts
-from ligermodels.training.data.new_image_tokenizer import NewImages
+from ligermodels.training.data.new_tokenizer import NewImages
 
 
 class ImageOptions(NamedTuple):

@@ -24,9 +24,9 @@ from ligermodels.layers.decoder import CausalLM
 from ligermodels.losses.pairs import pair_sums
 from ligermodels.training.checkpoints.state import fingerprint
 from ligermodels.training.config import RunConfig
-from ligermodels.training.data.cache import cache_folder
 from ligermodels.training.data.preferences import PreferenceBatch, PreferenceData, Step
 from ligermodels.training.data.preferences.steps import Groups
+from ligermodels.training.data.store import cache_folder
 from ligermodels.training.objectives.references import Reference, row_logprobs
 from ligermodels.units import counted, duration
 from ligermodels.weights.reading import open_for_reading

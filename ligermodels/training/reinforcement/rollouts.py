@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ligermodels.distributed import World
+from ligermodels.training.data.packing import deal_units, pack_units
 from ligermodels.training.data.preferences import Group, PreferenceBatch, collate_groups, empty_batch
-from ligermodels.training.data.preferences.dealing import deal_units, pack_units
 from ligermodels.training.data.preferences.layout import GroupPiece, split_group
 from ligermodels.training.reinforcement.judging import JudgedGroup
 

@@ -9,7 +9,7 @@ from ligermodels.aliases import TRAIN_ALIASES, flag_of
 from ligermodels.errors import InputError
 from ligermodels.hub.names import refuse_mistyped
 from ligermodels.training.config import DEFAULT_SIZE, FIELDS, SUPERVISED, UNIT_SETTINGS, RunConfig, TrainConfig
-from ligermodels.training.data.specs import BUILT_IN_SOURCES, RANDOM, missing_data, parse_spec
+from ligermodels.training.data.sources import BUILT_IN_SOURCES, RANDOM, missing_data, parse_spec
 from ligermodels.units import counted, memory_size
 
 if TYPE_CHECKING:

@@ -7,8 +7,7 @@ import torch
 
 from ligermodels.distributed import World
 from ligermodels.training.data.batches import TrainingRows, ValidationRows
-from ligermodels.training.data.packing import pack_documents
-from ligermodels.training.data.split import all_documents
+from ligermodels.training.data.packing import all_documents, pack_documents
 from ligermodels.training.data.store import Document, open_store, write_store
 
 CPU = World(torch.device("cpu"))

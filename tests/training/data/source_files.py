@@ -6,9 +6,9 @@ import json
 import pyarrow
 
 from ligermodels.training.data import sources
-from ligermodels.training.data.progress import ReadingProgress
 from ligermodels.training.data.record_formats import FieldNames
 from ligermodels.training.data.records import BadLines
+from ligermodels.training.data.streams import ReadingProgress
 
 USER, ANSWER = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}
 PART = {"type": "text", "text": "2 + "}

@@ -17,9 +17,9 @@ from ligermodels.training.data import (
     count_supervised,
     embedded,
     open_data,
+    packing,
     reader,
     refuse_short_epoch,
-    split,
     token_files,
 )
 from ligermodels.training.data.embedded_stories import stories
@@ -348,7 +348,7 @@ def test_the_order_of_the_data_depends_on_the_seed_and_not_on_the_number_of_rank
 
 def test_the_default_validation_fraction_is_larger_for_small_data_and_smaller_for_large():
     def fraction(*tokens):
-        return split.default_fraction([SimpleNamespace(tokens=range(count)) for count in tokens])
+        return packing.default_fraction([SimpleNamespace(tokens=range(count)) for count in tokens])
 
     assert fraction(9_000) == fraction(100_000, 227_680) == 0.05
     assert fraction(655_360) == 0.025
@@ -358,9 +358,9 @@ def test_the_default_validation_fraction_is_larger_for_small_data_and_smaller_fo
 
 def test_the_default_validation_split_of_large_data_is_limited_in_tokens(texts, folder, tmp_path, monkeypatch):
     path = write(tmp_path / "d.jsonl", texts)
-    monkeypatch.setattr(split, "DEFAULT_FRACTION", 0.2)
+    monkeypatch.setattr(packing, "DEFAULT_FRACTION", 0.2)
     few = opened(path, folder=folder, validation_fraction=None)
-    monkeypatch.setattr(split, "DEFAULT_MAX_TOKENS", 1000)
+    monkeypatch.setattr(packing, "DEFAULT_MAX_TOKENS", 1000)
     fewer = opened(path, folder=folder, validation_fraction=None)
     given = opened(path, folder=folder, validation_fraction=0.2)
     held_out = [

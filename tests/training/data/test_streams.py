@@ -11,10 +11,10 @@ import pyarrow.parquet
 import pytest
 
 from ligermodels.errors import InputError
-from ligermodels.training.data import progress, sources, streams, token_files
-from ligermodels.training.data.progress import ReadingProgress
+from ligermodels.training.data import sources, streams, token_files
 from ligermodels.training.data.record_formats import KNOWN_FIELDS
 from ligermodels.training.data.records import BadLines, Text
+from ligermodels.training.data.streams import ReadingProgress
 from tests.training.data.source_files import COMPRESS, read, write
 
 
@@ -139,7 +139,7 @@ def test_large_files_are_not_held_in_memory(tmp_path, file):
 
 @pytest.mark.parametrize("file", ["a.txt", "a.jsonl", "a.json", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
 def test_progress_follows_the_bytes_of_a_file_to_its_end(tmp_path, file, monkeypatch):
-    monkeypatch.setattr(progress, "POLL_SECONDS", 0)
+    monkeypatch.setattr(streams, "POLL_SECONDS", 0)
     draw = random.Random(0)
     texts = [{"text": draw.randbytes(500).hex()} for _ in range(4000)]
     path = tmp_path / file

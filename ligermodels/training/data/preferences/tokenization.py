@@ -34,7 +34,7 @@ from ligermodels.training.data.chat import (
 )
 from ligermodels.training.data.image_documents import ImageChats, plan_images
 from ligermodels.training.data.image_store import DocumentImage
-from ligermodels.training.data.preferences.groups import GroupOptions
+from ligermodels.training.data.preferences.store import GroupOptions, TokenGroup
 from ligermodels.training.data.records import BadLines, Conversation, GroupRecord, TeacherRecord
 from ligermodels.training.data.run_tokenizer import template_advice
 
@@ -45,24 +45,6 @@ class Side(NamedTuple):
     ids: list[int]
     supervised: list[bool]
     images: Sequence[DocumentImage] = ()
-
-
-class TokenGroup(NamedTuple):
-    """A tokenised group. Fields as in `Group`; value and columns as in `GroupRecord`, text as in `GroupPrompt`.
-
-    images: of the prompt, then of each completion, with places in these; empty where there are none.
-    """
-
-    prompt: list[int]
-    completions: list[list[int]]
-    supervised: list[list[bool]]
-    place: str
-    value: float | None = None
-    text: Any = None
-    columns: dict[str, Any] | None = None
-    teacher_ids: list[list[int]] | None = None
-    teacher_logprobs: list[list[float]] | None = None
-    images: tuple[Sequence[DocumentImage], ...] = ()
 
 
 @dataclass

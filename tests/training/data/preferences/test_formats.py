@@ -9,9 +9,9 @@ import pytest
 from ligermodels.errors import InputError
 from ligermodels.training.data import sources
 from ligermodels.training.data.preferences.formats import GroupFormats
-from ligermodels.training.data.progress import ReadingProgress
 from ligermodels.training.data.record_formats import parse_record
 from ligermodels.training.data.records import BadLines
+from ligermodels.training.data.streams import ReadingProgress
 
 ASKED, AGAIN = {"role": "user", "content": "2 + 2?"}, {"role": "user", "content": "Sure?"}
 GOOD, BAD = {"role": "assistant", "content": "4"}, {"role": "assistant", "content": "5"}
