@@ -17,12 +17,12 @@ from ligermodels.errors import InputError
 from ligermodels.images.inputs import Processor
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.training.config import TrainConfig
-from ligermodels.training.data.batches import TrainingRows, ValidationRows
 from ligermodels.training.data.embedded import EMBEDDED_VOCABULARY, Question
 from ligermodels.training.data.image_documents import ImageDecoder
 from ligermodels.training.data.new_tokenizer import NewImages
 from ligermodels.training.data.packing import Selection, exclude_validation, pack_documents
 from ligermodels.training.data.reader import SourceDocuments, SourceReader
+from ligermodels.training.data.run_rows import TrainingRows, ValidationRows
 from ligermodels.training.data.sources import RANDOM, SourceSpec, missing_data, parse_spec
 from ligermodels.training.data.store import TokenStore
 from ligermodels.units import counted

@@ -24,7 +24,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -187,20 +187,52 @@ class Rows:
         return [Segment(self.store, start, size) for start, size in sizes]
 
 
-class ConcatenatedRows:
+class RowPart(Protocol):
+    """The rows of one store."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+
+Part = TypeVar("Part", bound=RowPart)
+
+
+class Concatenated(Generic[Part]):
     """The rows of several stores, as one sequence."""
 
-    def __init__(self, parts: Sequence[Rows]) -> None:
-        self.parts, self.length = parts, parts[0].length
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.parts = list(parts)
         self.ends = list(itertools.accumulate(map(len, parts)))
-        self.tokens = sum(part.tokens for part in parts)  # without padding
 
     def __len__(self) -> int:
-        return self.ends[-1]
+        return self.ends[-1] if self.ends else 0
+
+    def locate(self, number: int) -> tuple[Part, int]:
+        """The part that has row number `number`, and the number of the row there."""
+        part = bisect.bisect_right(self.ends, number)
+        return self.parts[part], number - self.ends[part] + len(self.parts[part])
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all rows and of their order."""
+        return hashlib.sha256("".join(part.fingerprint for part in self.parts).encode()).hexdigest()
+
+
+class ConcatenatedRows(Concatenated[Rows]):
+    def __init__(self, parts: Sequence[Rows]) -> None:
+        super().__init__(parts)
+        self.length = parts[0].length
+        self.tokens = sum(part.tokens for part in parts)  # without padding
 
     def segments(self, row: int) -> list[Segment]:
-        part = bisect.bisect_right(self.ends, row)
-        return self.parts[part].segments(row - self.ends[part] + len(self.parts[part]))
+        part, index = self.locate(row)
+        return part.segments(index)
+
+    def places(self, row: int) -> list[str]:
+        """Where the documents of a row were read."""
+        return [segment.store.place(segment.start) for segment in self.segments(row)]
 
 
 def pack_documents(parts: Sequence[Selection], length: int, packing: bool) -> ConcatenatedRows:

@@ -20,17 +20,12 @@ from torch import Tensor
 from ligermodels import distributed
 from ligermodels.distributed import World
 from ligermodels.errors import CheckpointError, InputError
-from ligermodels.layers.decoder import IGNORE_INDEX
+from ligermodels.training.data.batches import Batch, is_supervised
 from ligermodels.training.data.packing import ConcatenatedRows, Segment
 from ligermodels.weights.reading import read_json
 from ligermodels.weights.writing import Entry, failure, write_json, write_safetensors
 
 STATES, HEAD, DESCRIPTION = "states", "head.safetensors", "teacher.json"
-
-
-def is_supervised(labels: Tensor) -> np.ndarray:
-    """Of each place of flattened labels, whether its next token is supervised. A row's first label is never."""
-    return np.append(labels.numpy().reshape(-1)[1:], IGNORE_INDEX) != IGNORE_INDEX
 
 
 def supervised_places(labels: Tensor) -> np.ndarray:
@@ -68,6 +63,11 @@ class StoredStates:
             check_size(folder / STATES, count * width * dtype.itemsize)
         states = torch.from_file(str(folder / STATES), shared=writes, size=count * width, dtype=dtype)
         return cls(states.view(count, width), offsets)
+
+    def beside(self, batch: Batch, numbers: Sequence[int | None], world: World) -> Batch:
+        """The batch with the states of its rows, of these numbers; None for a row of padding."""
+        states = self.of_rows(numbers, batch.labels, batch.rows, world.device.type == "cuda")
+        return batch._replace(teacher_states=states)
 
     def of_rows(self, numbers: Sequence[int | None], labels: Tensor, rows: Tensor | None, pinned: bool) -> Tensor:
         """The states of a batch as `final_hidden` would return them: [N, H] at `rows` [N], or [*labels.shape, H].

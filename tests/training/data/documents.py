@@ -6,8 +6,8 @@ from tempfile import TemporaryDirectory
 import torch
 
 from ligermodels.distributed import World
-from ligermodels.training.data.batches import TrainingRows, ValidationRows
 from ligermodels.training.data.packing import all_documents, pack_documents
+from ligermodels.training.data.run_rows import TrainingRows, ValidationRows
 from ligermodels.training.data.store import Document, open_store, write_store
 
 CPU = World(torch.device("cpu"))

@@ -14,12 +14,11 @@ import torch
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
 from ligermodels.training.data.image_documents import ImageDecoder
-from ligermodels.training.data.mixture import Mixture
 from ligermodels.training.data.packing import deal_units, pack_units
 from ligermodels.training.data.preferences.formats import GroupKind
 from ligermodels.training.data.preferences.layout import GroupPiece, PreferenceBatch, collate_row
 from ligermodels.training.data.preferences.store import Group, GroupOptions, GroupPrompt, GroupStore, unshared
-from ligermodels.training.data.prefetching import Prefetcher
+from ligermodels.training.data.run_rows import Mixture, Prefetcher
 
 
 class GroupSelection(NamedTuple):
