@@ -196,20 +196,20 @@ class RowPart(Protocol):
     def fingerprint(self) -> str: ...
 
 
-Part = TypeVar("Part", bound=RowPart)
+AnyPart = TypeVar("AnyPart", bound=RowPart)
 
 
-class Concatenated(Generic[Part]):
+class Concatenated(Generic[AnyPart]):
     """The rows of several stores, as one sequence."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[AnyPart]) -> None:
         self.parts = list(parts)
         self.ends = list(itertools.accumulate(map(len, parts)))
 
     def __len__(self) -> int:
         return self.ends[-1] if self.ends else 0
 
-    def locate(self, number: int) -> tuple[Part, int]:
+    def locate(self, number: int) -> tuple[AnyPart, int]:
         """The part that has row number `number`, and the number of the row there."""
         part = bisect.bisect_right(self.ends, number)
         return self.parts[part], number - self.ends[part] + len(self.parts[part])
