@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from ligermodels.errors import InputError
 from ligermodels.images.inputs import Processor, image_tokens
@@ -31,6 +31,7 @@ from ligermodels.training.data.embedded import (
     shape_texts,
 )
 from ligermodels.training.data.embedded_stories import vocabulary_texts
+from ligermodels.training.data.image_documents import ImageDecoder
 from ligermodels.training.data.new_tokenizer import (
     END_OF_TEXT_ID,
     NewImages,
@@ -64,6 +65,8 @@ from ligermodels.weights.reading import read_text
 MAX_IMAGE_SETTINGS_BYTES = 10**6
 MOST_IMAGE_TOKENS = 1024  # of an image, unless --image-tokens says otherwise; files allow 16,384
 CHARACTERS_PER_ENTRY, MAX_CHARACTERS = 10**4, 10**8
+
+ReadRecords: TypeAlias = Callable[[BadLines, ReadingProgress], Iterator[Record]]
 
 
 @dataclass(frozen=True)
@@ -138,30 +141,32 @@ class SourceReader:
         key = self.cache_key([], embedded=part)
         return self.tokenized_store(f"the {part.kind}", lambda *_: part.records(), key, None)
 
-    def tokenized_store(
-        self,
-        title: str,
-        read: Callable[[BadLines, ReadingProgress], Iterator[Record]],
-        key: dict[str, Any],
-        size: int | None,
-    ) -> TokenStore:
+    def tokenized_store(self, title: str, read: ReadRecords, key: dict[str, Any], size: int | None) -> TokenStore:
         """The store of tokenised records. key: what the records depend on. size: bytes to read, for the progress."""
-        tokenizer, end = self.tokenizer
-
-        def fill(folder: Path) -> None:
-            bad_lines, kinds = BadLines(self.config.allow_bad_lines), Counter[type]()
-            with ReadingProgress(f"Tokenising {title}", size) as progress:
-                records = count_kinds(read(bad_lines, progress), kinds)
-                documents = tokenize_records(records, tokenizer, end, bad_lines, lambda: self.processor)
-                write_store(progress.track(documents), self.vocab_size, folder)
-            (folder / "skipped").write_text(str(bad_lines.skipped))
-            (folder / "chats").write_text(str(kinds[Conversation]))
-
-        key = key | {"tokenizer": tokenizer_hash(tokenizer), "end": end, "images": self.image_settings}
-        folder = cached_folder(key, fill)
+        folder = self.tokenized_folder(title, read, key, size)
         self.skipped += int((folder / "skipped").read_text())
         self.chats += int((folder / "chats").read_text())
         return open_store(folder)
+
+    def tokenized_folder(self, title: str, read: ReadRecords, key: dict[str, Any], size: int | None) -> Path:
+        """The folder of the user's cache that `write` makes of records; arguments as for `tokenized_store`."""
+
+        def fill(folder: Path) -> None:
+            bad_lines = BadLines(self.config.allow_bad_lines)
+            with ReadingProgress(f"Tokenising {title}", size) as progress:
+                self.write(read(bad_lines, progress), bad_lines, progress, folder)
+
+        tokenizer, end = self.tokenizer
+        key = key | {"tokenizer": tokenizer_hash(tokenizer), "end": end, "images": self.image_settings}
+        return cached_folder(key, fill)
+
+    def write(self, records: Iterable[Record], bad_lines: BadLines, progress: ReadingProgress, folder: Path) -> None:
+        """Tokenises records, and writes their store and what was counted to an empty folder."""
+        kinds = Counter[type]()
+        documents = tokenize_records(count_kinds(records, kinds), *self.tokenizer, bad_lines, lambda: self.processor)
+        write_store(progress.track(documents), self.vocab_size, folder)
+        (folder / "skipped").write_text(str(bad_lines.skipped))
+        (folder / "chats").write_text(str(kinds[Conversation]))
 
     def token_file_stores(self, files: Sequence[Path]) -> list[TokenStore]:
         arrays, ends = [open_tokens(file) for file in files], [self.end_of_text(file) for file in files]
@@ -228,6 +233,13 @@ class SourceReader:
         files = [] if self.folder is None else [self.folder / name for name in (IMAGE_PROCESSOR_FILE, PROCESSOR_FILE)]
         found = [read_text(file, MAX_IMAGE_SETTINGS_BYTES) for file in files if file.exists()]
         return [*found, limit] if found else []
+
+    def image_decoder(
+        self, stores: Sequence[TokenStore], prepare_inputs: Callable[..., Any] | None
+    ) -> ImageDecoder | None:
+        """What decodes the images of stores; None if they have none. prepare_inputs: as in `ImageDecoder`."""
+        has_images = any(store.images is not None for store in stores)
+        return ImageDecoder(self.processor, prepare_inputs) if has_images else None
 
     def trained_tokenizer(self, names: Sequence[str]) -> Tokenizer:
         """A tokenizer trained on these sources; without any, as all data is embedded, on the embedded corpus."""

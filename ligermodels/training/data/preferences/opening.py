@@ -7,7 +7,7 @@
         logprobs = model.logprobs(**batch.model_inputs).logprobs              # [N]
         result = losses.dpo(logprobs[: batch.supervised], batch.completions, …)
 
-Everything that can be wrong with the data raises InputError here, before weights are loaded. Must not know models.
+Everything that can be wrong with the data raises InputError here, before weights are loaded.
 """
 
 import dataclasses
@@ -25,74 +25,68 @@ from ligermodels.images.inputs import Processor
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.training.config import TrainConfig
 from ligermodels.training.data.embedded import EMBEDDED_GROUPS, VALIDATION_QUESTIONS, Question
-from ligermodels.training.data.image_documents import ImageDecoder
 from ligermodels.training.data.new_tokenizer import NewImages
-from ligermodels.training.data.opening import mixture_weights, sample_pictures, unweighted_name
+from ligermodels.training.data.opening import describe_sources, parse_sources, sample_pictures
 from ligermodels.training.data.packing import default_fraction, is_member
 from ligermodels.training.data.preferences.formats import GroupFormats
 from ligermodels.training.data.preferences.steps import GroupSelection, TrainingGroups, ValidationGroups
 from ligermodels.training.data.preferences.store import GroupOptions, GroupStore, open_groups, write_groups
 from ligermodels.training.data.preferences.tokenization import GroupTokenizer, Lengths
-from ligermodels.training.data.reader import SourceReader, hub_names, input_files, tokenizer_hash, total_bytes
+from ligermodels.training.data.reader import ReadRecords, SourceReader, hub_names, input_files, total_bytes
 from ligermodels.training.data.records import BadLines, GroupRecord, Record
 from ligermodels.training.data.sources import (
     BUILT_IN_SOURCES,
     TOKEN_SUFFIXES,
-    SourceSpec,
-    parse_spec,
     read_records,
     suffix_of,
 )
-from ligermodels.training.data.store import cached_folder
 from ligermodels.training.data.streams import ReadingProgress
 from ligermodels.units import counted
 
 NumberedStore: TypeAlias = tuple[GroupStore, np.ndarray]  # a store, and the numbers of some of its groups
 
 
-class GroupReader:
+class GroupReader(SourceReader):
     """Opens sources of groups by name. lengths: how many groups so far were too long."""
 
-    def __init__(self, sources: SourceReader, options: GroupOptions) -> None:
-        self.sources, self.options, self.lengths = sources, options, Lengths()
+    def __init__(
+        self, names: Sequence[str], folder: Path | None, vocab_size: int, config: TrainConfig, options: GroupOptions,
+        adapter: Path | None = None, images: NewImages | None = None,
+    ) -> None:  # fmt: skip
+        formats = GroupFormats(options.kind)
+        super().__init__(names, folder, vocab_size, config, options.tokens_per_row, adapter, formats, images)
+        self.options, self.lengths = options, Lengths()
 
-    def stores(self, name: str) -> list[GroupStore]:
-        """The groups of a source; of an embedded one, those for training and those for validation."""
+    def group_stores(self, name: str) -> list[GroupStore]:
+        """The groups of a source; an embedded one has a store for training and a store for validation."""
         if name in EMBEDDED_GROUPS:
-            return [self.store(f"the {name}", lambda *_, part=part: part.records(), embedded=part)
+            return [self.group_store(f"the {name}", lambda *_, part=part: part.records(), embedded=part)
                     for part in EMBEDDED_GROUPS[name]]  # fmt: skip
         if name in BUILT_IN_SOURCES:
             raise InputError(f"--data {name}: is for supervised training; here, {' and '.join(EMBEDDED_GROUPS)} fit")
         files = input_files(name)
         if any(suffix_of(file) in TOKEN_SUFFIXES for file in files):
             raise InputError(f"--data {name}: is of token ids, which have no prompts and completions; give records")
-        read = functools.partial(read_records, name, fields=self.sources.fields)
-        return [self.store(name, read, files, hub=hub_names([name]))]
+        read = functools.partial(read_records, name, fields=self.fields)
+        return [self.group_store(name, read, files, hub=hub_names([name]))]
 
-    def store(self, title: str, read, files: Iterable[Path] = (), **key) -> GroupStore:
-        """read: (bad_lines, progress) -> records. key: what the records depend on beside files."""
-        files = list(files)
-        tokenizer, end = self.sources.tokenizer
-        allowed = self.sources.config.allow_bad_lines
-
-        def fill(folder: Path) -> None:
-            bad_lines = BadLines(allowed)
-            grouping = GroupTokenizer(tokenizer, end, self.options, bad_lines, lambda: self.sources.processor)
-            with ReadingProgress(f"Tokenising {title}", total_bytes(files) if files else None) as progress:
-                records = self.units(read(bad_lines, progress), title)
-                write_groups(progress.track(grouping.groups(records)), self.sources.vocab_size, folder)
-            counted = {"skipped": bad_lines.skipped, "lengths": dataclasses.asdict(grouping.lengths)}
-            (folder / "counts.json").write_text(json.dumps(counted))
-
+    def group_store(self, title: str, read: ReadRecords, files: Sequence[Path] = (), **key: Any) -> GroupStore:
+        """The store of the groups of records. key: what the records depend on beside files."""
         options = dataclasses.asdict(self.options) | {"row_length": None, "share_prompts": None}  # of rows alone
-        described = {"groups": options, "tokenizer": tokenizer_hash(tokenizer), "end": end}
-        described |= {"images": self.sources.image_settings}
-        folder = cached_folder(self.sources.cache_key(files, **key) | described, fill)
+        described = self.cache_key(files, groups=options, **key)
+        size = total_bytes(files) if files else None
+        folder = self.tokenized_folder(title, lambda *given: self.units(read(*given), title), described, size)
         counts = json.loads((folder / "counts.json").read_text())
-        self.sources.skipped += counts["skipped"]
+        self.skipped += counts["skipped"]
         for name, count in counts["lengths"].items():
             setattr(self.lengths, name, getattr(self.lengths, name) + count)
         return open_groups(folder)
+
+    def write(self, records: Iterable[Record], bad_lines: BadLines, progress: ReadingProgress, folder: Path) -> None:
+        grouping = GroupTokenizer(*self.tokenizer, self.options, bad_lines, lambda: self.processor)
+        write_groups(progress.track(grouping.groups(records)), self.vocab_size, folder)
+        counts = {"skipped": bad_lines.skipped, "lengths": dataclasses.asdict(grouping.lengths)}
+        (folder / "counts.json").write_text(json.dumps(counts))
 
     def units(self, records: Iterable[Record], title: str) -> Iterator[GroupRecord]:
         """The records as units of the kind: of pairs, each side is a judged completion of its own."""
@@ -156,20 +150,16 @@ def open_preferences(
     """
     if not config.data:
         raise InputError(f"--data is missing: a file, a folder or hub:NAME; or {' or '.join(EMBEDDED_GROUPS)}")
-    specs = [parse_spec(text) for text in config.data]
-    weights = mixture_weights(specs)
-    separate = [unweighted_name(text) for text in config.validation_data or []]
-    formats = GroupFormats(options.kind)
+    specs, weights, separate = parse_sources(config, config.data)
     names = [spec.name for spec in specs]
-    sources = SourceReader(names, folder, vocab_size, config, options.tokens_per_row, adapter, formats, images)
-    reader = GroupReader(sources, options)
+    reader = GroupReader(names, folder, vocab_size, config, options, adapter, images)
 
     split = [split_source(reader, name, config, split=not separate) for name in names]
     held_out = [part for _, validation in split for part in validation]
     if separate:
         held_out = [part for name in separate for part in validation_source(reader, name)]
         refuse_no_groups("--validation-data", separate, [held_out], reader)
-    sources.refuse_too_many_bad_lines()
+    reader.refuse_too_many_bad_lines()
     refuse_no_groups("--data", names, [training for training, _ in split], reader)
     hashes = np.unique(np.concatenate([store.prompt_hashes[numbers] for store, numbers in held_out]))
     kept = [[without(part, hashes) for part in training] for training, _ in split]
@@ -180,15 +170,14 @@ def open_preferences(
     *trained, validated = selections
     mixed = trained if weights else [[part for parts in trained for part in parts]]
     stores = [part.store.tokens for selection in selections for part in selection]
-    has_images = any(store.images is not None for store in stores)
-    decoder = ImageDecoder(sources.processor, prepare_inputs) if has_images else None
+    decoder = reader.image_decoder(stores, prepare_inputs)
     training = TrainingGroups(mixed, weights or [1.0], config.seed, options, decoder)
     validation = ValidationGroups(validated, options, decoder)
-    tokenizer, _ = sources.tokenizer
+    tokenizer, _ = reader.tokenizer
     return PreferenceData(
-        " ".join(names), describe_groups(specs, reader, excluded), training, validation, reader.lengths, tokenizer,
-        sources.new_tokenizer, questions(validation) if "sums" in (separate or names) else None,
-        decoder.processor if decoder else None, images if sources.new_tokenizer else None,
+        " ".join(names), describe_sources(specs, notes_on(reader, excluded)), training, validation, reader.lengths,
+        tokenizer, reader.new_tokenizer, questions(validation) if "sums" in (separate or names) else None,
+        decoder.processor if decoder else None, images if reader.new_tokenizer else None,
         sample_pictures(stores, decoder.processor) if decoder else (),
     )  # fmt: skip
 
@@ -214,7 +203,7 @@ def split_source(
     reader: GroupReader, name: str, config: TrainConfig, *, split: bool
 ) -> tuple[list[NumberedStore], list[NumberedStore]]:
     """(training, validation): stores with the numbers of their groups. split: whether to hold out a part."""
-    stores = reader.stores(name)
+    stores = reader.group_stores(name)
     if name in EMBEDDED_GROUPS:
         training, validation = map(everything, stores)
         return [training], [validation] if split else []
@@ -228,7 +217,7 @@ def split_source(
 
 def validation_source(reader: GroupReader, name: str) -> list[NumberedStore]:
     """All groups of a source; of an embedded one, those for validation."""
-    stores = reader.stores(name)
+    stores = reader.group_stores(name)
     return list(map(everything, stores[1:] if name in EMBEDDED_GROUPS else stores))
 
 
@@ -258,22 +247,16 @@ def questions(validation: ValidationGroups) -> list[Question]:
     return [(prompt.text, prompt.columns["answer"]) for prompt in asked if "answer" in prompt.columns]
 
 
-def describe_groups(specs: Sequence[SourceSpec], reader: GroupReader, excluded: int) -> str:
-    names = (
-        (f"the embedded {spec.name}" if spec.name in EMBEDDED_GROUPS else spec.name)
-        + ("" if spec.weight is None else f"={spec.weight:g}")
-        for spec in specs
-    )
+def notes_on(reader: GroupReader, excluded: int) -> list[tuple[int, str, str]]:
+    """What `describe_sources` says about records and groups. excluded: groups with a prompt of the validation data."""
     lengths, options = reader.lengths, reader.options
-    notes = [
-        (reader.sources.skipped, "bad line", "skipped"),
+    return [
+        (reader.skipped, "bad line", "skipped"),
         (lengths.dropped, "group", f"longer than --max-length {options.max_length} dropped"),
         (lengths.cut_prompts, "prompt", f"cut to --max-prompt-length {options.max_prompt_length}"),
         (lengths.cut_completions, "group", f"cut to --max-length {options.max_length}"),
         (excluded, "group", "excluded, with a prompt of the validation data"),
     ]
-    said = [f"{counted(number, noun)} {what}" for number, noun, what in notes if number]
-    return " + ".join(names) + (f" ({', '.join(said)})" if said else "")
 
 
 def too_long_note(lengths: Lengths) -> str:
