@@ -21,11 +21,11 @@ from ligermodels.cli.generate_images import PromptInputs, PromptReader
 from ligermodels.errors import InputError, print_to_stderr, printable
 from ligermodels.generation import Engine, GeneratedSample, Sampling
 from ligermodels.images.parts import parse_source, take_images
-from ligermodels.training.data.json_files import decode_json_line, numbered_lines, stream_lines
 from ligermodels.training.data.record_formats import record_images, with_image_parts
 from ligermodels.training.data.records import MAX_RECORD_BYTES, parse_messages
 from ligermodels.training.data.sources import whole_path
 from ligermodels.training.data.streams import ReadingProgress
+from ligermodels.training.data.text_files import decode_json_line, numbered_lines, stream_lines
 from ligermodels.units import counted
 
 STANDARD_STREAM = "-"

@@ -12,17 +12,16 @@ import io
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, TextIO, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from ligermodels.errors import InputError, first_line
 from ligermodels.images.reading import ImageSource
 from ligermodels.training.config import TrainConfig
-from ligermodels.training.data.csv_files import read_csv, read_tsv
-from ligermodels.training.data.json_files import read_json_file
 from ligermodels.training.data.record_formats import KNOWN_FIELDS, RecordFormats
 from ligermodels.training.data.records import BadLines, Completion, Conversation, GroupRecord, Record, Text
-from ligermodels.training.data.streams import DECOMPRESSORS, ReadingProgress, open_text_stream
+from ligermodels.training.data.streams import DECOMPRESSORS, ReadingProgress
 from ligermodels.training.data.tables import HUB_PREFIX, SAVE_AGAIN, read_arrow, read_hub_dataset, read_parquet
+from ligermodels.training.data.text_files import read_csv, read_json_file, read_text_file, read_tsv, text_pieces
 from ligermodels.weights.reading import read_json, safe_file
 
 RANDOM = "random"
@@ -30,9 +29,7 @@ BUILT_IN_SOURCES = ("stories", "chats", "shapes", "preferences", "sums", RANDOM)
 TOKEN_SUFFIXES = (".bin", ".npy")
 SPLITS_FILE, STATE_FILE, INFO_FILE = "dataset_dict.json", "state.json", "dataset_info.json"
 DEFAULT_SPLIT = "train"
-PIECE_CHARACTERS = 2**18  # of one piece of a long text
 LONG_CHARACTERS = 2**22  # a longer text in a record is split into pieces
-CONTEXT_CHARACTERS = 64  # of the text before a piece; more than a token or two
 
 
 class SourceSpec(NamedTuple):
@@ -196,41 +193,6 @@ def attempt_all(records: Iterable[Record], change: Callable[[Record], Record], b
         changed = bad_lines.attempt(change, record)
         if changed is not None:
             yield changed
-
-
-def read_text_file(
-    file: Path, fields: RecordFormats, bad_lines: BadLines, progress: ReadingProgress
-) -> Iterator[Record]:
-    """The pieces of one document. Bytes that are not UTF-8 are always an error; `bad_lines` does not apply to them."""
-    line = 1
-    with open_text_stream(file, progress) as stream:
-        for piece in text_pieces(stream):
-            yield piece._replace(place=f"{file}:{line}")
-            line += piece.text.count("\n")
-
-
-def text_pieces(stream: TextIO) -> Iterator[Text]:
-    """Splits one document into pieces, if possible at line starts. Their `place` is left empty."""
-    before, text = "", stream.read(PIECE_CHARACTERS)
-    while following := stream.read(PIECE_CHARACTERS):
-        end = last_split_point(text)
-        yield Text(text[:end], "", before, last=False)
-        before = (before + text[:end])[-CONTEXT_CHARACTERS:]
-        text = text[end:] + following
-    yield Text(text, "", before)
-
-
-def last_split_point(text: str) -> int:
-    """The last place that is certainly between two tokens.
-
-    This is the first character of a line, unless that character is whitespace; if there is none, the last space.
-    """
-    place = len(text) - 1
-    while (place := text.rfind("\n", 0, place)) >= 0:
-        if not text[place + 1].isspace():
-            return place + 1
-    space = text.rfind(" ")
-    return space if space > 0 else len(text)
 
 
 Reader: TypeAlias = Callable[[Path, RecordFormats, BadLines, ReadingProgress], Iterator[Record]]

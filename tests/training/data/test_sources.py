@@ -6,7 +6,7 @@ import json
 import pytest
 
 from ligermodels.errors import InputError
-from ligermodels.training.data import sources
+from ligermodels.training.data import sources, text_files
 from ligermodels.training.data.records import Text
 from tests.training.data.source_files import read, write
 
@@ -44,12 +44,12 @@ def test_a_source_with_only_empty_texts_and_bad_lines_is_refused(tmp_path):
     ],
 )
 def test_a_long_text_is_split_before_a_line_otherwise_before_a_space(text, piece):
-    assert text[: sources.last_split_point(text)] == piece
+    assert text[: text_files.last_split_point(text)] == piece
 
 
 def test_the_pieces_of_a_long_text_contain_all_of_it_with_their_lines_and_the_text_before(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "PIECE_CHARACTERS", 20)
-    monkeypatch.setattr(sources, "CONTEXT_CHARACTERS", 12)
+    monkeypatch.setattr(text_files, "PIECE_CHARACTERS", 20)
+    monkeypatch.setattr(text_files, "CONTEXT_CHARACTERS", 12)
     lines = [f"line {number}" for number in range(1, 40)]
     name = write(tmp_path / "a.txt", *map(str.encode, lines))
     pieces = read(name)
@@ -143,7 +143,7 @@ def test_a_weight_must_be_above_zero(text):
 
 
 def test_a_very_long_text_in_json_is_split_like_a_text_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "PIECE_CHARACTERS", 20)
+    monkeypatch.setattr(text_files, "PIECE_CHARACTERS", 20)
     monkeypatch.setattr(sources, "LONG_CHARACTERS", 100)
     long, short = "\n".join(f"line {number}\r" for number in range(40)), "x" * 100
     name = write(tmp_path / "a.jsonl", json.dumps({"text": short}).encode(), json.dumps({"text": long}).encode())

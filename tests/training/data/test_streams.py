@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from ligermodels.errors import InputError
-from ligermodels.training.data import sources, streams, token_files
+from ligermodels.training.data import sources, streams, text_files, token_files
 from ligermodels.training.data.record_formats import KNOWN_FIELDS
 from ligermodels.training.data.records import BadLines, Text
 from ligermodels.training.data.streams import ReadingProgress
@@ -41,7 +41,7 @@ def test_a_git_lfs_pointer_is_reported_as_one(tmp_path, file):
 
 
 def test_the_error_for_invalid_utf8_names_line_and_column_in_any_piece_of_a_text_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "PIECE_CHARACTERS", 8)
+    monkeypatch.setattr(text_files, "PIECE_CHARACTERS", 8)
     name = write(tmp_path / "a.txt", b"line", *[b"some line"] * 2000, "äö".encode() + b"\xe4 x", b"end")
     with pytest.raises(InputError, match=r"a\.txt:2002:3: byte 0xe4 is not UTF-8 \(invalid continuation byte\)"):
         read(name, allowed=9)
