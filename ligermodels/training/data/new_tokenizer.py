@@ -1,4 +1,4 @@
-"""A new tokenizer for models that are trained from scratch, and the end-of-text token of a model's own tokenizer.
+"""A new tokenizer for models that are trained from scratch.
 
 The new tokenizer is a byte-level BPE trained on the data. Except for its vocabulary it equals Qwen 2's: the same word
 boundaries, the same special tokens, the same chat format (ChatML). Libraries that build the tokenizer from the model
@@ -28,15 +28,10 @@ from ligermodels.tokenizer.files import (
     TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILE,
     TokenizerFiles,
-    has_tokenizer,
     split_as_qwen2,
 )
 from ligermodels.weights.config_file import (
-    CONFIG_FILE,
     GENERATION_CONFIG_FILE,
-    end_of_text_ids,
-    read_config,
-    read_generation_config,
 )
 
 END_OF_TEXT, END_OF_TEXT_ID = "<|endoftext|>", 0
@@ -82,19 +77,6 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     (folder / TOKENIZER_FILE).write_text(tokenizer.tokenizer.to_str(pretty=True), encoding="utf-8")
     (folder / TOKENIZER_CONFIG_FILE).write_text(json.dumps(describe, indent=2) + "\n")
     (folder / GENERATION_CONFIG_FILE).write_text(json.dumps(GENERATION_CONFIG, indent=2) + "\n")
-
-
-def read_tokenizer_and_end(folder: Path, adapter: Path | None = None) -> tuple[Tokenizer, int]:
-    """The tokenizer of a model folder, and its end-of-text token: the first eos_token_id of config.json, otherwise of
-    generation_config.json. An adapter's folder with a tokenizer comes first. Raises InputError if none gives one."""
-    own = adapter if adapter is not None and has_tokenizer(adapter) else None
-    configs = [read_config(folder), read_generation_config(folder)]
-    if own is not None:
-        configs.insert(0, read_generation_config(own))
-    ends = [token for config in configs for token in end_of_text_ids(config, folder)]
-    if not ends:
-        raise InputError(f"{folder / CONFIG_FILE}: eos_token_id is missing; it must be the end-of-text token")
-    return Tokenizer.from_folder(own or folder), ends[0]
 
 
 class ImageTokens(NamedTuple):

@@ -35,7 +35,6 @@ from ligermodels.training.data.image_documents import ImageDecoder
 from ligermodels.training.data.new_tokenizer import (
     END_OF_TEXT_ID,
     NewImages,
-    read_tokenizer_and_end,
     save_tokenizer,
     train_image_tokenizer,
     train_tokenizer,
@@ -59,6 +58,7 @@ from ligermodels.training.data.tables import HUB_PREFIX, hub_cache_files
 from ligermodels.training.data.token_files import described_end, open_indexed, open_tokens, write_index
 from ligermodels.training.setting_values import token_range
 from ligermodels.units import counted
+from ligermodels.weights.config_file import CONFIG_FILE, end_of_text_ids, read_config, read_generation_config
 from ligermodels.weights.reading import read_text
 
 # A new tokenizer is trained on the start of the data: so many characters for each entry, and at most so many.
@@ -318,6 +318,19 @@ def has_fields(name: str) -> bool:
         return True
     files = [] if name in BUILT_IN_SOURCES else find_files(name)
     return any(suffix_of(file) not in NO_RECORD_SUFFIXES for file in files)
+
+
+def read_tokenizer_and_end(folder: Path, adapter: Path | None = None) -> tuple[Tokenizer, int]:
+    """The tokenizer of a model folder, and its end-of-text token: the first eos_token_id of config.json, otherwise of
+    generation_config.json. An adapter's folder with a tokenizer comes first. Raises InputError if none gives one."""
+    own = adapter if adapter is not None and has_tokenizer(adapter) else None
+    configs = [read_config(folder), read_generation_config(folder)]
+    if own is not None:
+        configs.insert(0, read_generation_config(own))
+    ends = [token for config in configs for token in end_of_text_ids(config, folder)]
+    if not ends:
+        raise InputError(f"{folder / CONFIG_FILE}: eos_token_id is missing; it must be the end-of-text token")
+    return Tokenizer.from_folder(own or folder), ends[0]
 
 
 def hub_names(names: Sequence[str]) -> list[str]:

@@ -148,8 +148,9 @@ def suggest_flags(names: Collection[str]) -> str:
 def conversation(value: RecordFields, messages: list[dict[str, Any]], place: str) -> Conversation:
     """Messages with the record's images, tools and variables for the chat template."""
     kwargs = parse_template_kwargs(value.get("chat_template_kwargs"))
-    beside = record_images(value)
-    messages, images = take_images(with_image_parts(messages, len(beside)), beside)
+    beside, images = record_images(value), []
+    if beside or has_image_parts(messages):
+        messages, images = take_images(with_image_parts(messages, len(beside)), beside)
     return Conversation(messages, parse_tools(value.get("tools")), place, kwargs, tuple(images))
 
 

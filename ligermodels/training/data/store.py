@@ -10,11 +10,13 @@ that its content depends on. The cache only saves time: all of it may be deleted
 """
 
 import bisect
+import functools
 import hashlib
 import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -25,7 +27,14 @@ import numpy as np
 from ligermodels import images, tokenizer
 from ligermodels.distributed import local_rank, raise_on_all, waiting_group
 from ligermodels.errors import InputError
-from ligermodels.training.data.image_store import DocumentImage, ImageWriter, StoredImages, open_images, source_bytes
+from ligermodels.training.data.image_store import (
+    IMAGE_SOURCES,
+    DocumentImage,
+    ImageWriter,
+    StoredImages,
+    open_images,
+    source_bytes,
+)
 from ligermodels.weights.user_cache import code_hash, fill_once, user_cache
 
 FILL_TIMEOUT = timedelta(days=2)  # for another rank to fill the folders
@@ -147,16 +156,10 @@ def write_store(documents: Iterable[Document], vocab_size: int, folder: Path) ->
 
     Raises InputError for a token id outside the vocabulary, naming its place.
     """
-    files: dict[str, BinaryIO] = {name: (folder / name).open("wb") for name in array_dtypes(vocab_size)}
-    images = ImageWriter(folder)
-    writer = StoreWriter(files, vocab_size, images)
-    try:
+    with ExitStack() as stack:
+        writer = StoreWriter(folder, vocab_size, stack)
         for batch in document_batches(documents):
             writer.write(batch)
-    finally:
-        images.close()
-        for file in files.values():
-            file.close()
     if not writer.masked:
         (folder / "supervised").unlink()
     description = {
@@ -172,7 +175,7 @@ def open_store(folder: Path) -> TokenStore:
     names = [name for name in dtypes if masked or name != "supervised"]
     arrays = {name: map_file(folder / name, dtypes[name]) for name in names}
     places = Places(description["firsts"], description["origins"], arrays.pop("numbers"))
-    images = open_images(folder)
+    images = open_images(folder) if (folder / IMAGE_SOURCES).exists() else None
     return TokenStore(**({"supervised": None} | arrays), places=places, images=images)  # type: ignore[arg-type]
 
 
@@ -204,19 +207,26 @@ def document_batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 class StoreWriter:
-    """Appends documents to the files of a store.
+    """Appends documents to the files of a store, which `stack` closes.
 
     tokens, documents: written so far. masked: whether any document so far has a mask. Masks are written from the first
     such document on, after ones for all tokens before it. firsts, origins: as in `Places`.
     """
 
-    def __init__(self, files: dict[str, BinaryIO], vocab_size: int, images: ImageWriter) -> None:
-        self.files, self.vocab_size, self.images = files, vocab_size, images
+    def __init__(self, folder: Path, vocab_size: int, stack: ExitStack) -> None:
+        names = array_dtypes(vocab_size)
+        self.files: dict[str, BinaryIO] = {name: stack.enter_context((folder / name).open("wb")) for name in names}
+        self.folder, self.vocab_size, self.stack = folder, vocab_size, stack
         self.tokens = self.documents = 0
         self.masked = False
         self.firsts: list[int] = []
         self.origins: list[str] = []
-        files["offsets"].write(np.int64(0).tobytes())
+        self.files["offsets"].write(np.int64(0).tobytes())
+
+    @functools.cached_property
+    def images(self) -> ImageWriter:
+        """Writes images; its files are made for the first one."""
+        return ImageWriter(self.folder, self.stack)
 
     def write(self, batch: Sequence[Document]) -> None:
         stops = np.cumsum([len(document.ids) for document in batch])
@@ -231,7 +241,8 @@ class StoreWriter:
         hashes = document_hashes([(tokens, stops.tolist())])
         self.files["hashes"].write(b"".join(with_images(*pair) for pair in zip(hashes, batch, strict=True)))
         for document, stop in zip(batch, stops.tolist(), strict=True):
-            self.images.write(document.images, self.tokens + stop - len(document.ids))
+            if document.images:
+                self.images.write(document.images, self.tokens + stop - len(document.ids))
         self.files["numbers"].write(np.array([self.add_place(d.place) for d in batch], np.int64).data)
         self.tokens += len(tokens)
 
