@@ -47,14 +47,14 @@ class Batch(NamedTuple):
         return Batch(input_ids, labels, offsets, self.max_seqlen, rows, images, self.teacher_states)
 
     def arguments(self) -> dict[str, Any]:
-        """The arguments of `forward`."""
+        """Returns the arguments of `forward`."""
         fields = self._asdict()
         del fields["teacher_states"]
         return fields | fields.pop("images")
 
 
 def count_supervised(batch: Batch) -> Tensor:
-    """The number of supervised tokens of whole rows: a scalar on the batch's device."""
+    """Returns the number of supervised tokens of whole rows: a scalar on the batch's device."""
     return (next_tokens(batch.labels, batch.cu_seqlens) != IGNORE_INDEX).sum()
 
 
@@ -62,9 +62,10 @@ def collate(
     rows: Sequence[Sequence[Segment]], length: int, packing: bool, world: World,
     decoder: ImageDecoder | None = None,
 ) -> Batch:  # fmt: skip
-    """A batch in host memory, pinned if the device is a GPU. rows: the segments of each row; an empty row is padding.
+    """Returns a batch in host memory, pinned if the device is a GPU.
 
-    decoder: of the images of documents; None if no document has any. Raises InputError as `ImageDecoder.prepare` does.
+    rows: the segments of each row; an empty row is padding. decoder: decodes the images of documents; None if none has
+    any. Raises InputError as `ImageDecoder.prepare` does.
     """
     pinned = world.device.type == "cuda"
     input_ids = torch.zeros(len(rows), length, dtype=torch.int64, pin_memory=pinned)
@@ -95,7 +96,7 @@ def collate(
 
 
 def supervised_rows(labels: Tensor, pinned: bool, part: int = 0, parts: int = 1) -> Tensor | None:
-    """The places of labels [B, T] whose next token is supervised: int64 [N], N a multiple of ROWS_MULTIPLE.
+    """Returns the places of labels [B, T] whose next token is supervised: int64 [N], N a multiple of ROWS_MULTIPLE.
 
     Of the batch in equal parts, the places in number `part`. The padding is the last place whose next token is not
     supervised. None where N would not be smaller than the part. The head then computes these rows alone, and the host
@@ -113,12 +114,12 @@ def supervised_rows(labels: Tensor, pinned: bool, part: int = 0, parts: int = 1)
 
 
 def is_supervised(labels: Tensor) -> np.ndarray:
-    """Whether the next token of each place of flattened labels is supervised. A row's first label never is."""
+    """Returns whether the next token of each place of flattened labels is supervised. A row's first label never is."""
     return np.append(labels.numpy().reshape(-1)[1:], IGNORE_INDEX) != IGNORE_INDEX
 
 
 def split_global_batch(batch_size: int, micro_batch_size: int | None, world: World) -> tuple[int, int]:
-    """(gradient accumulation steps, micro-batch size) of each rank, for a global batch of `batch_size` rows.
+    """Returns (gradient accumulation steps, micro-batch size) of each rank, for a global batch of `batch_size` rows.
 
     micro_batch_size: None for a single micro-batch per rank and step. Raises InputError if the global batch cannot be
     divided equally.

@@ -48,7 +48,7 @@ Question = tuple[Any, str]
 
 
 def shape_conversations(seed: int, count: int) -> Iterator[tuple[bytes, list[dict[str, Any]]]]:
-    """`count` pictures, each with both questions in random order; the same for a seed on any machine."""
+    """Yields `count` pictures, each with both questions in random order; the same for a seed on any machine."""
     random = np.random.default_rng(seed)
     for _ in range(count):
         colour, kind = str(random.choice(list(SHAPE_COLOURS))), str(random.choice(SHAPES))
@@ -64,7 +64,7 @@ def shape_conversations(seed: int, count: int) -> Iterator[tuple[bytes, list[dic
 
 
 def shape_texts() -> Iterator[str]:
-    """Questions and answers, as often as words that a tokenizer should know as a whole."""
+    """Yields questions and answers, as often as words that a tokenizer should know as a whole."""
     answers = [f"It is {colour}." for colour in SHAPE_COLOURS] + [f"It is a {kind}." for kind in SHAPES]
     for _ in range(TEXT_REPETITIONS):
         yield from QUESTIONS.values()
@@ -72,7 +72,7 @@ def shape_texts() -> Iterator[str]:
 
 
 def draw(kind: str, colour: tuple[int, int, int], random: np.random.Generator) -> bytes:
-    """A PNG file of SIDE x SIDE pixels with one shape, wholly within it."""
+    """Returns a PNG file of SIDE x SIDE pixels with one shape, wholly within it."""
     radius = random.integers(3 * SIDE // 10, 9 * SIDE // 20)
     middle = random.integers(radius, SIDE - radius, size=2)
     down, right = np.indices((SIDE, SIDE)) - middle[:, None, None]  # [SIDE, SIDE] each
@@ -88,7 +88,7 @@ def draw(kind: str, colour: tuple[int, int, int], random: np.random.Generator) -
 
 
 def png(pixels: np.ndarray) -> bytes:
-    """A PNG file of pixels uint8 [H, W, 3]."""
+    """Returns a PNG file of pixels uint8 [H, W, 3]."""
     height, width = pixels.shape[:2]
     lines = np.zeros((height, 1 + 3 * width), np.uint8)  # the first byte of a line: no filter
     lines[:, 1:] = pixels.reshape(height, -1)
@@ -101,7 +101,7 @@ def png(pixels: np.ndarray) -> bytes:
 
 
 class EmbeddedSplit(NamedTuple):
-    """Everything that determines the records of one side of the split; the same on any machine."""
+    """Determines the records of one side of the split, which are the same on any machine."""
 
     kind: str
     seed: int
@@ -113,8 +113,11 @@ class EmbeddedSplit(NamedTuple):
 
 
 class EmbeddedDataset(NamedTuple):
-    """nats: the entropy of the validation documents, which is the least loss, summed over all predicted tokens, that a
-    model can reach on them. questions: on these documents; each has exactly one answer."""
+    """Embedded data with what is known about them.
+
+    nats: the entropy of the validation documents, which is the least loss, summed over all predicted tokens, that a
+    model can reach on them. questions: questions about these documents; each has exactly one answer.
+    """
 
     training: EmbeddedSplit
     validation: EmbeddedSplit
@@ -161,7 +164,7 @@ def shape_dataset() -> EmbeddedDataset:
 
 
 def shape_question(picture: bytes, messages: list[dict[str, Any]]) -> Question:
-    """The first question about a picture, with its one answer."""
+    """Returns the first question about a picture, with its one answer."""
     image, text = messages[0]["content"]
     return [messages[0] | {"content": [image | {"image": picture}, text]}], messages[1]["content"]
 
@@ -191,7 +194,7 @@ EMBEDDED_GROUPS = {
 
 
 def random_tokens(vocab_size: int, length: int) -> tuple[Selection, Selection, float]:
-    """Rows of uniformly random tokens, to measure speed and memory.
+    """Returns rows of uniformly random tokens, to measure speed and memory.
 
     Returns the training rows, one validation row, and the entropy of the validation row in nats.
     """

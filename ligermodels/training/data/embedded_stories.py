@@ -130,7 +130,7 @@ class Story(dict[str, Any]):
     """The slots filled so far, and the nats spent on filling them."""
 
     def __init__(self, draw: Callable[[int], int]) -> None:
-        """draw: n -> an integer in [0, n), uniform and independent."""
+        """draw: returns for n an integer in [0, n), uniform and independent."""
         self.draw = draw
         self.nats = 0.0
 
@@ -147,7 +147,10 @@ class Story(dict[str, Any]):
         return " ".join(self.choose(part).format_map(self) for part in (OPENINGS, event, ENDINGS))
 
     def conversation(self) -> list[Message]:
-        """A story without its result, and the question for it; in later turns the number of things changes again."""
+        """Returns a story without its result, and the question for it.
+
+        In later turns the number of things changes again.
+        """
         system = self.choose((None, None, None, SYSTEM_PROMPTS))
         messages = [{"role": "system", "content": self.choose(system)}] if system else []
         event = self.choose((SUMS, DIFFERENCES))
@@ -173,13 +176,16 @@ class Story(dict[str, Any]):
 
 
 def stories(seed: int, count: int) -> Iterator[tuple[str, float]]:
-    """`count` stories, each with its exact negative log-probability in nats; the same for a seed on any machine."""
+    """Yields `count` stories, each with its exact negative log-probability in nats.
+
+    They are the same for a seed on any machine.
+    """
     for story in seeded_stories(seed, count):
         yield story.text(), story.nats
 
 
 def conversations(seed: int, count: int) -> Iterator[list[Message]]:
-    """`count` conversations, with one to three questions about a story each; the same for a seed on any machine.
+    """Yields `count` conversations, with one to three questions about a story each; the same for a seed on any machine.
 
     One in four begins with a system prompt. The assistant's messages are sums and differences such as "7 + 5 = 12.".
     """
@@ -188,14 +194,14 @@ def conversations(seed: int, count: int) -> Iterator[list[Message]]:
 
 
 def vocabulary_texts() -> Iterator[str]:
-    """The texts on which the tokenizer for the embedded corpus is trained."""
+    """Yields the texts on which the tokenizer for the embedded corpus is trained."""
     yield from (text for text, _ in stories(seed=0, count=VOCABULARY_STORIES))
     for messages in conversations(seed=0, count=VOCABULARY_CONVERSATIONS):
         yield from (text for message in messages for text in message.values())
 
 
 def seeded_stories(seed: int, count: int) -> Iterator[Story]:
-    """Stories without a slot filled, which share one random number generator."""
+    """Yields stories without a slot filled, which share one random number generator."""
     # random() is the only method whose sequence Python keeps stable from version to version.
     uniform = random.Random(seed).random
     for _ in range(count):
@@ -203,13 +209,13 @@ def seeded_stories(seed: int, count: int) -> Iterator[Story]:
 
 
 def story_question(text: str) -> tuple[str, str]:
-    """(the story up to its result, the result), such as ("… They counted: 7 + 5 =", "12.")."""
+    """Returns (the story up to its result, the result), such as ("… They counted: 7 + 5 =", "12.")."""
     prompt, sign, rest = text.partition("=")
     return prompt + sign, rest.split()[0]
 
 
 def conversation_question(messages: list[Message]) -> tuple[list[Message], str]:
-    """(all messages before the last answer, the last answer)."""
+    """Returns (all messages before the last answer, the last answer)."""
     return messages[:-1], messages[-1]["content"]
 
 
@@ -220,7 +226,7 @@ class EmbeddedPair(NamedTuple):
 
 
 def preference_pairs(seed: int, count: int) -> Iterator[EmbeddedPair]:
-    """`count` pairs, the same for a seed on any machine."""
+    """Yields `count` pairs, the same for a seed on any machine."""
     for story in seeded_stories(seed, count):
         *prompt, answer = story.conversation()
         remarks = (story.choose(tone).format_map(story) for tone in (FRIENDLY, RUDE))
@@ -229,7 +235,7 @@ def preference_pairs(seed: int, count: int) -> Iterator[EmbeddedPair]:
 
 
 def sum_questions(seed: int, count: int) -> Iterator[tuple[list[Message], str]]:
-    """`count` conversations up to a question, with its one answer, such as "7 + 5 = 12."."""
+    """Yields `count` conversations up to a question, with its one answer, such as "7 + 5 = 12."."""
     for story in seeded_stories(seed, count):
         *prompt, answer = story.conversation()
         yield prompt, answer["content"]

@@ -63,16 +63,19 @@ class ImageChats(Tokenizer):
         self.texts = processor.placeholder.texts([image.plan for image in images])
 
     def render(self, messages: Sequence[Any], **options: Any) -> Rendered:
-        """The first messages of the conversation, or all. Raises InputError as `Tokenizer.render` does."""
+        """Renders the first messages of the conversation, or all. Raises InputError as `Tokenizer.render` does."""
         rendered = super().render(self.processor.contents(messages), **options)
         return expanded(rendered, self.processor.placeholder.printed, self.texts)
 
     def expand(self, text: str) -> str:
-        """A text without a chat, with its placeholders replaced. Raises InputError unless it has one for each image."""
+        """Returns a text without a chat, with its placeholders replaced.
+
+        Raises InputError unless it has one for each image.
+        """
         return self.processor.placeholder.expand(text, [image.plan for image in self.images])
 
     def unsupervised(self, ids: Sequence[int], supervised: Sequence[bool]) -> list[bool]:
-        """The mask without the tokens of images, which a model never writes."""
+        """Returns the mask without the tokens of images, which a model never writes."""
         never = self.processor.image_tokens
         return [kept and token not in never for kept, token in zip(supervised, ids, strict=True)]
 
@@ -81,9 +84,10 @@ class ImageChats(Tokenizer):
 
 
 def prefix_document(record: Completion, end: int, processor: Processor) -> Document:
-    """The document of a prompt with images and its completion, which is supervised, and end, the end-of-text token.
+    """Returns the document of a prompt with images and its completion, which is supervised.
 
-    Raises InputError, which names the place, for a model whose prompts are no prefixes, and as `ImageChats` does.
+    end: the end-of-text token. Raises InputError, which names the place, for a model whose prompts are no prefixes, and
+    as `ImageChats` does.
     """
     try:
         if not processor.placeholder.prefix:
@@ -100,9 +104,10 @@ def prefix_document(record: Completion, end: int, processor: Processor) -> Docum
 
 
 def as_prefix(record: Conversation, processor: Processor) -> Completion | None:
-    """The prompt and the completion of a conversation with images; None for a model whose prompts are no prefixes.
+    """Returns the prompt and the completion of a conversation with images.
 
-    Raises InputError, which names the place, for a conversation of another form.
+    Returns None for a model whose prompts are no prefixes. Raises InputError, which names the place, for a
+    conversation of another form.
     """
     if not processor.placeholder.prefix:
         return None
@@ -118,7 +123,7 @@ def as_prefix(record: Conversation, processor: Processor) -> Completion | None:
 
 
 def expanded(rendered: Rendered, placeholder: str, texts: Sequence[str]) -> Rendered:
-    """The rendered text with its placeholders replaced by the first of `texts`, and its spans moved."""
+    """Returns the rendered text with its placeholders replaced by the first of `texts`, and its spans moved."""
     pieces = rendered.text.split(placeholder)
     count = len(pieces) - 1
     if count > len(texts):
@@ -134,7 +139,10 @@ def expanded(rendered: Rendered, placeholder: str, texts: Sequence[str]) -> Rend
 
 
 def locate_images(ids: Sequence[int], images: Sequence[PlannedImage], feature_id: int) -> list[DocumentImage]:
-    """The images of a document, which are the first of these. Raises InputError if tokens do not fit the images."""
+    """Returns the images of a document, which are the first of these.
+
+    Raises InputError if tokens do not fit the images.
+    """
     places = [place for place, token in enumerate(ids) if token == feature_id]
     located, taken = [], 0
     for source, height, width, plan in images:
@@ -151,7 +159,7 @@ def locate_images(ids: Sequence[int], images: Sequence[PlannedImage], feature_id
 
 
 class ImageDecoder:
-    """processor: of the model.
+    """Decodes the images of batches in threads, with the processor of the model.
 
     prepare_inputs: makes of ids, labels, cu_seqlens and pixel inputs, by their names, what `forward` takes as `images`,
     so that it need not ask the device for ids; None where `forward` takes pixel inputs alone.
@@ -169,17 +177,17 @@ class ImageDecoder:
         cu_seqlens: Tensor | None,
         pinned: bool,
     ) -> dict[str, Any]:
-        """Of `forward`, for the images of rows; empty if there are none. As `pixel_inputs`."""
+        """Returns the arguments of `forward` for the images of rows; empty if there are none."""
         inputs: dict[str, Any] = self.pixel_inputs(rows, input_ids)
         if inputs and self.prepare_inputs is not None:
             inputs = {"images": self.prepare_inputs(input_ids, labels, cu_seqlens=cu_seqlens, **inputs)}
         return tree_map_only(Tensor, Tensor.pin_memory, inputs) if pinned else inputs
 
     def pixel_inputs(self, rows: Sequence[Sequence[StoredImage]], input_ids: Tensor) -> dict[str, Tensor]:
-        """The images of rows, under the Hub's names of a model's arguments; empty if there are none.
+        """Returns the images of rows, under the Hub's names of a model's arguments; empty if there are none.
 
-        rows: of each row its images, in the order of their tokens; one that is there twice is decoded once.
-        input_ids: [B, T] of the B rows. Raises InputError as `prepare` does.
+        rows: the images of each row, in the order of their tokens; one that is there twice is decoded once.
+        input_ids: [B, T], the tokens of the B rows. Raises InputError as `prepare` does.
         """
         if not any(rows):
             return {}
@@ -205,7 +213,7 @@ class ImageDecoder:
 
 
 def images_of(row: Iterable[Segment]) -> list[StoredImage]:
-    """The images of a row of segments."""
+    """Returns the images of a row of segments."""
     return [
         (store, number)
         for store, start, size in row

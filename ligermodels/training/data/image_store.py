@@ -1,7 +1,7 @@
 """The images of a token store: where their tokens are, their sizes, and where each image comes from.
 
 A reference takes some 40 bytes beside its path. An image that was given as bytes is stored as it was encoded; a file
-stays where it is. Nothing is decoded here. This module knows nothing about rows or models.
+stays where it is. Nothing is decoded here.
 """
 
 import hashlib
@@ -54,7 +54,7 @@ class StoredImages:
     sources: np.ndarray
 
     def between(self, start: int, stop: int) -> range:
-        """The numbers of the images whose tokens are within tokens[start:stop]."""
+        """Returns the numbers of the images whose tokens are within tokens[start:stop]."""
         return range(*np.searchsorted(self.starts, [start, stop]).tolist())
 
     def source(self, number: int) -> bytes | str:
@@ -88,7 +88,7 @@ class ImageWriter:
         self.end = 0
 
     def write(self, images: Sequence[DocumentImage], first: int) -> None:
-        """first: the number of the document's first token in the store."""
+        """Appends the images of a document. first: the number of the document's first token in the store."""
         contents = [source_bytes(image.source) for image in images]
         self.files[IMAGE_SOURCES].write(b"".join(contents))
         ends = self.end + np.cumsum([len(content) for content in contents])
@@ -104,7 +104,7 @@ class ImageWriter:
 
 
 def open_images(folder: Path) -> StoredImages:
-    """The images of the store in a folder, memory-mapped."""
+    """Returns the images of the store in a folder, memory-mapped."""
     dtypes = IMAGE_ARRAYS | {"sources": np.uint8}
     names = [field.name for field in fields(StoredImages)]
     return StoredImages(*(np.memmap(folder / f"image_{name}", dtypes[name], mode="r") for name in names))

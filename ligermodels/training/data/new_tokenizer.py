@@ -46,7 +46,10 @@ GENERATION_CONFIG = SPECIAL_IDS | {"pad_token_id": END_OF_TEXT_ID}
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE of at most `vocab_size` entries, the first three of them special. Deterministic in `texts`."""
+    """Trains a byte-level BPE of at most `vocab_size` entries, the first three of them special.
+
+    Deterministic in `texts`.
+    """
     tokenizer = tokenizers.Tokenizer(models.BPE())
     split_as_qwen2(tokenizer)
     trainer = trainers.BpeTrainer(
@@ -80,7 +83,10 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 class ImageTokens(NamedTuple):
-    """all: their ids follow those of text. feature: that of each feature. printed: what the template prints."""
+    """The tokens that stand for images.
+
+    all: have the ids behind those of text. feature: stands for one feature. printed: what the template prints.
+    """
 
     all: tuple[str, ...]
     feature: str
@@ -123,8 +129,11 @@ CONTENT = r"""
 
 @dataclass(frozen=True)
 class NewImages:
-    """What a new model fixes about images. token_id: of its image tokens. settings: of its image processor.
-    text_settings: of what the text of an image depends on."""
+    """What a new model fixes about images.
+
+    token_id: the id of its image tokens. settings: those of its image processor. text_settings: those that the text of
+    an image depends on.
+    """
 
     token_id: int
     settings: dict[str, Any]
@@ -142,7 +151,7 @@ class NewImages:
 
 
 def train_image_tokenizer(texts: Iterable[str], vocab_size: int, images: NewImages) -> Tokenizer:
-    """As `train_tokenizer`, with tokens for images. Raises InputError if the model has its image token elsewhere."""
+    """Trains a tokenizer with tokens for images. Raises InputError if the model has its image token elsewhere."""
     tokens = images.tokens
     within = 0 if images.token_id >= vocab_size else len(tokens.all)
     tokenizer = train_tokenizer(texts, vocab_size - within)

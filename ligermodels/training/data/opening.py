@@ -126,7 +126,7 @@ def open_data(
 
 
 def default_source(config: TrainConfig, vocab_size: int) -> str:
-    """The source of a run without data: the embedded stories for a new model that has their vocabulary size."""
+    """Returns the source of a run without data: the embedded stories for a new model that has their vocabulary size."""
     if config.has_new_weights and vocab_size == EMBEDDED_VOCABULARY:
         return "stories"
     raise missing_data(config)
@@ -152,7 +152,7 @@ def refuse_cut_images(parts: Sequence[Selection], length: int) -> None:
 
 
 def sample_pictures(stores: Sequence[TokenStore], processor: Processor) -> list[tuple[int, int]]:
-    """The sizes of pictures as the model gets them, of images that are spread over these stores."""
+    """Returns the sizes of pictures as the model gets them, of images that are spread over these stores."""
     sizes: list[tuple[int, int]] = []
     for images in (store.images for store in stores):
         if images is not None:
@@ -163,19 +163,19 @@ def sample_pictures(stores: Sequence[TokenStore], processor: Processor) -> list[
 
 
 def document_lengths(sizes: np.ndarray, length: int) -> DocumentLengths:
-    """sizes: of the training documents in tokens [D]. length: of a row."""
+    """Counts the lengths of documents. sizes: their tokens [D]. length: the tokens of a row."""
     holds_most = int(np.quantile(sizes, MOST_DOCUMENTS, method="higher"))
     return DocumentLengths(len(sizes), int(sizes.max()), int((sizes > length).sum()), holds_most)
 
 
 def parse_sources(config: TrainConfig, data: Sequence[str]) -> tuple[list[SourceSpec], list[float] | None, list[str]]:
-    """(sources to train on, their weights or None, names of separate sources for validation)."""
+    """Returns (sources to train on, their weights or None, names of separate sources for validation)."""
     specs = [parse_spec(text) for text in data]
     return specs, mixture_weights(specs), [unweighted_name(text) for text in config.validation_data or []]
 
 
 def mixture_weights(specs: Sequence[SourceSpec]) -> list[float] | None:
-    """The weights of all sources; None if no source has one. Raises InputError if only some have one."""
+    """Returns the weights of all sources; None if no source has one. Raises InputError if only some have one."""
     weights = [spec.weight for spec in specs if spec.weight is not None]
     if weights and len(weights) < len(specs):
         name = next(spec.name for spec in specs if spec.weight is None)
@@ -191,7 +191,7 @@ def unweighted_name(text: str) -> str:
 
 
 def validation_floor(sources: Sequence[SourceDocuments], validation: Sequence[Selection]) -> float | None:
-    """The entropy of the validation documents, in nats per supervised token; None if it is not known.
+    """Returns the entropy of the validation documents, in nats per supervised token; None if it is not known.
 
     Raises InputError if no token is supervised.
     """
@@ -203,7 +203,10 @@ def validation_floor(sources: Sequence[SourceDocuments], validation: Sequence[Se
 
 
 def describe_sources(specs: Sequence[SourceSpec], notes: Sequence[tuple[int, str, str]]) -> str:
-    """The sources, with what happened to some of their records. notes: (number, noun, what happened) for each kind."""
+    """Returns the sources, with what happened to some of their records.
+
+    notes: (number, noun, what happened) for each kind.
+    """
     names = (TITLES.get(spec.name, spec.name) + ("" if spec.weight is None else f"={spec.weight:g}") for spec in specs)
     said = [f"{counted(number, noun)} {happened}" for number, noun, happened in notes if number]
     return " + ".join(names) + (f" ({', '.join(said)})" if said else "")

@@ -49,7 +49,7 @@ class Selection:
         return len(self.hashes)
 
     def select(self, mask: np.ndarray) -> "Selection":
-        """The documents for which `mask` [D] bool is True."""
+        """Returns the documents for which `mask` [D] bool is True."""
         return Selection(self.store, self.begins[mask], self.ends[mask], self.hashes[mask])
 
     @functools.cached_property
@@ -74,7 +74,7 @@ class Selection:
 
 
 def default_fraction(stores: Sequence[TokenStore]) -> float:
-    """The validation fraction if none is given.
+    """Returns the validation fraction if none is given.
 
     It is larger for small data, whose validation loss would otherwise be that of a few documents, and smaller for large
     data, so that each validation stays short.
@@ -89,8 +89,10 @@ def all_documents(store: TokenStore) -> Selection:
 
 
 def split_documents(store: TokenStore, fraction: float) -> tuple[Selection, Selection]:
-    """(training, validation). Validation has the documents with the smallest hashes: `fraction` of them, at least one.
-    Copies of a document have the same hash and so are on the same side.
+    """Returns (training, validation).
+
+    Validation has the documents with the smallest hashes: `fraction` of them, at least one. Copies of a document have
+    the same hash and so are on the same side.
 
     If these documents have far more than `fraction` of the tokens, as in a store of a few long documents, validation
     has the end of the store instead, and the document at the boundary is cut in two, unless documents have images.
@@ -106,7 +108,10 @@ def split_documents(store: TokenStore, fraction: float) -> tuple[Selection, Sele
 
 
 def split_at_token(documents: Selection, place: int) -> tuple[Selection, Selection]:
-    """The parts before and after tokens[place], which is the last target of the first and context in the second."""
+    """Returns the parts before and after tokens[place].
+
+    The token is the last target of the first part and context in the second.
+    """
     place = max(place, 0)
     document = int(np.searchsorted(documents.ends, place, side="right"))
     before = with_boundary(documents, slice(document + 1), None, place + 1)
@@ -114,7 +119,7 @@ def split_at_token(documents: Selection, place: int) -> tuple[Selection, Selecti
 
 
 def with_boundary(documents: Selection, part: slice, begin: int | None, end: int | None) -> Selection:
-    """A part of the documents, with a new begin for its first one, or a new end for its last one."""
+    """Returns a part of the documents, with a new begin for its first one, or a new end for its last one."""
     begins, ends, hashes = (x[part].copy() for x in (documents.begins, documents.ends, documents.hashes))
     changed = 0 if end is None else -1
     begins[changed] = begins[changed] if begin is None else begin
@@ -127,14 +132,14 @@ def with_boundary(documents: Selection, part: slice, begin: int | None, end: int
 
 
 def exclude_validation(training: Sequence[Selection], validation: Sequence[Selection]) -> list[Selection]:
-    """The training documents without those that are also validation documents."""
+    """Returns the training documents without those that are also validation documents."""
     held_out = np.unique(np.concatenate([part.hashes for part in validation]))
     masks = [is_member(part.hashes, held_out) for part in training]
     return [part.select(~mask) if mask.any() else part for part, mask in zip(training, masks, strict=True)]
 
 
 def is_member(hashes: np.ndarray, ascending: np.ndarray) -> np.ndarray:
-    """Whether each hash is in the `ascending` array, which is small. np.isin would sort all hashes."""
+    """Returns whether each hash is in the `ascending` array, which is small. np.isin would sort all hashes."""
     place = np.minimum(np.searchsorted(ascending, hashes), len(ascending) - 1)
     return ascending[place] == hashes
 
@@ -210,7 +215,7 @@ class Concatenated(Generic[AnyPart]):
         return self.ends[-1] if self.ends else 0
 
     def locate(self, number: int) -> tuple[AnyPart, int]:
-        """The part that has row number `number`, and the number of the row there."""
+        """Returns the part that has row number `number`, and the number of the row there."""
         part = bisect.bisect_right(self.ends, number)
         return self.parts[part], number - self.ends[part] + len(self.parts[part])
 
@@ -231,12 +236,12 @@ class ConcatenatedRows(Concatenated[Rows]):
         return part.segments(index)
 
     def places(self, row: int) -> list[str]:
-        """Where the documents of a row were read."""
+        """Returns where the documents of a row were read."""
         return [segment.store.place(segment.start) for segment in self.segments(row)]
 
 
 def pack_documents(parts: Sequence[Selection], length: int, packing: bool) -> ConcatenatedRows:
-    """The rows of documents. packing: segments share rows; otherwise each has its own row, in document order.
+    """Returns the rows of documents. packing: segments share rows; otherwise each has its own row, in document order.
 
     Every rank must call this.
     """
@@ -248,7 +253,7 @@ def pack_documents(parts: Sequence[Selection], length: int, packing: bool) -> Co
 
 
 def open_rows(store: TokenStore, length: int, folder: Path) -> Rows:
-    """The rows that `write_rows` wrote to a folder, memory-mapped."""
+    """Returns the rows that `write_rows` wrote to a folder, memory-mapped."""
     arrays = {name: map_file(folder / name, dtype) for name, dtype in ROW_ARRAYS.items()}
     return Rows(store, length, **arrays, fingerprint=(folder / "fingerprint").read_text())
 
@@ -263,7 +268,7 @@ def write_rows(documents: Selection, length: int, packing: bool, folder: Path) -
 
 
 def plan_rows(documents: Selection, length: int, packing: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The arrays starts, lengths and ends of `Rows`."""
+    """Returns the arrays starts, lengths and ends of `Rows`."""
     starts, lengths = cut_documents(documents.begins, documents.ends, length)
     if not packing:
         return starts, lengths, np.arange(len(starts) + 1)
@@ -347,7 +352,7 @@ class OpenRows:
 
 
 def deal_units(sizes: Sequence[int], ranks: int) -> list[list[int]]:
-    """The numbers of the units of each rank, ascending. sizes: tokens of each unit."""
+    """Returns the numbers of the units of each rank, ascending. sizes: tokens of each unit."""
     dealt: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
     for unit in np.argsort(-np.asarray(sizes, np.int64), kind="stable").tolist():
@@ -358,7 +363,10 @@ def deal_units(sizes: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 def pack_units(sizes: Sequence[int], length: int) -> list[list[int]]:
-    """The numbers of the units of each row of at most `length` tokens, ascending; a longer unit has its own row."""
+    """Returns the numbers of the units of each row, ascending.
+
+    A row has at most `length` tokens; a longer unit has its own row.
+    """
     order = np.argsort(-np.asarray(sizes, np.int64), kind="stable")
     capped = np.minimum(np.asarray(sizes, np.int64)[order], length)
     row_of, count = best_fit(capped, length)

@@ -42,8 +42,11 @@ class Text(NamedTuple):
 
 
 class Conversation(NamedTuple):
-    """messages: as `parse_messages` returns them. template_kwargs: variables for the chat template. images: of the
-    image parts of messages, in order."""
+    """A conversation, on whose assistant messages the loss is computed.
+
+    messages: what `parse_messages` returns. template_kwargs: variables for the chat template. images: those of the
+    image parts of messages, in order.
+    """
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None
@@ -88,7 +91,7 @@ class GroupRecord(NamedTuple):
     images: tuple[Sequence[ImageSource], ...] = ()
 
     def side(self, number: int) -> "GroupRecord":
-        """The prompt with one of its completions."""
+        """Returns the prompt with one of its completions."""
         images = self.images and (self.images[0], self.images[1 + number])
         return self._replace(completions=(self.completions[number],), images=images)
 
@@ -114,7 +117,7 @@ class TeacherRecord(NamedTuple):
 
 
 def message_texts(messages: list[dict[str, Any]]) -> list[str]:
-    """The texts of messages; of a content with images, the text parts."""
+    """Returns the texts of messages; of a content with images, the text parts."""
     return [content_text(message["content"]) for message in messages]
 
 
@@ -147,7 +150,7 @@ class BadLines:
 
 
 def parse_messages(value: Any, field: str, *, images: bool = False) -> list[dict[str, Any]]:
-    """Messages with a role each, and with a content that is a string, or None in a message with tool calls.
+    """Returns messages with a role each, and with a content that is a string, or None in a message with tool calls.
 
     images: contents with image parts are allowed, and stay lists of parts.
     """
@@ -196,7 +199,10 @@ def parse_message(value: Any, field: str, *, images: bool) -> dict[str, Any]:
 
 
 def parse_content(value: Any, field: str) -> str:
-    """A string, or the joined text of a list of text parts: a template that expects a string would print the list."""
+    """Returns a string, or the joined text of a list of text parts.
+
+    A template that expects a string would print the list.
+    """
     if not isinstance(value, list):
         return require_string(value, field)
     for index, part in enumerate(value):
@@ -221,7 +227,10 @@ def parse_tool_calls(value: Any, field: str) -> list[dict[str, Any]]:
 
 
 def parse_tools(value: Any) -> list[Any] | None:
-    """A list of JSON schemas, or a JSON string of one, as tables with columns need it. An empty list becomes None."""
+    """Returns a list of JSON schemas, or a JSON string of one, as tables with columns need it.
+
+    An empty list becomes None.
+    """
     tools = parse_json_string(value, "field tools") if isinstance(value, str) else value
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
         raise InputError(f"field tools is {json_type(tools)}; must be a list of objects, the schemas of functions")
@@ -256,7 +265,7 @@ def require_string(value: Any, field: str) -> str:
 
 
 def json_type(value: Any) -> str:
-    """A value's JSON type, for error messages; tables have bytes too."""
+    """Returns a value's JSON type, for error messages; tables have bytes too."""
     names = {
         dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null", bytes: "bytes",
     }  # fmt: skip

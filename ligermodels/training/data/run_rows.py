@@ -40,11 +40,11 @@ class Mixture:
 
     @property
     def rows_per_epoch(self) -> list[float]:
-        """For each source, after how many entries of the mixture all rows of the source were taken once."""
+        """Returns for each source after how many entries of the mixture all of its rows were taken once."""
         return [size * MIXTURE_BLOCK / share for size, share in zip(self.sizes, self.shares, strict=True)]
 
     def entries(self, start: int, count: int) -> list[tuple[int, int]]:
-        """The entries (source, row) number start, start + 1, … of the sequence."""
+        """Returns the entries (source, row) number start, start + 1, … of the sequence."""
         return [self.entry(number) for number in range(start, start + count)]
 
     def entry(self, number: int) -> tuple[int, int]:
@@ -54,7 +54,7 @@ class Mixture:
         return source, self.row(source, block * self.shares[source] + int(counts_before[place]))
 
     def row(self, source: int, taken: int) -> int:
-        """The next row of a source from which `taken` rows were taken before."""
+        """Returns the next row of a source from which `taken` rows were taken before."""
         epoch, place = divmod(taken, self.sizes[source])
         current, order = self.permutations.get(source, (None, np.empty(0)))
         if current != epoch:
@@ -65,7 +65,7 @@ class Mixture:
 
 
 def integer_shares(weights: Sequence[float]) -> tuple[int, ...]:
-    """The number of entries that each source has in a block, rounded by the largest-remainder method."""
+    """Returns the number of entries that each source has in a block, rounded by the largest-remainder method."""
     exact = np.array(weights, np.float64) / sum(weights) * MIXTURE_BLOCK
     shares = np.floor(exact).astype(int)
     shares[np.argsort(shares - exact, kind="stable")[: MIXTURE_BLOCK - shares.sum()]] += 1
@@ -79,7 +79,7 @@ def integer_shares(weights: Sequence[float]) -> tuple[int, ...]:
 
 @functools.lru_cache(maxsize=4)
 def mixture_block(shares: tuple[int, ...], seed: int, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """For each entry of a block [MIXTURE_BLOCK]: its source, and how many earlier entries of the block have it.
+    """Returns for each entry of a block [MIXTURE_BLOCK] its source, and how many earlier entries of the block have it.
 
     The n entries of a source are spread evenly, one at a random place in each n-th part of the block (stratified
     sampling), so that any stretch of the sequence has the given weights to within a few rows.
@@ -126,7 +126,7 @@ class Prefetcher(Generic[PrefetchRequest, Prefetched]):
         return prefetched[1].result() if prefetched and prefetched[0] == request else self.make(request)
 
     def made_on_all(self, request: PrefetchRequest) -> Prefetched:
-        """As `made`. Raises a DataError on all ranks if `make` raises an InputError on one."""
+        """Returns what `made` returns. Raises a DataError on all ranks if `make` raises an InputError on one."""
         error = None
         try:
             result = self.made(request)
@@ -136,7 +136,7 @@ class Prefetcher(Generic[PrefetchRequest, Prefetched]):
         return result
 
     def take_all(self, requests: Sequence[PrefetchRequest]) -> Iterator[Prefetched]:
-        """The results of requests, in order; one is prefetched while the one before is used."""
+        """Yields the results of requests, in order; one is prefetched while the one before is used."""
         for request, following in zip_longest(requests, requests[1:]):
             yield self.take(request, following)
 
@@ -150,7 +150,7 @@ class RowSequence(Protocol):
     def fingerprint(self) -> str: ...
 
     def places(self, number: int) -> list[str]:
-        """Where the documents of a row were read."""
+        """Returns where the documents of a row were read."""
 
 
 Sequenced = TypeVar("Sequenced", bound=RowSequence)
@@ -174,7 +174,7 @@ class MixedRows(Generic[Sequenced, Prefetched]):
         self.prefetcher = Prefetcher(self.collate_step, "batches", reads_files=decoder is not None)
 
     def __len__(self) -> int:
-        """The number of rows of all sources."""
+        """Returns the number of rows of all sources."""
         return len(self.rows)
 
     @property
@@ -183,15 +183,15 @@ class MixedRows(Generic[Sequenced, Prefetched]):
         return self.rows.fingerprint
 
     def numbers(self, cursor: int, count: int) -> list[int]:
-        """The rows of the step that takes `count` rows starting at `cursor`, by their numbers in `rows`."""
+        """Returns the rows of the step that takes `count` rows starting at `cursor`, by their numbers in `rows`."""
         return [self.firsts[source] + row for source, row in self.mixture.entries(cursor, count)]
 
     def places(self, cursor: int, count: int) -> list[str]:
-        """Where the documents of a step's rows were read."""
+        """Returns where the documents of a step's rows were read."""
         return [place for number in self.numbers(cursor, count) for place in self.rows.places(number)]
 
     def prefetched(self, cursor: int, count: int, *options: Any) -> Prefetched:
-        """What `collate` makes of a step. A thread collates the next step while this one is computed."""
+        """Returns what `collate` makes of a step. A thread collates the next step while this one is computed."""
         return self.prefetcher.take((cursor, count, *options), (cursor + count, count, *options))
 
     def collate_step(self, request: tuple[Any, ...]) -> Prefetched:
@@ -216,7 +216,10 @@ class HeldOutRows(Generic[Sequenced, Prefetched]):
         return len(self.rows)
 
     def prefetched(self, size: int, *options: Any) -> Iterator[Prefetched]:
-        """What `collate` makes of every row once, `size` at a time. A thread collates the next part, as in training."""
+        """Returns what `collate` makes of every row once, `size` at a time.
+
+        A thread collates the next part, as in training.
+        """
         return self.prefetcher.take_all([(start, size, *options) for start in range(0, len(self), size)])
 
     def collate_range(self, request: tuple[Any, ...]) -> Prefetched:
@@ -258,9 +261,9 @@ class TrainingRows(MixedRows[ConcatenatedRows, list[Batch]]):
         return any(part.store.supervised is not None for part in self.rows.parts)
 
     def micro_batches(self, cursor: int, batch_size: int, micro_batch_size: int | None, world: World) -> list[Batch]:
-        """This rank's micro-batches, on its device, of the step that takes `batch_size` rows starting at `cursor`.
+        """Returns this rank's micro-batches, on its device, of a step.
 
-        Raises InputError as `split_global_batch` does.
+        The step takes `batch_size` rows starting at `cursor`. Raises InputError as `split_global_batch` does.
         """
         batches = self.prefetched(cursor, batch_size, micro_batch_size, world)
         return [batch.to(world.device) for batch in batches]
@@ -295,7 +298,7 @@ class ValidationRows(HeldOutRows[ConcatenatedRows, Batch]):
         return self.rows.segments(0)[0].store.supervised is not None
 
     def batches(self, micro_batch_size: int, world: World) -> Iterator[Batch]:
-        """Every row once over all ranks, in the same number of batches on each rank; the last are padded with rows."""
+        """Returns every row once over all ranks, in as many batches on each rank; the last are padded with rows."""
         batches = self.prefetched(world.data_size * micro_batch_size, micro_batch_size, world)
         return (batch.to(world.device) for batch in batches)
 
@@ -308,11 +311,11 @@ class ValidationRows(HeldOutRows[ConcatenatedRows, Batch]):
         return self.stored.beside(batch, [self.first + row if row < len(self) else None for row in mine], world)
 
     def sample_prompt(self) -> list[int]:
-        """A prompt to generate a sample from: that of the first segment whose prompt has more than one token."""
+        """Returns a prompt to generate a sample from: the first that has more than one token."""
         return prompt(self.sample_segment())
 
     def sample_images(self) -> Mapping[str, Tensor]:
-        """The images in that prompt, under the names of arguments of `forward`; empty if it has none."""
+        """Returns the images in that prompt, under the names of arguments of `forward`; empty if it has none."""
         store, start, _ = self.sample_segment()
         ids = self.sample_prompt()
         images = images_of([Segment(store, start, len(ids))])
@@ -324,7 +327,7 @@ class ValidationRows(HeldOutRows[ConcatenatedRows, Batch]):
 
 
 def prompt(segment: Segment) -> list[int]:
-    """The tokens before the first supervised one, at least one; of a text without a mask, its first few tokens."""
+    """Returns the tokens before the first supervised one, at least one; of a text without a mask, its first few."""
     store, start, size = segment
     if store.supervised is None:
         size = min(size, PROMPT_TOKENS)

@@ -33,7 +33,7 @@ LONG_CHARACTERS = 2**22  # a longer text in a record is split into pieces
 
 
 class SourceSpec(NamedTuple):
-    """weight: the share of this source in the mixture; None if no weight was given."""
+    """A source of --data. weight: the share of this source in the mixture; None if no weight was given."""
 
     name: str
     weight: float | None
@@ -65,7 +65,7 @@ def missing_data(config: TrainConfig) -> InputError:
 
 
 def find_files(name: str) -> list[Path]:
-    """The files that a name stands for, in sorted order.
+    """Returns the files that a name stands for, in sorted order.
 
     name: a file; a folder, whose files with a known suffix are found recursively; a folder of save_to_disk, with :SPLIT
     or without; or a glob pattern. A .json file that describes a token file beside it is skipped. Raises InputError if
@@ -92,7 +92,7 @@ def find_files(name: str) -> list[Path]:
 
 
 def saved_dataset_files(name: str) -> list[Path] | None:
-    """The Arrow files of FOLDER or FOLDER:SPLIT in order; None if there is no such folder of save_to_disk.
+    """Returns the Arrow files of FOLDER or FOLDER:SPLIT in order; None if there is no such folder of save_to_disk.
 
     The default split is train. Raises InputError naming the folder or its file.
     """
@@ -119,7 +119,7 @@ def is_saved_dataset(folder: Path) -> bool:
 
 
 def arrow_files(folder: Path) -> list[Path]:
-    """Only these, because `datasets` leaves files of its cache in the same folder."""
+    """Returns the files that state.json names: `datasets` leaves files of its cache in the same folder."""
     state = read_json(folder / STATE_FILE)
     if state.get("_indices_data_files"):
         raise InputError(f"{folder / STATE_FILE}: an old version of datasets wrote indices of rows; {SAVE_AGAIN}")
@@ -132,12 +132,12 @@ def arrow_files(folder: Path) -> list[Path]:
 
 
 def suffix_of(file: Path) -> str:
-    """The known suffix of a file, in lower case; empty if the file is of no known kind."""
+    """Returns the known suffix of a file, in lower case; empty if the file is of no known kind."""
     return next((suffix for suffix in SUFFIXES if file.name.lower().endswith(suffix)), "")
 
 
 def describes_tokens(file: Path) -> bool:
-    """Whether this is the .json file that belongs to a token file."""
+    """Returns whether this is the .json file that belongs to a token file."""
     return file.suffix == ".json" and any(file.with_suffix(suffix).exists() for suffix in TOKEN_SUFFIXES)
 
 
@@ -148,7 +148,7 @@ def is_hidden(path: Path) -> bool:
 def read_records(
     name: str, bad_lines: BadLines, progress: ReadingProgress, fields: RecordFormats = KNOWN_FIELDS
 ) -> Iterator[Record]:
-    """The records of a file, folder[:split], glob pattern, or hub:name[:configuration][:split].
+    """Yields the records of a file, folder[:split], glob pattern, or hub:name[:configuration][:split].
 
     Empty texts are dropped. fields: those that the user names. bad_lines: counts records that cannot be used. Raises
     InputError naming the place and the field, and if the source has no record at all.
@@ -169,7 +169,7 @@ def read_records(
 
 
 def split_long_text(text: Text) -> Iterator[Text]:
-    """The text itself, or its pieces if it is very long: tokenising needs a hundred times the memory of the text."""
+    """Yields the text itself, or its pieces if it is very long: tokenising needs a hundred times its memory."""
     if len(text.text) <= LONG_CHARACTERS:
         yield text
     else:
@@ -188,7 +188,7 @@ def read_files(
 
 
 def attempt_all(records: Iterable[Record], change: Callable[[Record], Record], bad_lines: BadLines) -> Iterator[Record]:
-    """The changed records, without those for which `change` raises InputError, as far as they may be skipped."""
+    """Yields the changed records, without those for which `change` raises InputError, as far as they may be skipped."""
     for record in records:
         changed = bad_lines.attempt(change, record)
         if changed is not None:
@@ -215,7 +215,7 @@ FILE_KINDS = (
 
 
 def with_image_paths(record: Record, folder: Path | None) -> Record:
-    """The record with the whole paths of its images. folder: of its file; None if it comes from no file.
+    """Returns the record with the whole paths of its images. folder: of its file; None if it comes from no file.
 
     Raises InputError for a path that leaves the folder: a data set must not choose among all files of this machine.
     """

@@ -45,15 +45,16 @@ NO_NUMBER = -1
 
 
 def cached_folder(key: dict[str, Any], fill: Callable[[Path], None]) -> Path:
-    """The folder of `key`, a JSON object. Every rank must call this; the first rank of each host fills a new folder.
+    """Returns the folder of `key`, a JSON object.
 
-    fill: writes the content to the path that it is given. If it raises an InputError, every rank raises it.
+    Every rank must call this; the first rank of each host fills a new folder. fill: writes the content to the path that
+    it is given. If it raises an InputError, every rank raises it.
     """
     return cached_folders([(key, fill)])[0]
 
 
 def cached_folders(requests: Sequence[tuple[dict[str, Any], Callable[[Path], None]]]) -> list[Path]:
-    """`cached_folder` for several pairs of key and fill; ranks synchronise once for all of them."""
+    """Returns the folders of several pairs of key and fill; ranks synchronise once for all of them."""
     folders = [cache_folder() / folder_name(key) for key, _ in requests]
     error = None
     if local_rank() == 0:
@@ -76,7 +77,7 @@ def cache_folder() -> Path:
 
 
 def code_of_data() -> str:
-    """A hash of the modules that make data, so that folders written by another version of them are not used."""
+    """Returns a hash of the modules that make data, so that folders written by another version of them are not used."""
     return code_hash(Path(__file__).parent, *(Path(path) for module in (images, tokenizer) for path in module.__path__))
 
 
@@ -141,7 +142,7 @@ class TokenStore:
         return before[np.searchsorted(self.images.starts, self.offsets)]
 
     def place(self, token: int) -> str:
-        """Where the document that contains tokens[token] was read."""
+        """Returns where the document that contains tokens[token] was read."""
         if isinstance(self.places, str):
             return f"{self.places}: token {token}"
         return self.places[int(np.searchsorted(self.offsets, token, side="right")) - 1]
@@ -169,7 +170,7 @@ def write_store(documents: Iterable[Document], vocab_size: int, folder: Path) ->
 
 
 def open_store(folder: Path) -> TokenStore:
-    """The store that `write_store` wrote to a folder, memory-mapped."""
+    """Returns the store that `write_store` wrote to a folder, memory-mapped."""
     description = json.loads((folder / DESCRIPTION).read_text())
     masked, dtypes = description["masked"], array_dtypes(description["vocab_size"])
     names = [name for name in dtypes if masked or name != "supervised"]
@@ -180,12 +181,12 @@ def open_store(folder: Path) -> TokenStore:
 
 
 def map_file(file: Path, dtype: Any) -> np.ndarray:
-    """The numbers in a file, memory-mapped; an empty file, which cannot be mapped, gives an empty array."""
+    """Returns the numbers in a file, memory-mapped; an empty file, which cannot be mapped, gives an empty array."""
     return np.memmap(file, dtype, mode="r") if file.stat().st_size else np.empty(0, dtype)
 
 
 def array_dtypes(vocab_size: int) -> dict[str, np.dtype[Any]]:
-    """The arrays of a store, each in a file of that name, and their dtypes."""
+    """Returns the arrays of a store, each in a file of that name, and their dtypes."""
     return {
         "tokens": token_dtype(vocab_size), "supervised": np.dtype(bool), "offsets": np.dtype(np.int64),
         "hashes": np.dtype(np.uint64), "numbers": np.dtype(np.int64),
@@ -193,7 +194,7 @@ def array_dtypes(vocab_size: int) -> dict[str, np.dtype[Any]]:
 
 
 def document_batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Batches that end with the document that reaches STORE_BATCH_TOKENS tokens."""
+    """Yields batches that end with the document that reaches STORE_BATCH_TOKENS tokens."""
     batch: list[Document] = []
     tokens = 0
     for document in documents:
@@ -266,7 +267,10 @@ class StoreWriter:
 
 
 def with_images(tokens: bytes, document: Document) -> bytes:
-    """The hash of a document from that of its tokens: equal questions about other images are other documents."""
+    """Returns the hash of a document, given that of its tokens.
+
+    Equal questions about other images are other documents.
+    """
     if not document.images:
         return tokens
     digest = hashlib.blake2b(tokens, digest_size=8)
@@ -290,7 +294,7 @@ def refuse_unknown_ids(ids: np.ndarray, vocab_size: int, place: str, first: int 
 
 
 def document_hashes(blocks: Iterable[tuple[np.ndarray, Sequence[int]]]) -> Iterator[bytes]:
-    """A hash of 8 bytes for each document's tokens, a little-endian uint64 that does not depend on their dtype.
+    """Yields a hash of 8 bytes for each document's tokens, a little-endian uint64 that does not depend on their dtype.
 
     blocks: pairs of tokens and the places in them where documents end. A document may span any number of blocks.
     """

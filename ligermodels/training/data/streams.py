@@ -64,7 +64,7 @@ class ReadingProgress:
             print_status(f"{self.title}: done in {duration(time.monotonic() - self.started)}")
 
     def follow(self, position: Callable[[], int]) -> None:
-        """position: returns how many bytes of the current file have been read."""
+        """Follows the current file. position: returns how many of its bytes have been read."""
         self.position = position
 
     def finish(self, size: int) -> None:
@@ -81,7 +81,7 @@ class ReadingProgress:
             yield item
 
     def show(self, done: int) -> None:
-        """done: bytes read of all files."""
+        """Shows the progress. done: bytes read of all files."""
         if not self.bar.disable:
             self.bar.update(done - self.bar.n)
             return
@@ -91,7 +91,7 @@ class ReadingProgress:
             print_status(f"{self.title}: {self.status(done, now - self.started)}")
 
     def status(self, done: int, seconds: float) -> str:
-        """For example: 12% of 9.3 GB, 4.1 MB/s, ETA 38:10."""
+        """Returns a text such as: 12% of 9.3 GB, 4.1 MB/s, ETA 38:10."""
         if not self.total:
             return f"{duration(seconds)} so far"
         speed = f"{byte_size(round(done / seconds))}/s" if seconds else "starting"
@@ -113,7 +113,7 @@ DECOMPRESSORS: dict[str, Callable[[BinaryIO, Path], BufferedReader]] = {".gz": g
 
 @contextmanager
 def open_stream(file: Path, progress: ReadingProgress) -> Iterator[BufferedReader]:
-    """The decompressed bytes of a file.
+    """Yields the decompressed bytes of a file.
 
     Raises InputError if the file cannot be opened, or if reading it fails inside the context.
     """
@@ -141,7 +141,7 @@ def refuse_placeholder(file: Path, stream: BufferedReader) -> None:
 
 @contextmanager
 def open_text_stream(file: Path, progress: ReadingProgress, newline: str | None = None) -> Iterator[TextIO]:
-    """The text of a file. newline: as in `open`; None converts every line ending to \\n, "" keeps them.
+    """Yields the text of a file. newline: as in `open`; None converts every line ending to \\n, "" keeps them.
 
     Raises InputError as `open_stream` does, and for bytes that are not UTF-8.
     """

@@ -43,7 +43,10 @@ COLON_OUTSIDE_BRACKETS = re.compile(r":(?![^\[]*\])")
 
 
 def record_columns(names: Sequence[str], subject: str, fields: RecordFormats) -> list[str]:
-    """The columns that records are made of. Raises InputError, which begins with `subject`, if they are not enough."""
+    """Returns the columns that records are made of.
+
+    Raises InputError, which begins with `subject`, if they are not enough.
+    """
     try:
         fields.refuse_missing(names, "column")
     except InputError as error:
@@ -75,7 +78,7 @@ def drop_nulls(value: Any) -> Any:
 
 
 def bounded_rows(batch: Any, place: str, first: int) -> Iterator[TableRows]:
-    """The rows of an Arrow batch, a few at a time: at most MAX_BATCH_BYTES as Python objects.
+    """Yields the rows of an Arrow batch, a few at a time: at most MAX_BATCH_BYTES as Python objects.
 
     first: the number of its first row. Raises InputError for a row that has more.
     """
@@ -101,7 +104,7 @@ def decode_json(value: Any, kind: Any, place: str) -> Any:
 
 
 def split_large_batch(batch: Any, place: str, first: int) -> Iterator[Any]:
-    """The rows of an Arrow batch in batches of at most MAX_BATCH_BYTES, decoded."""
+    """Yields the rows of an Arrow batch in batches of at most MAX_BATCH_BYTES, decoded."""
     if decoded_bytes(batch.to_struct_array(), place) <= MAX_BATCH_BYTES:
         yield batch
     elif batch.num_rows == 1:
@@ -114,7 +117,10 @@ def split_large_batch(batch: Any, place: str, first: int) -> Iterator[Any]:
 
 
 def decoded_bytes(array: Any, needed_for: str) -> int:
-    """The bytes of an Arrow array as Python objects, roughly. A string of a dictionary counts wherever it is used."""
+    """Returns the bytes of an Arrow array as Python objects, roughly.
+
+    A string of a dictionary counts wherever it is used.
+    """
     types = import_package("pyarrow", needed_for).types
     compute = import_package("pyarrow.compute", needed_for)
     objects = OBJECT_BYTES * len(array)
@@ -161,9 +167,10 @@ def not_parquet(file: Path, reason: str) -> InputError:
 
 
 def decoded_batches(file: Path, columns: list[str]) -> Iterator[Any]:
-    """The Arrow batches of a file. From where the memory is too small for TABLE_BATCH_ROWS on, they have one row.
+    """Yields the Arrow batches of a file.
 
-    Raises InputError, which names the row, if it is too small for that too.
+    They have one row from where the memory is too small for TABLE_BATCH_ROWS on. Raises InputError, which names the
+    row, if it is too small for that too.
     """
     done = 0
     for rows in (TABLE_BATCH_ROWS, 1):
@@ -191,7 +198,7 @@ class Worker:
         self.status, self.reason = 0, ""
 
     def batches(self) -> Iterator[Any]:
-        """The batches that the process decodes until it ends, however it ends."""
+        """Yields the batches that the process decodes until it ends, however it ends."""
         # Other allocators and further arenas reserve address space that nothing uses.
         environment = os.environ | {"ARROW_DEFAULT_MEMORY_POOL": "system", "MALLOC_ARENA_MAX": "1"}
         pipe = subprocess.PIPE
@@ -265,13 +272,16 @@ def refuse_compressed(source: Any, file: Path) -> None:
 
 
 def is_compressed(metadata: bytes, kind: str) -> bool:
-    """Whether a message with batches has compressed buffers. metadata: its flatbuffer, which pyarrow has verified."""
+    """Returns whether a message with batches has compressed buffers.
+
+    metadata: its flatbuffer, which pyarrow has verified.
+    """
 
     def number(code: str, place: int) -> int:
         return struct.unpack_from(code, metadata, place)[0]
 
     def field(table: int, index: int) -> int:
-        """The place of a field in a table; 0 if the table does not have it."""
+        """Returns the place of a field in a table; 0 if the table does not have it."""
         layout = table - number("<i", table)
         entry = 4 + 2 * index
         offset = number("<H", layout + entry) if entry < number("<H", layout) else 0
@@ -304,7 +314,7 @@ def hub_batches(name: str, fields: RecordFormats, progress: ReadingProgress) -> 
 
 
 def hub_cache_files(name: str) -> list[Path]:
-    """The local files that hold a Hub dataset."""
+    """Returns the local files that hold a Hub dataset."""
     return [Path(file["filename"]) for file in load_hub_dataset(name).cache_files]
 
 

@@ -47,7 +47,10 @@ CSV_RULES = 'a cell with a delimiter, a line break or a quote must be in quotes,
 def read_text_file(
     file: Path, fields: RecordFormats, bad_lines: BadLines, progress: ReadingProgress
 ) -> Iterator[Record]:
-    """The pieces of one document. Bytes that are not UTF-8 are always an error; `bad_lines` does not apply to them."""
+    """Yields the pieces of one document.
+
+    Bytes that are not UTF-8 are always an error; `bad_lines` does not apply to them.
+    """
     line = 1
     with open_text_stream(file, progress) as stream:
         for piece in text_pieces(stream):
@@ -67,7 +70,7 @@ def text_pieces(stream: TextIO) -> Iterator[Text]:
 
 
 def last_split_point(text: str) -> int:
-    """The last place that is certainly between two tokens.
+    """Returns the last place that is certainly between two tokens.
 
     This is the first character of a line, unless that character is whitespace; if there is none, the last space.
     """
@@ -82,7 +85,7 @@ def last_split_point(text: str) -> int:
 def read_json_file(
     file: Path, fields: RecordFormats, bad_lines: BadLines, progress: ReadingProgress
 ) -> Iterator[Record]:
-    """The records of a JSON file, which is an array if its first character is "[", and JSON lines otherwise."""
+    """Returns the records of a JSON file, which is an array if its first character is "[", and JSON lines otherwise."""
     with open_stream(file, progress) as stream:
         refuse_placeholder(file, stream)
         is_array = stream.peek().removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
@@ -99,13 +102,13 @@ def read_json_lines(
 
 
 def numbered_lines(file: Path, progress: ReadingProgress) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not blank, with their line numbers, which start at 1."""
+    """Yields the lines that are not blank, with their line numbers, which start at 1."""
     with open_stream(file, progress) as stream:
         yield from stream_lines(stream, str(file))
 
 
 def stream_lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
-    """The same, of an open stream. name: of the stream, for errors."""
+    """Yields the lines of a stream that are not blank, with their numbers. name: stands for the stream in errors."""
     number = 0
     while line := stream.readline(MAX_RECORD_BYTES + 1):
         number += 1
@@ -121,7 +124,7 @@ def parse_json_line(line: bytes, place: str, fields: RecordFormats) -> Record:
 
 
 def decode_json_line(line: bytes, place: str) -> Any:
-    """The JSON value of a line. Raises InputError naming the place."""
+    """Returns the JSON value of a line. Raises InputError naming the place."""
     refuse_many_values(line, place)
     try:
         text = line.decode()
@@ -173,7 +176,7 @@ class JSONScanner:
         return bool(chunk)
 
     def peek(self) -> str:
-        """The next character that is not whitespace; empty at the end of the stream."""
+        """Returns the next character that is not whitespace; empty at the end of the stream."""
         while True:
             self.position = JSON_WHITESPACE.match(self.buffer, self.position).end()  # type: ignore[union-attr]
             if self.position < len(self.buffer) or not self.read_more():
@@ -185,7 +188,7 @@ class JSONScanner:
         return character
 
     def take_value(self, place: str) -> tuple[Any, str]:
-        """The next JSON value, and its text. Raises InputError naming the place.
+        """Returns the next JSON value, and its text. Raises InputError naming the place.
 
         Reads on while the text is not valid JSON, because it may be incomplete. A value must also be followed by a
         character: the digits of a number may continue in the next chunk.
@@ -209,7 +212,7 @@ class JSONScanner:
 
 
 def try_decode(text: str, start: int, place: str) -> tuple[json.JSONDecodeError | None, Any, int]:
-    """(error, None, start) if there is no JSON value at text[start:], or (None, value, end of the value)."""
+    """Returns (error, None, start) if there is no JSON value at text[start:], or (None, value, end of the value)."""
     try:
         return None, *DECODER.raw_decode(text, start)
     except json.JSONDecodeError as error:
@@ -225,12 +228,12 @@ def refuse_many_values(text: bytes, place: str) -> None:
 
 
 def unsupported_json(place: str, error: Exception) -> InputError:
-    """For valid JSON that Python does not decode: numbers of thousands of digits, and very deep nesting."""
+    """Returns the error for valid JSON that Python does not decode: very long numbers, and very deep nesting."""
     return InputError(f"{place}: JSON that cannot be decoded: {first_line(error)}")
 
 
 def parse_json_record(value: Any, text: str, place: str, fields: RecordFormats) -> Record:
-    """text: the JSON text of the value."""
+    """Returns the record of a JSON value. text: the JSON text of the value."""
     refuse_half_characters(value, text, place)
     return parse_record(value, place, fields)
 
@@ -270,7 +273,7 @@ def read_delimited(
 def find_header(
     file: Path, delimiters: tuple[str, ...], fields: RecordFormats, progress: ReadingProgress
 ) -> tuple[str, list[str]]:
-    """The first delimiter with which the header has the columns of a record, and the names of all columns.
+    """Returns the first delimiter with which the header has the columns of a record, and the names of all columns.
 
     Raises InputError if there is none, or if such a column is there twice.
     """
@@ -285,13 +288,16 @@ def find_header(
 
 
 def read_column_names(file: Path, delimiter: str, progress: ReadingProgress) -> list[str]:
-    """The names in the first row; not strict, because the delimiter may be another."""
+    """Returns the names in the first row; not strict, because the delimiter may be another."""
     _, row = next(csv_rows(file, delimiter, progress, strict=False), (0, []))
     return [name.strip() for name in row]
 
 
 def csv_rows(file: Path, delimiter: str, progress: ReadingProgress, *, strict: bool) -> Iterator[tuple[int, list[str]]]:
-    """The rows that are not empty, each with the number of its first line. Raises InputError for what is not CSV."""
+    """Yields the rows that are not empty, each with the number of its first line.
+
+    Raises InputError for what is not CSV.
+    """
     csv.field_size_limit(max(csv.field_size_limit(), MAX_RECORD_BYTES))  # of the process; the default is 131,072
     with open_text_stream(file, progress, newline="") as stream:
         lines = CSVLines(stream, str(file), delimiter)

@@ -58,7 +58,7 @@ REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state",
 def take_group_images(
     parts: Mapping[str, Part], beside: Sequence[Any]
 ) -> tuple[list[Part], tuple[list[ImageSource], ...]]:
-    """The prompt and its completions as chat templates get them, and the images of each; no images at all: ().
+    """Returns the prompt and its completions as chat templates get them, and the images of each; no images at all: ().
 
     parts: by the names of their fields; all are strings, or all are messages. Raises InputError naming the field.
     """
@@ -88,13 +88,13 @@ def take_group_images(
 
 
 def count_bare_parts(messages: Sequence[Mapping[str, Any]], field: str) -> int:
-    """How many image parts of messages have no image of their own."""
+    """Returns how many image parts of messages have no image of their own."""
     places = image_places([dict(message) for message in messages], field)
     return sum(is_image_part(part) and template_part(part, place)[1] is None for place, part, _, _ in places)
 
 
 class GroupFormats(NamedTuple):
-    """The formats of one kind, as `RecordFormats` says."""
+    """The formats of one kind; `RecordFormats` says what the methods do."""
 
     kind: GroupKind
 
@@ -129,7 +129,7 @@ class GroupFormats(NamedTuple):
 
 
 def remedy(names: Collection[str], kind: GroupKind) -> str:
-    """The end of a message about missing fields: what to rename, or which kind of data this is."""
+    """Returns the end of a message about missing fields: what to rename, or which kind of data this is."""
     there = set(names)
     if kind in ("pairs", "judged") and (old := [name for name in RENAMED if name in there]):
         return f"; rename {', '.join(f'{name} to {RENAMED[name]}' for name in old)}" + prompt_remedy(there)
@@ -141,7 +141,7 @@ def remedy(names: Collection[str], kind: GroupKind) -> str:
 
 
 def prompt_remedy(names: Collection[str]) -> str:
-    """What to rename to prompt; empty if there is a prompt, or nothing like one."""
+    """Returns what to rename to prompt; empty if there is a prompt, or nothing like one."""
     if "prompt" in names:
         return ""
     old = next((name for name in (*LIKE_PROMPTS, "messages", "conversations") if name in names), None)
@@ -199,7 +199,7 @@ def parse_distillation(value: RecordFields, place: str) -> TeacherRecord:
 
 
 def check_teacher(ids: Any, logprobs: Any) -> None:
-    """Both must be lists of equally long lists, of integers and of numbers."""
+    """Raises InputError unless both are lists of equally long lists, of integers and of numbers."""
     for field, rows, kinds in ((TEACHER[0], ids, int), (TEACHER[1], logprobs, (int, float))):
         shaped = isinstance(rows, list) and rows and all(isinstance(row, list) and row for row in rows)
         if not shaped or not all(isinstance(x, kinds) for row in rows for x in row):
@@ -212,8 +212,10 @@ def check_teacher(ids: Any, logprobs: Any) -> None:
 def group(
     record: RecordFields, prompt: Part, completions: Mapping[str, Part], place: str, **others: Any
 ) -> GroupRecord:
-    """completions: by the names of their fields. Raises InputError for an empty one, and for a prompt that ends with
-    the assistant."""
+    """Makes the group of a record. completions: maps the names of their fields to them.
+
+    Raises InputError for an empty completion, and for a prompt that ends with the assistant.
+    """
     if not prompt:
         raise InputError("field prompt is empty; a completion needs something that it completes")
     if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
@@ -249,7 +251,7 @@ def is_empty(completion: Part) -> bool:
 
 
 def parse_part(value: RecordFields, field: str, *, images: bool = True) -> Part:
-    """images: image parts are allowed in messages."""
+    """Parses the text or the messages of a field. images: allows image parts in messages."""
     content = value[field]
     if isinstance(content, str):
         return content
@@ -276,7 +278,7 @@ def refuse_mixed(parts: Mapping[str, Part]) -> None:
 
 
 def refuse_repeated_prompt(prompt: Part, sides: Mapping[str, Part]) -> None:
-    """Only of messages: a text may well begin as its prompt does."""
+    """Raises InputError for sides that repeat the messages of the prompt. A text may well begin as its prompt does."""
     if isinstance(prompt, list) and all(side[: len(prompt)] == prompt for side in sides.values()):
         raise InputError(
             "fields chosen and rejected repeat the messages of prompt; leave out prompt, which is then found in them"
@@ -284,7 +286,7 @@ def refuse_repeated_prompt(prompt: Part, sides: Mapping[str, Part]) -> None:
 
 
 def split_at_common_start(chosen: Part, rejected: Part) -> tuple[Part, Part, Part]:
-    """(prompt, chosen, rejected): the messages, or the characters, that both sides begin with are the prompt.
+    """Returns (prompt, chosen, rejected). The messages, or the characters, that both sides begin with are the prompt.
 
     A blank at the end of a text's prompt belongs to the answers, as in TRL: tokenizers write it with the next word.
     """

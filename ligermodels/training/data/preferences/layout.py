@@ -41,7 +41,7 @@ class GroupPiece(NamedTuple):
     number: int = -1
 
     def tokens(self, share: bool) -> int:
-        """The number of tokens in a row."""
+        """Returns the number of tokens in a row."""
         prompt, lengths = len(self.group.prompt), self.group.lengths
         if shares(self.group, share):
             return prompt - 1 + sum(lengths) + len(lengths)
@@ -49,8 +49,11 @@ class GroupPiece(NamedTuple):
 
 
 class RowDocument(NamedTuple):
-    """position: of its first token. prefix: the document whose keys it reads before its own. context: how many tokens
-    come before the completion; of a prefix, all. images: in the order of their tokens."""
+    """A document of a row.
+
+    position: that of its first token. prefix: the document whose keys it reads before its own. context: how many tokens
+    come before the completion; all, if the document is a prefix. images: are in the order of their tokens.
+    """
 
     ids: np.ndarray
     position: int
@@ -88,9 +91,9 @@ def shares(group: Group, share: bool) -> bool:
 
 
 def split_group(piece: GroupPiece, length: int, share: bool) -> list[GroupPiece]:
-    """A group as pieces of at most `length` tokens, with a prompt each; a completion that is longer has its own.
+    """Returns a group as pieces of at most `length` tokens, with a prompt each; a longer completion has its own.
 
-    For losses that read each completion alone, such as those of sampled completions.
+    Losses that read each completion alone, such as those of sampled completions, allow this.
     """
     if piece.tokens(share) <= length:
         return [piece]
@@ -109,7 +112,7 @@ def part(piece: GroupPiece, begin: int, end: int) -> GroupPiece:
 
 
 def lay_out(pieces: Sequence[GroupPiece], share: bool, multiple: int) -> RowLayout:
-    """The row of some pieces, padded to a multiple of tokens; the padding is a document of its own."""
+    """Returns the row of some pieces, padded to a multiple of tokens; the padding is a document of its own."""
     documents = row_documents(pieces, share)
     padding = -sum(len(document.ids) for document in documents) % multiple
     if padding or not documents:
@@ -153,7 +156,7 @@ def row_documents(pieces: Sequence[GroupPiece], share: bool) -> list[RowDocument
 
 
 def group_documents(group: Group, share: bool, number: int) -> Iterator[RowDocument]:
-    """number: of documents in the row before this group."""
+    """Makes the documents of a group. number: how many documents the row has before this group."""
     prompt = group.prompt
     before, position, prefix, images = prompt, 0, None, group.images_of(0)
     if share:
@@ -165,7 +168,7 @@ def group_documents(group: Group, share: bool, number: int) -> Iterator[RowDocum
 
 
 def cumulated(sizes: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Offsets: int32, beginning with 0."""
+    """Returns offsets: int32, beginning with 0."""
     return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
 
 
@@ -244,7 +247,7 @@ class PreferenceBatch:
 def collate_groups(
     groups: Sequence[Group], units: Sequence[int], length: int, *, share_prompts: bool = True, pinned: bool = False
 ) -> list[PreferenceBatch]:
-    """The rows of completions that were sampled: groups of any size, in rows of at most `length` tokens.
+    """Returns the rows of completions that were sampled: groups of any size, in rows of at most `length` tokens.
 
     units: the number of each group in the step. A group that is longer than a row is split, with a prompt in each row.
     `units` and `sides` of a batch say which group and which of its completions each one is. Ranks may get different
@@ -257,7 +260,10 @@ def collate_groups(
 
 
 def empty_batch(like: PreferenceBatch | None = None) -> PreferenceBatch:
-    """A row of padding, for a rank with fewer rows than others; nothing is supervised. On the device of `like`."""
+    """Returns a row of padding, for a rank with fewer rows than others; nothing is supervised.
+
+    It is on the device of `like`.
+    """
     batch = collate_row([], False)
     return batch if like is None else batch.to(like.input_ids.device)
 
@@ -271,7 +277,7 @@ def collate_row(
     pinned: bool = False,
     decoder: ImageDecoder | None = None,
 ) -> PreferenceBatch:
-    """A row in host memory. values: of each piece, its margin or label, as `kind` says; NaN for no margin.
+    """Returns a row in host memory. values: of each piece, its margin or label, as `kind` says; NaN for no margin.
 
     decoder: of the images; None if no group has any. Raises InputError as `ImageDecoder.prepare` does.
     """
@@ -300,7 +306,7 @@ def collate_row(
 
 
 def image_arguments(layout: RowLayout, decoder: ImageDecoder) -> dict[str, Any]:
-    """Those of `forward` for the images of a row."""
+    """Returns the arguments of `forward` for the images of a row."""
     images = [(image.store, image.number) for image in layout.images]
     ids, cu_seqlens = torch.from_numpy(layout.input_ids)[None], torch.from_numpy(layout.cu_seqlens)
     arguments = decoder.arguments([images], ids, None, cu_seqlens, pinned=False)
@@ -336,7 +342,7 @@ def completion_numbers(pieces: Sequence[GroupPiece]) -> np.ndarray:
 
 
 def teachers(groups: Sequence[Group], count: int) -> tuple[Tensor | None, Tensor | None]:
-    """The rows of all teachers, with zeros up to `count` rows; None where no group has a teacher."""
+    """Returns the rows of all teachers, with zeros up to `count` rows; None where no group has a teacher."""
     found = [teacher for group in groups for teacher in group.teacher or ()]
     if not found:
         return None, None

@@ -58,7 +58,7 @@ class GroupReader(SourceReader):
         self.options, self.lengths = options, Lengths()
 
     def group_stores(self, name: str) -> list[GroupStore]:
-        """The groups of a source; an embedded one has a store for training and a store for validation."""
+        """Returns the groups of a source; an embedded one has a store for training and a store for validation."""
         if name in EMBEDDED_GROUPS:
             return [self.group_store(f"the {name}", lambda *_, part=part: part.records(), embedded=part)
                     for part in EMBEDDED_GROUPS[name]]  # fmt: skip
@@ -71,7 +71,7 @@ class GroupReader(SourceReader):
         return [self.group_store(name, read, files, hub=hub_names([name]))]
 
     def group_store(self, title: str, read: ReadRecords, files: Sequence[Path] = (), **key: Any) -> GroupStore:
-        """The store of the groups of records. key: what the records depend on beside files."""
+        """Returns the store of the groups of records. key: what the records depend on beside files."""
         options = dataclasses.asdict(self.options) | {"row_length": None, "share_prompts": None}  # of rows alone
         described = self.cache_key(files, groups=options, **key)
         size = total_bytes(files) if files else None
@@ -89,7 +89,7 @@ class GroupReader(SourceReader):
         (folder / "counts.json").write_text(json.dumps(counts))
 
     def units(self, records: Iterable[Record], title: str) -> Iterator[GroupRecord]:
-        """The records as units of the kind: of pairs, each side is a judged completion of its own."""
+        """Yields the records as units of the kind: of pairs, each side is a judged completion of its own."""
         for record in cast(Iterable[GroupRecord], records):
             if self.options.kind == "judged" and len(record.completions) == 2:
                 for side, label in enumerate((1.0, 0.0)):
@@ -107,9 +107,10 @@ def refuse_other_kind(record: GroupRecord, kind: str, title: str) -> None:
 
 
 def split_by_prompt(store: GroupStore, fraction: float) -> tuple[np.ndarray, np.ndarray]:
-    """(training, validation): numbers of groups, int64. Validation has those prompts whose hashes are the smallest.
+    """Returns the numbers of the groups for (training, validation), int64.
 
-    `fraction` of the prompts, at least one; all groups of a prompt are on the same side. Depends on nothing else.
+    Validation has the prompts whose hashes are the smallest: `fraction` of the prompts, at least one. All groups of a
+    prompt are on the same side. The split depends on nothing else.
     """
     hashes = store.prompt_hashes
     prompts = np.unique(hashes)
@@ -195,14 +196,14 @@ def refuse_no_groups(
 
 
 def count(parts: Sequence[NumberedStore]) -> int:
-    """The number of groups."""
+    """Returns the number of groups."""
     return sum(len(numbers) for _, numbers in parts)
 
 
 def split_source(
     reader: GroupReader, name: str, config: TrainConfig, *, split: bool
 ) -> tuple[list[NumberedStore], list[NumberedStore]]:
-    """(training, validation): stores with the numbers of their groups. split: whether to hold out a part."""
+    """Returns stores with the numbers of their groups for (training, validation). split: whether to hold out a part."""
     stores = reader.group_stores(name)
     if name in EMBEDDED_GROUPS:
         training, validation = map(everything, stores)
@@ -216,7 +217,7 @@ def split_source(
 
 
 def validation_source(reader: GroupReader, name: str) -> list[NumberedStore]:
-    """All groups of a source; of an embedded one, those for validation."""
+    """Returns all groups of a source; of an embedded one, those for validation."""
     stores = reader.group_stores(name)
     return list(map(everything, stores[1:] if name in EMBEDDED_GROUPS else stores))
 
@@ -226,13 +227,13 @@ def everything(store: GroupStore) -> NumberedStore:
 
 
 def without(part: NumberedStore, hashes: np.ndarray) -> NumberedStore:
-    """The groups whose prompts are not among `hashes`, ascending."""
+    """Returns the groups whose prompts are not among `hashes`, ascending."""
     store, numbers = part
     return store, numbers[~is_member(store.prompt_hashes[numbers], hashes)]
 
 
 def number_completions(sources: Sequence[Sequence[NumberedStore]]) -> list[list[GroupSelection]]:
-    """Selections in which every completion of the data has one number, whichever selection it is in."""
+    """Returns selections in which every completion of the data has one number, whichever selection it is in."""
     firsts: dict[int, int] = {}
     total = 0
     for store in (store for parts in sources for store, _ in parts):
@@ -248,7 +249,10 @@ def questions(validation: ValidationGroups) -> list[Question]:
 
 
 def notes_on(reader: GroupReader, excluded: int) -> list[tuple[int, str, str]]:
-    """What `describe_sources` says about records and groups. excluded: groups with a prompt of the validation data."""
+    """Returns what `describe_sources` says about records and groups.
+
+    excluded: groups with a prompt of the validation data.
+    """
     lengths, options = reader.lengths, reader.options
     return [
         (reader.skipped, "bad line", "skipped"),

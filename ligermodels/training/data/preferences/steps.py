@@ -1,7 +1,7 @@
 """Steps: the units of a step in their endless order, dealt to ranks and packed into rows.
 
 The units of a step, over all ranks and rows, depend only on the cursor, the number of units taken before the step, and
-on the seed. A unit is a group: a pair, a judged completion, a prompt, a text to distil. Must not know models.
+on the seed. A unit is a group: a pair, a judged completion, a prompt, a text to distil.
 """
 
 import hashlib
@@ -117,7 +117,7 @@ class Groups(Concatenated[GroupSelection]):
         return float(part.store.values[part.numbers[index]])
 
     def completion_numbers(self, number: int) -> np.ndarray:
-        """Of group number `number`: the numbers of its completions among all of the data, int64."""
+        """Returns the numbers that the completions of group number `number` have in all of the data, int64."""
         part, index = self.locate(number)
         first, last = (int(part.store.firsts[part.numbers[index] + more]) for more in (0, 1))
         return part.first + np.arange(first, last - 1)
@@ -127,17 +127,17 @@ class Groups(Concatenated[GroupSelection]):
         return part.store.prompt(int(part.numbers[index]), unit)._replace(number=number)
 
     def places(self, number: int) -> list[str]:
-        """Where the group was read."""
+        """Returns where the group was read."""
         part, index = self.locate(number)
         return [part.store.place(int(part.numbers[index]))]
 
     def dealt_prompts(self, numbers: Sequence[int], world: World) -> list[GroupPrompt]:
-        """This rank's prompts of these groups, dealt by their tokens; `unit` is the number among all of them."""
+        """Returns this rank's prompts of these groups, dealt by their tokens; `unit` numbers all of them."""
         prompts = [self.prompt(number, unit) for unit, number in enumerate(numbers)]
         return [prompts[unit] for unit in deal_units([len(prompt.ids) for prompt in prompts], world.size)[world.rank]]
 
     def step(self, numbers: Sequence[int], world: World) -> Step:
-        """The step that has the groups of these numbers, in host memory, pinned if the rank has a GPU."""
+        """Returns the step that has the groups of these numbers, in host memory, pinned if the rank has a GPU."""
         pieces = [self.piece(number, unit) for unit, number in enumerate(numbers)]
         return self.rows(pieces, [self.value(number) for number in numbers], self.options.kind, world)
 
@@ -160,7 +160,7 @@ class Groups(Concatenated[GroupSelection]):
         return Step(batches, len(pieces), supervised(groups), sum(sizes), unshared(groups))
 
     def mismatched(self, numbers: Sequence[int], world: World, generator: np.random.Generator) -> Step:
-        """Each group's prompt with the completion of another group: a cyclic shift of a random order.
+        """Returns each group's prompt with the completion of another group: a cyclic shift of a random order.
 
         A completion without images is cut where it would exceed max_length behind the other prompt. For the KL estimate
         of KTO.
@@ -201,15 +201,15 @@ class TrainingGroups(MixedRows[Groups, Step]):
         return int((values == 1).sum()), int((values == 0).sum())
 
     def step(self, cursor: int, count: int, world: World) -> Step:
-        """This rank's part, on its device, of the step that takes `count` units starting at `cursor`."""
+        """Returns this rank's part, on its device, of the step that takes `count` units starting at `cursor`."""
         return self.prefetched(cursor, count, world).to(world.device)
 
     def collated(self, cursor: int, count: int, world: World) -> Step:
-        """The same step, without prefetching the next one."""
+        """Returns the same step as `step`, without prefetching the next one."""
         return self.collate(self.numbers(cursor, count), world).to(world.device)
 
     def mismatched(self, cursor: int, count: int, world: World) -> Step:
-        """The same step with other completions: each prompt with another unit's, in an order of the seed.
+        """Returns the step with other completions: each prompt with another unit's, in an order of the seed.
 
         KTO's z reads these. Raises InputError for a step of one unit.
         """
@@ -219,7 +219,7 @@ class TrainingGroups(MixedRows[Groups, Step]):
         return self.rows.mismatched(self.numbers(cursor, count), world, generator).to(world.device)
 
     def prompts(self, cursor: int, count: int, world: World) -> list[GroupPrompt]:
-        """This rank's prompts of the step, dealt by their tokens; `unit` is the number in the whole step."""
+        """Returns this rank's prompts of the step, dealt by their tokens; `unit` is the number in the whole step."""
         return self.rows.dealt_prompts(self.numbers(cursor, count), world)
 
 
@@ -236,14 +236,14 @@ class ValidationGroups(HeldOutRows[Groups, Step]):
         return self.rows
 
     def steps(self, count: int, world: World) -> Iterator[Step]:
-        """Every group once over all ranks, `count` at a time, on the rank's device."""
+        """Returns every group once over all ranks, `count` at a time, on the rank's device."""
         return (step.to(world.device) for step in self.prefetched(count, world))
 
     def collate(self, numbers: range, world: World) -> Step:
         return self.rows.step(numbers[: len(self) - numbers.start], world)
 
     def prompts(self, world: World) -> list[GroupPrompt]:
-        """This rank's share of the prompts."""
+        """Returns this rank's share of the prompts."""
         return self.rows.dealt_prompts(range(len(self)), world)
 
 

@@ -63,7 +63,7 @@ class Group(NamedTuple):
         return [len(completion) for completion in self.completions]
 
     def select(self, first: int, last: int) -> "Group":
-        """The prompt with the completions from `first` up to `last`."""
+        """Returns the prompt with the completions from `first` up to `last`."""
         part = slice(first, last)
         return Group(
             self.prompt,
@@ -74,7 +74,7 @@ class Group(NamedTuple):
         )
 
     def images_of(self, part: int) -> tuple[GroupImage, ...]:
-        """Those of the prompt, part 0, or of completion number part - 1."""
+        """Returns the images of the prompt, which is part 0, or of completion number part - 1."""
         return self.images[part] if self.images else ()
 
 
@@ -95,9 +95,9 @@ class GroupPrompt(NamedTuple):
 
 
 class TokenGroup(NamedTuple):
-    """A tokenised group. Fields as in `Group`; value and columns as in `GroupRecord`, text as in `GroupPrompt`.
+    """A tokenised group. `Group`, `GroupRecord` (value, columns) and `GroupPrompt` (text) say what the fields are.
 
-    images: of the prompt, then of each completion, with places in these; empty where there are none.
+    images: those of the prompt, then of each completion, with places in these; empty where there are none.
     """
 
     prompt: list[int]
@@ -113,7 +113,7 @@ class TokenGroup(NamedTuple):
 
 
 def unshared(groups: Sequence[Group]) -> int:
-    """The number of tokens of the groups where every completion has its own copy of the prompt."""
+    """Returns the number of tokens of the groups where every completion has its own copy of the prompt."""
     return sum(len(group.prompt) + size for group in groups for size in group.lengths)
 
 
@@ -194,7 +194,7 @@ class GroupStore:
         return self.tokens.tokens[self.tokens.offsets[document] : self.tokens.offsets[document + 1]]
 
     def images(self, document: int) -> tuple[GroupImage, ...]:
-        """Those of a document, with places in it."""
+        """Returns the images of a document, with their places in it."""
         images, (begin, end) = self.tokens.images, self.tokens.offsets[document : document + 2].tolist()
         if images is None:
             return ()
@@ -216,18 +216,18 @@ class GroupStore:
         return (Teacher(self.teacher_ids[rows].astype(np.int64), self.teacher_logprobs[rows]),)
 
     def prompt(self, number: int, unit: int) -> GroupPrompt:
-        """unit: the number that the prompt gets in its step."""
+        """Returns the prompt of a group. unit: the number that the prompt gets in its step."""
         written = bytes(self.columns[self.column_offsets[number] : self.column_offsets[number + 1]])
         content: dict[str, Any] = json.loads(written) if written else {"prompt": "", "columns": {}}
         ids = np.array(self.document(int(self.firsts[number])), np.int64)
         return GroupPrompt(ids, content["prompt"], content["columns"], unit, number, self.place(number))
 
     def place(self, number: int) -> str:
-        """Where the group was read."""
+        """Returns where the group was read."""
         return self.tokens.place(int(self.tokens.offsets[self.firsts[number]]))
 
     def tokens_of(self, number: int) -> int:
-        """Of the prompt and of all completions."""
+        """Counts the tokens of the prompt and of all completions of a group."""
         return int(self.tokens.offsets[self.firsts[number + 1]] - self.tokens.offsets[self.firsts[number]])
 
 
@@ -251,7 +251,7 @@ def file_hash(file: Path) -> str:
 
 
 def open_groups(folder: Path) -> GroupStore:
-    """The store that `write_groups` wrote to a folder, memory-mapped."""
+    """Returns the store that `write_groups` wrote to a folder, memory-mapped."""
     description = json.loads((folder / DESCRIPTION).read_text())
     arrays = {name: map_file(folder / name, dtype) for name, dtype in GROUP_ARRAYS.items()}
     width = description["teacher_width"]
