@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 from ligermodels.errors import InputError
 from ligermodels.images.parts import IMAGE_PART, is_image_part, parse_source, take_images
+from ligermodels.images.reading import ImageSource
 from ligermodels.training.data.records import (
     IMAGES_BESIDE_TEXT,
     Completion,
@@ -148,7 +149,8 @@ def suggest_flags(names: Collection[str]) -> str:
 def conversation(value: RecordFields, messages: list[dict[str, Any]], place: str) -> Conversation:
     """Returns messages with the record's images, tools and variables for the chat template."""
     kwargs = parse_template_kwargs(value.get("chat_template_kwargs"))
-    beside, images = record_images(value), []
+    beside = record_images(value)
+    images: list[ImageSource] = []
     if beside or has_image_parts(messages):
         messages, images = take_images(with_image_parts(messages, len(beside)), beside)
     return Conversation(messages, parse_tools(value.get("tools")), place, kwargs, tuple(images))

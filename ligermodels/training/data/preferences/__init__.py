@@ -1,7 +1,7 @@
 """Data of post-training: pairs, judged completions, prompts, distillation; from names given to --data to packed rows.
 
 Entry points: `open_preferences` (opening.py), and for completions that were sampled during training `collate_groups`
-(collation.py).
+(layout.py).
 """
 
 from ligermodels.training.data.preferences.layout import PreferenceBatch, collate_groups, empty_batch

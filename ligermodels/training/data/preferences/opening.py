@@ -33,7 +33,7 @@ from ligermodels.training.data.preferences.steps import GroupSelection, Training
 from ligermodels.training.data.preferences.store import GroupOptions, GroupStore, open_groups, write_groups
 from ligermodels.training.data.preferences.tokenization import GroupTokenizer, Lengths
 from ligermodels.training.data.reader import ReadRecords, SourceReader, hub_names, input_files, total_bytes
-from ligermodels.training.data.records import BadLines, GroupRecord, Record
+from ligermodels.training.data.records import BadLines, GroupRecord, Record, TeacherRecord
 from ligermodels.training.data.sources import (
     BUILT_IN_SOURCES,
     TOKEN_SUFFIXES,
@@ -84,7 +84,8 @@ class GroupReader(SourceReader):
 
     def write(self, records: Iterable[Record], bad_lines: BadLines, progress: ReadingProgress, folder: Path) -> None:
         grouping = GroupTokenizer(*self.tokenizer, self.options, bad_lines, lambda: self.processor)
-        write_groups(progress.track(grouping.groups(records)), self.vocab_size, folder)
+        units = cast(Iterable[GroupRecord | TeacherRecord], records)
+        write_groups(progress.track(grouping.groups(units)), self.vocab_size, folder)
         counts = {"skipped": bad_lines.skipped, "lengths": dataclasses.asdict(grouping.lengths)}
         (folder / "counts.json").write_text(json.dumps(counts))
 
