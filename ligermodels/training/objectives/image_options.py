@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from ligermodels.layers.decoder import CausalLM
-from ligermodels.training.data.embedded.new_image_tokenizer import NewImages
+from ligermodels.training.data.embedded.new_tokenizer import NewImages
 from ligermodels.vision.multimodal import ImageParts
 
 

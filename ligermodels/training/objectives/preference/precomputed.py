@@ -25,7 +25,7 @@ from ligermodels.losses.pairs import pair_sums
 from ligermodels.training.checkpoints.state import fingerprint
 from ligermodels.training.data.preferences import PreferenceBatch, PreferenceData, Step
 from ligermodels.training.data.preferences.steps import Groups
-from ligermodels.training.data.rows.cache import cache_folder
+from ligermodels.training.data.rows.store import cache_folder
 from ligermodels.training.objectives.preference.references import Reference, row_logprobs
 from ligermodels.training.settings.config import RunConfig
 from ligermodels.units import counted, duration
