@@ -21,9 +21,9 @@ from ligermodels.errors import InputError
 from ligermodels.optional_packages import import_package
 from ligermodels.tokenizer.chat_template import ChatTemplate, render_chat
 from ligermodels.tokenizer.files import read_tokenizer
-from ligermodels.training.data.formats.progress import ReadingProgress
 from ligermodels.training.data.formats.records import BadLines
 from ligermodels.training.data.formats.sources import read_records
+from ligermodels.training.data.formats.streams import ReadingProgress
 from ligermodels.training.data.rows.token_files import open_tokens
 from ligermodels.weights.config_file import read_config
 from ligermodels.weights.files import open_checkpoint

@@ -21,12 +21,11 @@ from ligermodels.cli.generate_images import PromptInputs, PromptReader
 from ligermodels.errors import InputError, print_to_stderr, printable
 from ligermodels.generation import Engine, GeneratedSample, Sampling
 from ligermodels.images.parts import parse_source, take_images
-from ligermodels.training.data.formats.image_paths import whole_path
-from ligermodels.training.data.formats.json_files import decode_json_line, numbered_lines, stream_lines
-from ligermodels.training.data.formats.messages import parse_messages
-from ligermodels.training.data.formats.progress import ReadingProgress
 from ligermodels.training.data.formats.record_formats import record_images, with_image_parts
-from ligermodels.training.data.formats.records import MAX_RECORD_BYTES
+from ligermodels.training.data.formats.records import MAX_RECORD_BYTES, parse_messages
+from ligermodels.training.data.formats.sources import whole_path
+from ligermodels.training.data.formats.streams import ReadingProgress
+from ligermodels.training.data.formats.text_files import decode_json_line, numbered_lines, stream_lines
 from ligermodels.units import counted
 
 STANDARD_STREAM = "-"

@@ -13,7 +13,7 @@ from ligermodels.layers.reward_model import RewardModel
 from ligermodels.memory.model import elements, inference_memory
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.training.data.formats.records import BadLines, GroupRecord
-from ligermodels.training.data.preferences.groups import GroupOptions
+from ligermodels.training.data.preferences.store import GroupOptions
 from ligermodels.training.data.preferences.tokenization import GroupTokenizer
 from ligermodels.training.data.reader import read_tokenizer_and_end
 

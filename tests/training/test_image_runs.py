@@ -15,8 +15,7 @@ from ligermodels.errors import InputError
 from ligermodels.memory.model import training_memory
 from ligermodels.training import TrainConfig, train
 from ligermodels.training.data.embedded import embedded
-from ligermodels.training.data.embedded.embedded import shape_question
-from ligermodels.training.data.embedded.embedded_shapes import shape_conversations
+from ligermodels.training.data.embedded.embedded import shape_conversations, shape_question
 from ligermodels.training.objectives.sft import SFT
 from ligermodels.training.preparing import plan
 from ligermodels.training.reporting.flops import flops_per_token

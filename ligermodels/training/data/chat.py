@@ -13,7 +13,7 @@ so that its context in training is the context in which the model will write it.
 
 An answer includes the special token that ends it, but not the whitespace after that token. If the template writes no
 such token, the answer ends with the special token that begins the next turn, or, for the last answer, with the
-end-of-text token. This module knows nothing about files or rows.
+end-of-text token.
 """
 
 import bisect
@@ -53,7 +53,7 @@ def no_images() -> Processor:
 def tokenize_records(
     records: Iterable[Record], tokenizer: Tokenizer, end: int, bad_lines: BadLines, processor: ReadProcessor = no_images
 ) -> Iterator[Document]:
-    """The documents of the records, in their order; each has at least one supervised token.
+    """Yields the documents of the records, in their order; each has at least one supervised token.
 
     Each piece of a long text gives a document, which begins with the last token of the piece before it. end: the
     end-of-text token. bad_lines: counts conversations that cannot be used. processor: reads the image processor
@@ -87,7 +87,7 @@ def record_documents(
 
 
 def record_batches(records: Iterable[OneKind]) -> Iterator[list[OneKind]]:
-    """Batches of records to tokenise at once, on all cores."""
+    """Yields batches of records to tokenise at once, on all cores."""
     batch: list[OneKind] = []
     characters = 0
     for record in records:
@@ -113,8 +113,11 @@ def text_documents(texts: Iterable[Text], tokenizer: Tokenizer, end: int) -> Ite
 
 
 def encode_texts(texts: Sequence[Text], tokenizer: Tokenizer) -> Iterator[list[int]]:
-    """The ids of each text. A later piece of a text is encoded together with the text before it, whose ids are then
-    removed, so that its first token is the same as in the whole text."""
+    """Yields the ids of each text.
+
+    A later piece of a text is encoded together with the text before it, whose ids are then removed, so that its first
+    token is the same as in the whole text.
+    """
     before = iter(tokenizer.encode_batch([text.before for text in texts if text.before]))
     for text, ids in zip(texts, tokenizer.encode_batch([t.before + t.text for t in texts]), strict=True):
         prefix = next(before) if text.before else []
@@ -127,7 +130,7 @@ def encode_texts(texts: Sequence[Text], tokenizer: Tokenizer) -> Iterator[list[i
 def completion_documents(
     completions: Iterable[Completion], tokenizer: Tokenizer, end: int, bad_lines: BadLines, processor: ReadProcessor
 ) -> Iterator[Document]:
-    """Supervised are the tokens that contain a character of the completion, and the end-of-text token."""
+    """Tokenises completions. The tokens that contain a character of one are supervised, and the end-of-text token."""
     for batch in record_batches(completions):
         encodings = iter(tokenizer.encode_with_offsets([r.prompt + r.completion for r in batch if not r.images]))
         for record in batch:
@@ -144,7 +147,7 @@ def completion_with_images(record: Completion, end: int, processor: ReadProcesso
 
 
 def processor_for(record: Conversation | Completion, processor: ReadProcessor) -> Processor:
-    """The processor for a record with images. Raises InputError naming the place if the model reads none."""
+    """Returns the processor for a record with images. Raises InputError naming the place if the model reads none."""
     try:
         return processor()
     except InputError as error:
@@ -186,7 +189,7 @@ def conversation_documents(
 
 
 def is_prefix(conversation: Conversation, processor: ReadProcessor) -> bool:
-    """Whether a conversation has images, and the model takes such a one as a prompt of its own form."""
+    """Returns whether a conversation has images, and the model takes such a one as a prompt of its own form."""
     try:
         return bool(conversation.images) and processor().placeholder.prefix
     except InputError:  # which rendering says, with the place
@@ -194,8 +197,9 @@ def is_prefix(conversation: Conversation, processor: ReadProcessor) -> bool:
 
 
 class RenderedChat(NamedTuple):
-    """answers: the supervised parts of the text. complete: whether no end-of-text token must be added to the text.
+    """A conversation as text.
 
+    answers: the supervised parts of the text. complete: whether no end-of-text token must be added to the text.
     images: the tokenizer that rendered the images; None if the conversation has none.
     """
 
@@ -209,7 +213,7 @@ class RenderedChat(NamedTuple):
 def render_with_images(
     conversation: Conversation, tokenizer: Tokenizer, special: tuple[str, ...], end: int, processor: ReadProcessor
 ) -> Sequence[RenderedChat | Document]:
-    """As `render_conversation`, with the text of images in place of their placeholders; or the document of a prefix."""
+    """Renders a conversation with the texts of its images in place of placeholders, or makes a prefix's document."""
     if not conversation.images:
         return render_conversation(conversation, tokenizer, special)
     reader = processor_for(conversation, processor)
@@ -226,7 +230,10 @@ def render_with_images(
 def render_conversation(
     conversation: Conversation, tokenizer: Tokenizer, special: tuple[str, ...]
 ) -> list[RenderedChat]:
-    """special: the texts of the special tokens. Raises InputError naming the place."""
+    """Renders a conversation as one or more texts, each with the answers that are supervised in it.
+
+    special: the texts of the special tokens. Raises InputError naming the place.
+    """
     messages, place = conversation.messages, conversation.place
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     supervised = [index for index in answers if messages[index].get("weight", 1)]
@@ -251,14 +258,14 @@ def render_conversation(
 def render(
     conversation: Conversation, messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, **options: Any
 ) -> Rendered:
-    """Some of a conversation's messages, with its tools and variables."""
+    """Renders some of a conversation's messages, with its tools and variables."""
     return tokenizer.render(messages, tools=conversation.tools, **(conversation.template_kwargs or {}), **options)
 
 
 def render_turn_by_turn(
     conversation: Conversation, indices: Sequence[int], whole: str, tokenizer: Tokenizer, special: tuple[str, ...]
 ) -> list[RenderedChat]:
-    """The answers at `indices`: those that the whole text has unchanged in one chat, each of the others in its own."""
+    """Returns the answers at `indices`: those that the whole text has unchanged in one chat, each other in its own."""
     unchanged: dict[int, CharacterSpan] = {}
     chats = []
     for index in indices:
@@ -275,7 +282,7 @@ def render_turn_by_turn(
 def rendered_chat(
     conversation: Conversation, text: str, answers: dict[int, CharacterSpan], special: tuple[str, ...]
 ) -> RenderedChat:
-    """answers: by the indices of their messages, ascending."""
+    """Returns a rendered text with its answers, which are ordered by the indices of their messages."""
     last, spans = list(answers)[-1], list(answers.values())
     has_next_turn = last < len(conversation.messages) - 1
     complete = has_next_turn or text[: spans[-1][1]].endswith(special)
@@ -285,7 +292,7 @@ def rendered_chat(
 def answer_span(
     conversation: Conversation, index: int, whole: str, tokenizer: Tokenizer, special: tuple[str, ...]
 ) -> CharacterSpan:
-    """The span of the assistant's message at `index` in the whole text, with the special token that ends it."""
+    """Returns the span of the assistant's message at `index` in the whole text, with the special token that ends it."""
     messages = conversation.messages
     if index == 0:
         raise InputError("field messages[0].role is 'assistant'; a message must come before an answer")
@@ -320,7 +327,7 @@ def rewritten_turn(
 
 
 def chat_document(chat: RenderedChat, encoding: Encoding, end: int) -> Document:
-    """A token of images is never supervised, not even within an answer."""
+    """Makes the document of a chat. A token of images is never supervised, not even within an answer."""
     ids, supervised = encoding.ids, overlap_mask(encoding.offsets, chat.answers)
     images: Sequence[DocumentImage] = ()
     if chat.images is not None:
@@ -337,7 +344,7 @@ def chat_document(chat: RenderedChat, encoding: Encoding, end: int) -> Document:
 
 
 def overlap_mask(offsets: Sequence[CharacterSpan], spans: Iterable[CharacterSpan]) -> list[bool]:
-    """Whether each token contains a character of a span. offsets: the tokens' spans, ascending."""
+    """Returns whether each token contains a character of a span. offsets: the tokens' spans, ascending."""
     starts, stops = [start for start, _ in offsets], [stop for _, stop in offsets]
     mask = [False] * len(offsets)
     for start, stop in spans:

@@ -1,7 +1,6 @@
 """open_data: from the settings of a run to the rows that it trains on and validates with.
 
-Everything that can be wrong with the data raises InputError here, before weights are loaded. This module knows nothing
-about models.
+Everything that can be wrong with the data raises InputError here, before weights are loaded.
 """
 
 import functools
@@ -17,13 +16,11 @@ from ligermodels.errors import InputError
 from ligermodels.images.inputs import Processor
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.training.data.embedded.embedded import EMBEDDED_VOCABULARY, Question
-from ligermodels.training.data.embedded.new_image_tokenizer import NewImages
-from ligermodels.training.data.formats.specs import RANDOM, SourceSpec, missing_data, parse_spec
+from ligermodels.training.data.embedded.new_tokenizer import NewImages
+from ligermodels.training.data.formats.sources import BUILT_IN_SOURCES, RANDOM, SourceSpec, missing_data, parse_spec
 from ligermodels.training.data.reader import SourceDocuments, SourceReader
-from ligermodels.training.data.rows.batches import TrainingRows, ValidationRows
-from ligermodels.training.data.rows.decoding import ImageDecoder
-from ligermodels.training.data.rows.packing import pack_documents
-from ligermodels.training.data.rows.split import Selection, exclude_validation
+from ligermodels.training.data.rows.packing import Selection, exclude_validation, pack_documents
+from ligermodels.training.data.rows.run_rows import TrainingRows, ValidationRows
 from ligermodels.training.data.rows.store import TokenStore
 from ligermodels.training.settings.config import TrainConfig
 from ligermodels.units import counted
@@ -31,12 +28,7 @@ from ligermodels.units import counted
 DEFAULT_SEQUENCE_LENGTH = 2048
 SAMPLED_IMAGES = 64  # of a store, whose mean size stands for that of all
 MOST_DOCUMENTS = 0.99  # a sequence length that would hold so many as a whole is shown
-TITLES = {
-    "stories": "the embedded stories",
-    "chats": "the embedded chats",
-    "shapes": "the embedded shapes",
-    RANDOM: "random tokens",
-}
+TITLES = {name: f"the embedded {name}" for name in BUILT_IN_SOURCES} | {RANDOM: "random tokens"}
 
 
 class DocumentLengths(NamedTuple):
@@ -90,14 +82,12 @@ def open_data(
     images fixes about them. prepare_inputs: as in `ImageDecoder`. Raises InputError for data that cannot
     be read, that is too little, or that does not fit the model.
     """
-    specs = [parse_spec(text) for text in config.data or [default_source(config, vocab_size)]]
-    weights = mixture_weights(specs)
+    specs, weights, separate = parse_sources(config, config.data or [default_source(config, vocab_size)])
     longest_row = config.sequence_length or min(DEFAULT_SEQUENCE_LENGTH, positions)
     reader = SourceReader(
         [spec.name for spec in specs], folder, vocab_size, config, longest_row, adapter, images=images
     )
-    sources = [reader.documents(spec.name, split=not config.validation_data) for spec in specs]
-    separate = [unweighted_name(text) for text in config.validation_data or []]
+    sources = [reader.documents(spec.name, split=not separate) for spec in specs]
     validation_sources = [reader.documents(name, split=False) for name in separate] or sources
     reader.refuse_too_many_bad_lines()
     reader.warn_of_unused_template()
@@ -114,8 +104,7 @@ def open_data(
     refuse_cut_images([*itertools.chain(*kept), *held_out], length)
     pack = functools.partial(pack_documents, length=length, packing=packing)
     mixed = kept if weights else [list(itertools.chain(*kept))]
-    has_images = any(part.store.images is not None for part in (*itertools.chain(*kept), *held_out))
-    decoder = ImageDecoder(reader.processor, prepare_inputs) if has_images else None
+    decoder = reader.image_decoder([part.store for part in (*itertools.chain(*kept), *held_out)], prepare_inputs)
     training = TrainingRows([pack(parts) for parts in mixed], weights or [1.0], config.seed, packing, decoder)
     validation = ValidationRows(pack(held_out), packing, decoder)
     if packing and training.tokens < length:
@@ -124,8 +113,12 @@ def open_data(
             f"--sequence-length {length}, or give more data"
         )
     questions = [question for source in validation_sources for question in source.questions]
+    notes = [
+        (reader.skipped, "bad line", "skipped"),
+        (excluded, "document", "excluded, also in the validation data"),
+    ]
     return Data(
-        names, describe_data(specs, reader.skipped, excluded), training, validation, document_lengths(sizes, length),
+        names, describe_sources(specs, notes), training, validation, document_lengths(sizes, length),
         reader.used_tokenizer, reader.new_tokenizer, validation_floor(validation_sources, held_out), questions or None,
         decoder.processor if decoder else None, images if reader.new_tokenizer else None,
         sample_pictures([part.store for part in itertools.chain(*kept)], decoder.processor) if decoder else (),
@@ -133,7 +126,7 @@ def open_data(
 
 
 def default_source(config: TrainConfig, vocab_size: int) -> str:
-    """The source of a run without data: the embedded stories for a new model that has their vocabulary size."""
+    """Returns the source of a run without data: the embedded stories for a new model that has their vocabulary size."""
     if config.has_new_weights and vocab_size == EMBEDDED_VOCABULARY:
         return "stories"
     raise missing_data(config)
@@ -159,7 +152,7 @@ def refuse_cut_images(parts: Sequence[Selection], length: int) -> None:
 
 
 def sample_pictures(stores: Sequence[TokenStore], processor: Processor) -> list[tuple[int, int]]:
-    """The sizes of pictures as the model gets them, of images that are spread over these stores."""
+    """Returns the sizes of pictures as the model gets them, of images that are spread over these stores."""
     sizes: list[tuple[int, int]] = []
     for images in (store.images for store in stores):
         if images is not None:
@@ -170,13 +163,19 @@ def sample_pictures(stores: Sequence[TokenStore], processor: Processor) -> list[
 
 
 def document_lengths(sizes: np.ndarray, length: int) -> DocumentLengths:
-    """sizes: of the training documents in tokens [D]. length: of a row."""
+    """Counts the lengths of documents. sizes: their tokens [D]. length: the tokens of a row."""
     holds_most = int(np.quantile(sizes, MOST_DOCUMENTS, method="higher"))
     return DocumentLengths(len(sizes), int(sizes.max()), int((sizes > length).sum()), holds_most)
 
 
+def parse_sources(config: TrainConfig, data: Sequence[str]) -> tuple[list[SourceSpec], list[float] | None, list[str]]:
+    """Returns (sources to train on, their weights or None, names of separate sources for validation)."""
+    specs = [parse_spec(text) for text in data]
+    return specs, mixture_weights(specs), [unweighted_name(text) for text in config.validation_data or []]
+
+
 def mixture_weights(specs: Sequence[SourceSpec]) -> list[float] | None:
-    """The weights of all sources; None if no source has one. Raises InputError if only some have one."""
+    """Returns the weights of all sources; None if no source has one. Raises InputError if only some have one."""
     weights = [spec.weight for spec in specs if spec.weight is not None]
     if weights and len(weights) < len(specs):
         name = next(spec.name for spec in specs if spec.weight is None)
@@ -192,7 +191,7 @@ def unweighted_name(text: str) -> str:
 
 
 def validation_floor(sources: Sequence[SourceDocuments], validation: Sequence[Selection]) -> float | None:
-    """The entropy of the validation documents, in nats per supervised token; None if it is not known.
+    """Returns the entropy of the validation documents, in nats per supervised token; None if it is not known.
 
     Raises InputError if no token is supervised.
     """
@@ -203,14 +202,14 @@ def validation_floor(sources: Sequence[SourceDocuments], validation: Sequence[Se
     return None if None in nats else sum(n for n in nats if n is not None) / supervised
 
 
-def describe_data(specs: Sequence[SourceSpec], skipped: int, excluded: int) -> str:
+def describe_sources(specs: Sequence[SourceSpec], notes: Sequence[tuple[int, str, str]]) -> str:
+    """Returns the sources, with what happened to some of their records.
+
+    notes: (number, noun, what happened) for each kind.
+    """
     names = (TITLES.get(spec.name, spec.name) + ("" if spec.weight is None else f"={spec.weight:g}") for spec in specs)
-    notes = []
-    if skipped:
-        notes.append(f"{counted(skipped, 'bad line')} skipped")
-    if excluded:
-        notes.append(f"{counted(excluded, 'document')} excluded, also in the validation data")
-    return " + ".join(names) + (f" ({', '.join(notes)})" if notes else "")
+    said = [f"{counted(number, noun)} {happened}" for number, noun, happened in notes if number]
+    return " + ".join(names) + (f" ({', '.join(said)})" if said else "")
 
 
 def refuse_short_epoch(data: Data, batch_size: int) -> None:

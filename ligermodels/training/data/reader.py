@@ -1,7 +1,6 @@
 """The documents of a source, by its name, and which of them are for validation.
 
-Texts are tokenised once, into the user's cache, and memory-mapped from there by all ranks. This module knows nothing
-about rows.
+Texts are tokenised once, into the user's cache, and memory-mapped from there by all ranks.
 """
 
 import functools
@@ -11,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from ligermodels.errors import InputError
 from ligermodels.images.inputs import Processor, image_tokens
@@ -27,42 +26,46 @@ from ligermodels.training.data.embedded.embedded import (
     EmbeddedSplit,
     Question,
     random_tokens,
+    shape_texts,
 )
-from ligermodels.training.data.embedded.embedded_shapes import shape_texts
 from ligermodels.training.data.embedded.embedded_stories import vocabulary_texts
-from ligermodels.training.data.embedded.new_image_tokenizer import NewImages, train_image_tokenizer
 from ligermodels.training.data.embedded.new_tokenizer import (
     END_OF_TEXT_ID,
-    read_tokenizer_and_end,
+    NewImages,
     save_tokenizer,
+    train_image_tokenizer,
     train_tokenizer,
 )
-from ligermodels.training.data.formats.hub_datasets import HUB_PREFIX, hub_cache_files
-from ligermodels.training.data.formats.progress import ReadingProgress, print_status
 from ligermodels.training.data.formats.record_formats import FieldNames, RecordFormats
 from ligermodels.training.data.formats.records import BadLines, Conversation, Record
 from ligermodels.training.data.formats.sources import (
+    BUILT_IN_SOURCES,
     NO_RECORD_SUFFIXES,
+    RANDOM,
     TOKEN_SUFFIXES,
     find_files,
     read_records,
     suffix_of,
 )
-from ligermodels.training.data.formats.specs import BUILT_IN_SOURCES, RANDOM
-from ligermodels.training.data.rows.cache import cached_folder, cached_folders
-from ligermodels.training.data.rows.split import Selection, all_documents, default_fraction, split_documents
-from ligermodels.training.data.rows.store import TokenStore, open_store, write_store
+from ligermodels.training.data.formats.streams import ReadingProgress, print_status
+from ligermodels.training.data.formats.tables import HUB_PREFIX, hub_cache_files
+from ligermodels.training.data.rows.image_documents import ImageDecoder
+from ligermodels.training.data.rows.packing import Selection, all_documents, default_fraction, split_documents
+from ligermodels.training.data.rows.store import TokenStore, cached_folder, cached_folders, open_store, write_store
 from ligermodels.training.data.rows.token_files import described_end, open_indexed, open_tokens, write_index
 from ligermodels.training.data.run_tokenizer import use_template
 from ligermodels.training.settings.config import TrainConfig
 from ligermodels.training.settings.values import token_range
 from ligermodels.units import counted
+from ligermodels.weights.config_file import CONFIG_FILE, end_of_text_ids, read_config, read_generation_config
 from ligermodels.weights.reading import read_text
 
 # A new tokenizer is trained on the start of the data: so many characters for each entry, and at most so many.
 MAX_IMAGE_SETTINGS_BYTES = 10**6
 MOST_IMAGE_TOKENS = 1024  # of an image, unless --image-tokens says otherwise; files allow 16,384
 CHARACTERS_PER_ENTRY, MAX_CHARACTERS = 10**4, 10**8
+
+ReadRecords: TypeAlias = Callable[[BadLines, ReadingProgress], Iterator[Record]]
 
 
 @dataclass(frozen=True)
@@ -78,9 +81,8 @@ class SourceDocuments:
 class SourceReader:
     """Opens sources by name, with one tokenizer for all text: the model's, or a new one if the model has none.
 
-    row_length: tokens of a row of random data. formats: those of records; None for supervised training's. images: of a
-    new model that reads images. skipped,
-    chats: the numbers of bad lines and of conversations so far.
+    row_length: tokens of a row of random data. formats: those of records; None for supervised training's. images: those
+    of a new model that reads images. skipped, chats: the numbers of bad lines and of conversations so far.
     used_tokenizer: the tokenizer, None until there is text. new_tokenizer: the same if it is a new one.
     """
 
@@ -102,8 +104,9 @@ class SourceReader:
             self.tokenizer  # noqa: B018  read now: a template that does not fit is refused before any data are read
 
     def documents(self, name: str, *, split: bool) -> SourceDocuments:
-        """split: whether to hold out a part for validation; otherwise both sides have all documents.
+        """Returns the documents of a source.
 
+        split: whether to hold out a part for validation; otherwise both sides have all documents.
         Embedded and random data always have their own validation documents.
         """
         if name in EMBEDDED:
@@ -137,30 +140,35 @@ class SourceReader:
         key = self.cache_key([], embedded=part)
         return self.tokenized_store(f"the {part.kind}", lambda *_: part.records(), key, None)
 
-    def tokenized_store(
-        self,
-        title: str,
-        read: Callable[[BadLines, ReadingProgress], Iterator[Record]],
-        key: dict[str, Any],
-        size: int | None,
-    ) -> TokenStore:
-        """The store of tokenised records. key: what the records depend on. size: bytes to read, for the progress."""
-        tokenizer, end = self.tokenizer
+    def tokenized_store(self, title: str, read: ReadRecords, key: dict[str, Any], size: int | None) -> TokenStore:
+        """Returns the store of tokenised records.
 
-        def fill(folder: Path) -> None:
-            bad_lines, kinds = BadLines(self.config.allow_bad_lines), Counter[type]()
-            with ReadingProgress(f"Tokenising {title}", size) as progress:
-                records = count_kinds(read(bad_lines, progress), kinds)
-                documents = tokenize_records(records, tokenizer, end, bad_lines, lambda: self.processor)
-                write_store(progress.track(documents), self.vocab_size, folder)
-            (folder / "skipped").write_text(str(bad_lines.skipped))
-            (folder / "chats").write_text(str(kinds[Conversation]))
-
-        key = key | {"tokenizer": tokenizer_hash(tokenizer), "end": end, "images": self.image_settings}
-        folder = cached_folder(key, fill)
+        key: what the records depend on. size: bytes to read, for the progress.
+        """
+        folder = self.tokenized_folder(title, read, key, size)
         self.skipped += int((folder / "skipped").read_text())
         self.chats += int((folder / "chats").read_text())
         return open_store(folder)
+
+    def tokenized_folder(self, title: str, read: ReadRecords, key: dict[str, Any], size: int | None) -> Path:
+        """Returns the folder of the user's cache that `write` makes of records; arguments as for `tokenized_store`."""
+
+        def fill(folder: Path) -> None:
+            bad_lines = BadLines(self.config.allow_bad_lines)
+            with ReadingProgress(f"Tokenising {title}", size) as progress:
+                self.write(read(bad_lines, progress), bad_lines, progress, folder)
+
+        tokenizer, end = self.tokenizer
+        key = key | {"tokenizer": tokenizer_hash(tokenizer), "end": end, "images": self.image_settings}
+        return cached_folder(key, fill)
+
+    def write(self, records: Iterable[Record], bad_lines: BadLines, progress: ReadingProgress, folder: Path) -> None:
+        """Tokenises records, and writes their store and what was counted to an empty folder."""
+        kinds = Counter[type]()
+        documents = tokenize_records(count_kinds(records, kinds), *self.tokenizer, bad_lines, lambda: self.processor)
+        write_store(progress.track(documents), self.vocab_size, folder)
+        (folder / "skipped").write_text(str(bad_lines.skipped))
+        (folder / "chats").write_text(str(kinds[Conversation]))
 
     def token_file_stores(self, files: Sequence[Path]) -> list[TokenStore]:
         arrays, ends = [open_tokens(file) for file in files], [self.end_of_text(file) for file in files]
@@ -177,7 +185,7 @@ class SourceReader:
         return [open_indexed(tokens, str(file), folder) for tokens, file, folder in indexed]
 
     def end_of_text(self, file: Path) -> int:
-        """The end-of-text token of a token file: the one given beside it, otherwise the tokenizer's."""
+        """Returns the end-of-text token of a token file: the one given beside it, otherwise the tokenizer's."""
         end = described_end(file)
         if end is None and self.folder is None:
             raise InputError(f"{file.with_suffix('.json')}: must give end_of_text, because the model has no tokenizer")
@@ -189,7 +197,7 @@ class SourceReader:
         return self.tokenizer[1] if end is None else end
 
     def cache_key(self, files: Sequence[Path], **others: Any) -> dict[str, Any]:
-        """Everything that the content of a cached folder depends on."""
+        """Describes everything that the content of a cached folder depends on."""
         return {"files": [file_version(file) for file in files], "vocab_size": self.vocab_size} | others
 
     @functools.cached_property
@@ -228,8 +236,18 @@ class SourceReader:
         found = [read_text(file, MAX_IMAGE_SETTINGS_BYTES) for file in files if file.exists()]
         return [*found, limit] if found else []
 
+    def image_decoder(
+        self, stores: Sequence[TokenStore], prepare_inputs: Callable[..., Any] | None
+    ) -> ImageDecoder | None:
+        """Returns what decodes the images of stores; None if they have none. prepare_inputs: as in `ImageDecoder`."""
+        has_images = any(store.images is not None for store in stores)
+        return ImageDecoder(self.processor, prepare_inputs) if has_images else None
+
     def trained_tokenizer(self, names: Sequence[str]) -> Tokenizer:
-        """A tokenizer trained on these sources; without any, as all data is embedded, on the embedded corpus."""
+        """Returns a tokenizer trained on these sources.
+
+        Without any, as all data is embedded, it is trained on the embedded corpus.
+        """
         files = [file for name in names for file in input_files(name)]
         token_file = next((file for file in files if suffix_of(file) in TOKEN_SUFFIXES), None)
         if token_file:
@@ -246,7 +264,7 @@ class SourceReader:
         return Tokenizer.from_folder(cached_folder(key, fill))
 
     def embedded_texts(self) -> Iterator[str]:
-        """What a tokenizer for embedded data is trained on."""
+        """Returns what a tokenizer for embedded data is trained on."""
         return vocabulary_texts() if self.new_images is None else itertools.chain(vocabulary_texts(), shape_texts())
 
     def save_new_tokenizer(self, texts: Iterable[str], size: int, folder: Path) -> None:
@@ -289,7 +307,7 @@ class SourceReader:
 
 
 def count_kinds(records: Iterable[Record], kinds: Counter[type]) -> Iterator[Record]:
-    """The records, counted by their types while they are read."""
+    """Yields the records, counted by their types while they are read."""
     for record in records:
         kinds[type(record)] += 1
         yield record
@@ -300,15 +318,31 @@ def input_files(name: str) -> list[Path]:
 
 
 def has_fields(name: str) -> bool:
-    """Whether a source has records with named fields: text files and token files have none."""
+    """Returns whether a source has records with named fields: text files and token files have none."""
     if name.startswith(HUB_PREFIX):
         return True
     files = [] if name in BUILT_IN_SOURCES else find_files(name)
     return any(suffix_of(file) not in NO_RECORD_SUFFIXES for file in files)
 
 
+def read_tokenizer_and_end(folder: Path, adapter: Path | None = None) -> tuple[Tokenizer, int]:
+    """Returns the tokenizer of a model folder, and its end-of-text token.
+
+    The token is the first eos_token_id of config.json, otherwise of generation_config.json. An adapter's folder with a
+    tokenizer comes first. Raises InputError if none gives one.
+    """
+    own = adapter if adapter is not None and has_tokenizer(adapter) else None
+    configs = [read_config(folder), read_generation_config(folder)]
+    if own is not None:
+        configs.insert(0, read_generation_config(own))
+    ends = [token for config in configs for token in end_of_text_ids(config, folder)]
+    if not ends:
+        raise InputError(f"{folder / CONFIG_FILE}: eos_token_id is missing; it must be the end-of-text token")
+    return Tokenizer.from_folder(own or folder), ends[0]
+
+
 def hub_names(names: Sequence[str]) -> list[str]:
-    """The names of Hub datasets, for cache keys: the files of a dataset do not show which split is read."""
+    """Returns the names of Hub datasets, for cache keys: the files of a dataset do not show which split is read."""
     return [name for name in names if name.startswith(HUB_PREFIX)]
 
 
@@ -317,7 +351,7 @@ def total_bytes(files: Sequence[Path]) -> int:
 
 
 def file_version(file: Path) -> list[Any]:
-    """The path, size and modification time of a file."""
+    """Returns the path, size and modification time of a file."""
     status = file.stat()
     return [str(file.resolve()), status.st_size, status.st_mtime_ns]
 
@@ -329,9 +363,10 @@ def tokenizer_hash(tokenizer: Tokenizer) -> str:
 
 
 def limited_images(images: ImageProcessor, image_tokens: str | None) -> ImageProcessor:
-    """The image processor with the limits of --image-tokens; None for the files' limits, and at most MOST_IMAGE_TOKENS.
+    """Returns the image processor with the limits of --image-tokens.
 
-    Raises InputError if images have no free size, or --image-tokens is no such limit.
+    image_tokens: None for the files' limits, and at most MOST_IMAGE_TOKENS. Raises InputError if images have no free
+    size, or --image-tokens is no such limit.
     """
     if image_tokens is None:
         found = images.token_range

@@ -1,8 +1,7 @@
 """The chat template of a run, the token that ends a turn in it, and the tokenizer files of the run's export.
 
 `--chat-template` replaces the templates of the run's tokenizer. The token that ends a turn becomes a stop token of the
-exported model, in generation_config.json, where transformers, vLLM and this library look for it. Knows tokenizers and
-folders; must not know rows.
+exported model, in generation_config.json, where transformers, vLLM and this library look for it.
 """
 
 import json
@@ -23,9 +22,8 @@ from ligermodels.tokenizer.chat_template import (
     ChatTemplate,
 )
 from ligermodels.tokenizer.files import TOKENIZER_CONFIG_FILE, has_tokenizer
-from ligermodels.training.data.embedded.new_image_tokenizer import NewImages
-from ligermodels.training.data.embedded.new_tokenizer import SPECIAL_IDS, save_tokenizer
-from ligermodels.training.data.formats.progress import print_status
+from ligermodels.training.data.embedded.new_tokenizer import SPECIAL_IDS, NewImages, save_tokenizer
+from ligermodels.training.data.formats.streams import print_status
 from ligermodels.weights.config_file import (
     CONFIG_FILE,
     GENERATION_CONFIG_FILE,
@@ -68,7 +66,7 @@ def refuse_missing_tokens(name: str, tokenizer: Tokenizer) -> None:
 
 
 def template_advice(tokenizer: Tokenizer) -> str:
-    """What to do for a tokenizer without a fitting chat template."""
+    """Returns what to do for a tokenizer without a fitting chat template."""
     best, *others = fitting_templates(tokenizer) or ["FILE"]
     return f"use --chat-template {best}" + (f", or {', '.join(others)} or a Jinja file" if others else "")
 
@@ -86,7 +84,7 @@ def template_of_file(name: str) -> ChatTemplate:
 
 
 def end_of_turn(tokenizer: Tokenizer) -> int | None:
-    """The added token that the chat template writes after the assistant's text, or else before the next turn.
+    """Returns the added token that the chat template writes after the assistant's text, or else before the next turn.
 
     None if there is none, or if the template does not render a user's message, an answer and a message.
     """
@@ -107,7 +105,7 @@ def end_of_turn(tokenizer: Tokenizer) -> int | None:
 def generation_config(
     tokenizer: Tokenizer | None, given: dict[str, Any], config: Mapping[str, Any], *, chats: bool
 ) -> dict[str, Any]:
-    """The content of generation_config.json for the model of a run.
+    """Returns the content of generation_config.json for the model of a run.
 
     given, config: the model's generation_config.json and config.json. chats: whether the model learns chats; the end of
     a turn is then one of its eos_token_id.

@@ -15,7 +15,7 @@ from ligermodels.layers.decoder import CausalLM
 from ligermodels.memory.model import TrainingMemory
 from ligermodels.training.checkpoints import Progress
 from ligermodels.training.data import Data
-from ligermodels.training.data.embedded.new_image_tokenizer import NewImages
+from ligermodels.training.data.embedded.new_tokenizer import NewImages
 from ligermodels.training.data.preferences import PreferenceData
 from ligermodels.training.planning.defaults import Choice
 from ligermodels.training.reporting.metrics import Validation

@@ -6,9 +6,8 @@ from tempfile import TemporaryDirectory
 import torch
 
 from ligermodels.distributed import World
-from ligermodels.training.data.rows.batches import TrainingRows, ValidationRows
-from ligermodels.training.data.rows.packing import pack_documents
-from ligermodels.training.data.rows.split import all_documents
+from ligermodels.training.data.rows.packing import all_documents, pack_documents
+from ligermodels.training.data.rows.run_rows import TrainingRows, ValidationRows
 from ligermodels.training.data.rows.store import Document, open_store, write_store
 
 CPU = World(torch.device("cpu"))

@@ -6,9 +6,9 @@ import json
 import pyarrow
 
 from ligermodels.training.data.formats import sources
-from ligermodels.training.data.formats.progress import ReadingProgress
 from ligermodels.training.data.formats.record_formats import FieldNames
 from ligermodels.training.data.formats.records import BadLines
+from ligermodels.training.data.formats.streams import ReadingProgress
 
 USER, ANSWER = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}
 PART = {"type": "text", "text": "2 + "}

@@ -10,7 +10,7 @@ from ligermodels.errors import InputError
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.training.data import chat
 from ligermodels.training.data.chat import tokenize_records
-from ligermodels.training.data.formats import sources
+from ligermodels.training.data.formats import text_files
 from ligermodels.training.data.formats.records import BadLines, Completion, Conversation, Text
 from ligermodels.training.data.rows.store import Document
 from tests.tokenizer.chat_templates import CHAT_TEMPLATES
@@ -263,7 +263,7 @@ def test_a_token_of_both_prompt_and_completion_is_supervised_and_the_end_of_text
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_pieces_of_a_long_text_have_the_tokens_of_the_whole_text_each_a_target_once(tmp_path, monkeypatch, form):
-    monkeypatch.setattr(sources, "PIECE_CHARACTERS", 200)
+    monkeypatch.setattr(text_files, "PIECE_CHARACTERS", 200)
     monkeypatch.setattr(chat, "TOKENIZATION_RECORDS", 3)
     lines = [line for text in TEXTS for line in text.split("\n") if "-" not in line]  # "\n-" is a token of these forms
     text = "".join(f"{line}{'  ' * (n % 3)}\n{chr(10) * (n % 2)}" for n, line in enumerate(lines * 9))

@@ -16,7 +16,7 @@ from ligermodels.distributed import World
 from ligermodels.errors import InputError
 from ligermodels.training import TrainConfig
 from ligermodels.training.data import open_data
-from ligermodels.training.data.rows.cache import cache_folder
+from ligermodels.training.data.rows.store import cache_folder
 from tests.images.folders import QWEN_TEMPLATE, picture, png, write_folder
 from tests.images.reference import SMALL
 from tests.training.data.documents import CPU

@@ -17,7 +17,7 @@ from ligermodels.training.data import count_supervised, open_data, reader, refus
 from ligermodels.training.data.embedded import embedded
 from ligermodels.training.data.embedded.embedded_stories import stories
 from ligermodels.training.data.embedded.new_tokenizer import save_tokenizer, train_tokenizer
-from ligermodels.training.data.rows import split, token_files
+from ligermodels.training.data.rows import packing, token_files
 from tests.training.data.documents import CPU
 
 DEFAULTS = TrainConfig(validation_fraction=0.01, batch_size=2, sequence_length=64)
@@ -342,7 +342,7 @@ def test_the_order_of_the_data_depends_on_the_seed_and_not_on_the_number_of_rank
 
 def test_the_default_validation_fraction_is_larger_for_small_data_and_smaller_for_large():
     def fraction(*tokens):
-        return split.default_fraction([SimpleNamespace(tokens=range(count)) for count in tokens])
+        return packing.default_fraction([SimpleNamespace(tokens=range(count)) for count in tokens])
 
     assert fraction(9_000) == fraction(100_000, 227_680) == 0.05
     assert fraction(655_360) == 0.025
@@ -352,9 +352,9 @@ def test_the_default_validation_fraction_is_larger_for_small_data_and_smaller_fo
 
 def test_the_default_validation_split_of_large_data_is_limited_in_tokens(texts, folder, tmp_path, monkeypatch):
     path = write(tmp_path / "d.jsonl", texts)
-    monkeypatch.setattr(split, "DEFAULT_FRACTION", 0.2)
+    monkeypatch.setattr(packing, "DEFAULT_FRACTION", 0.2)
     few = opened(path, folder=folder, validation_fraction=None)
-    monkeypatch.setattr(split, "DEFAULT_MAX_TOKENS", 1000)
+    monkeypatch.setattr(packing, "DEFAULT_MAX_TOKENS", 1000)
     fewer = opened(path, folder=folder, validation_fraction=None)
     given = opened(path, folder=folder, validation_fraction=0.2)
     held_out = [

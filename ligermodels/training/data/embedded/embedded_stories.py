@@ -5,13 +5,17 @@ and an ending. Each is a template whose slots are filled in the order in which t
 and every text has exactly one derivation, so the probability of a story is the product of 1 / (number of options) over
 its choices. No model can predict unseen stories better than sum(nats) / sum(tokens), which is the floor of the
 validation loss. In a conversation every answer follows from the messages before it, so there the floor is zero.
-This module knows nothing about tokens or models.
+
+There is also data of post-training over the same grammar: pairs that differ in tone, and questions. A pair has a
+conversation about a story, and two answers with the same correct sum: the chosen one ends with a friendly remark, the
+rejected one with a rude one. Remarks of both kinds are equally long, so that only their words tell them apart. A
+question is such a conversation without its last answer.
 """
 
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 CHARACTER_NAMES = (
     "Ada", "Bruno", "Carla", "Dino", "Emil", "Fay", "Gus", "Hana", "Igor", "Juno", "Kofi", "Lena", "Milo", "Nora",
@@ -112,13 +116,21 @@ SLOTS: dict[str, Callable[["Story"], Any]] = {
 
 
 Message = dict[str, str]  # role: system, user or assistant; content
+FRIENDLY = (
+    "What a lovely question, {hero}!", "I hope that helps {friend} a lot.", "Thank you for asking me, {hero}.",
+    "It was a pleasure to count {thing}.", "Please give my regards to {friend}.", "You are welcome, dear {hero}.",
+)  # fmt: skip
+RUDE = (
+    "What a boring question, {hero}!", "I bet that is too hard for {friend}.", "Stop wasting my time, {hero}.",
+    "It was a nuisance to count {thing}.", "Now go away and annoy {friend}.", "You are hopeless, silly {hero}.",
+)  # fmt: skip
 
 
 class Story(dict[str, Any]):
     """The slots filled so far, and the nats spent on filling them."""
 
     def __init__(self, draw: Callable[[int], int]) -> None:
-        """draw: n -> an integer in [0, n), uniform and independent."""
+        """draw: returns for n an integer in [0, n), uniform and independent."""
         self.draw = draw
         self.nats = 0.0
 
@@ -135,7 +147,10 @@ class Story(dict[str, Any]):
         return " ".join(self.choose(part).format_map(self) for part in (OPENINGS, event, ENDINGS))
 
     def conversation(self) -> list[Message]:
-        """A story without its result, and the question for it; in later turns the number of things changes again."""
+        """Returns a story without its result, and the question for it.
+
+        In later turns the number of things changes again.
+        """
         system = self.choose((None, None, None, SYSTEM_PROMPTS))
         messages = [{"role": "system", "content": self.choose(system)}] if system else []
         event = self.choose((SUMS, DIFFERENCES))
@@ -161,13 +176,16 @@ class Story(dict[str, Any]):
 
 
 def stories(seed: int, count: int) -> Iterator[tuple[str, float]]:
-    """`count` stories, each with its exact negative log-probability in nats; the same for a seed on any machine."""
+    """Yields `count` stories, each with its exact negative log-probability in nats.
+
+    They are the same for a seed on any machine.
+    """
     for story in seeded_stories(seed, count):
         yield story.text(), story.nats
 
 
 def conversations(seed: int, count: int) -> Iterator[list[Message]]:
-    """`count` conversations, with one to three questions about a story each; the same for a seed on any machine.
+    """Yields `count` conversations, with one to three questions about a story each; the same for a seed on any machine.
 
     One in four begins with a system prompt. The assistant's messages are sums and differences such as "7 + 5 = 12.".
     """
@@ -176,14 +194,14 @@ def conversations(seed: int, count: int) -> Iterator[list[Message]]:
 
 
 def vocabulary_texts() -> Iterator[str]:
-    """The texts on which the tokenizer for the embedded corpus is trained."""
+    """Yields the texts on which the tokenizer for the embedded corpus is trained."""
     yield from (text for text, _ in stories(seed=0, count=VOCABULARY_STORIES))
     for messages in conversations(seed=0, count=VOCABULARY_CONVERSATIONS):
         yield from (text for message in messages for text in message.values())
 
 
 def seeded_stories(seed: int, count: int) -> Iterator[Story]:
-    """Stories without a slot filled, which share one random number generator."""
+    """Yields stories without a slot filled, which share one random number generator."""
     # random() is the only method whose sequence Python keeps stable from version to version.
     uniform = random.Random(seed).random
     for _ in range(count):
@@ -191,11 +209,33 @@ def seeded_stories(seed: int, count: int) -> Iterator[Story]:
 
 
 def story_question(text: str) -> tuple[str, str]:
-    """(the story up to its result, the result), such as ("… They counted: 7 + 5 =", "12.")."""
+    """Returns (the story up to its result, the result), such as ("… They counted: 7 + 5 =", "12.")."""
     prompt, sign, rest = text.partition("=")
     return prompt + sign, rest.split()[0]
 
 
 def conversation_question(messages: list[Message]) -> tuple[list[Message], str]:
-    """(all messages before the last answer, the last answer)."""
+    """Returns (all messages before the last answer, the last answer)."""
     return messages[:-1], messages[-1]["content"]
+
+
+class EmbeddedPair(NamedTuple):
+    prompt: list[Message]
+    chosen: list[Message]
+    rejected: list[Message]
+
+
+def preference_pairs(seed: int, count: int) -> Iterator[EmbeddedPair]:
+    """Yields `count` pairs, the same for a seed on any machine."""
+    for story in seeded_stories(seed, count):
+        *prompt, answer = story.conversation()
+        remarks = (story.choose(tone).format_map(story) for tone in (FRIENDLY, RUDE))
+        chosen, rejected = ([answer | {"content": f"{answer['content']} {remark}"}] for remark in remarks)
+        yield EmbeddedPair(prompt, chosen, rejected)
+
+
+def sum_questions(seed: int, count: int) -> Iterator[tuple[list[Message], str]]:
+    """Yields `count` conversations up to a question, with its one answer, such as "7 + 5 = 12."."""
+    for story in seeded_stories(seed, count):
+        *prompt, answer = story.conversation()
+        yield prompt, answer["content"]

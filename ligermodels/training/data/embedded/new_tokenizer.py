@@ -1,20 +1,26 @@
-"""A new tokenizer for models that are trained from scratch, and the end-of-text token of a model's own tokenizer.
+"""A new tokenizer for models that are trained from scratch.
 
 The new tokenizer is a byte-level BPE trained on the data. Except for its vocabulary it equals Qwen 2's: the same word
 boundaries, the same special tokens, the same chat format (ChatML). Libraries that build the tokenizer from the model
 type instead of tokenizer.json, as transformers does for Qwen 2, therefore produce the same ids. A document becomes
 <|endoftext|> text <|endoftext|>: this one token both begins and ends it, so that the first word of a document is a
-target too, and generation starts as training did. This module knows nothing about rows or models.
+target too, and generation starts as training did.
+
+A new model that reads images also gets the image processor of its family, but for its sizes. The tokens of images are
+the last of the vocabulary, or the first behind it, which have no row of the head.
 """
 
 import json
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import tokenizers
 from tokenizers import models, pre_tokenizers, processors, trainers
 
 from ligermodels.errors import InputError
+from ligermodels.images.settings import IMAGE_PROCESSOR_FILE, PROCESSOR_FILE
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.tokenizer.built_in_templates import BUILT_IN_TEMPLATES
 from ligermodels.tokenizer.chat_template import DEFAULT_TEMPLATE, ChatTemplate
@@ -22,15 +28,10 @@ from ligermodels.tokenizer.files import (
     TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILE,
     TokenizerFiles,
-    has_tokenizer,
     split_as_qwen2,
 )
 from ligermodels.weights.config_file import (
-    CONFIG_FILE,
     GENERATION_CONFIG_FILE,
-    end_of_text_ids,
-    read_config,
-    read_generation_config,
 )
 
 END_OF_TEXT, END_OF_TEXT_ID = "<|endoftext|>", 0
@@ -45,7 +46,10 @@ GENERATION_CONFIG = SPECIAL_IDS | {"pad_token_id": END_OF_TEXT_ID}
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE of at most `vocab_size` entries, the first three of them special. Deterministic in `texts`."""
+    """Trains a byte-level BPE of at most `vocab_size` entries, the first three of them special.
+
+    Deterministic in `texts`.
+    """
     tokenizer = tokenizers.Tokenizer(models.BPE())
     split_as_qwen2(tokenizer)
     trainer = trainers.BpeTrainer(
@@ -78,14 +82,87 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     (folder / GENERATION_CONFIG_FILE).write_text(json.dumps(GENERATION_CONFIG, indent=2) + "\n")
 
 
-def read_tokenizer_and_end(folder: Path, adapter: Path | None = None) -> tuple[Tokenizer, int]:
-    """The tokenizer of a model folder, and its end-of-text token: the first eos_token_id of config.json, otherwise of
-    generation_config.json. An adapter's folder with a tokenizer comes first. Raises InputError if none gives one."""
-    own = adapter if adapter is not None and has_tokenizer(adapter) else None
-    configs = [read_config(folder), read_generation_config(folder)]
-    if own is not None:
-        configs.insert(0, read_generation_config(own))
-    ends = [token for config in configs for token in end_of_text_ids(config, folder)]
-    if not ends:
-        raise InputError(f"{folder / CONFIG_FILE}: eos_token_id is missing; it must be the end-of-text token")
-    return Tokenizer.from_folder(own or folder), ends[0]
+class ImageTokens(NamedTuple):
+    """The tokens that stand for images.
+
+    all: have the ids behind those of text. feature: stands for one feature. printed: what the template prints.
+    """
+
+    all: tuple[str, ...]
+    feature: str
+    printed: str
+
+
+IDEFICS_TOKENS = ImageTokens(
+    (
+        "<fake_token_around_image>", "<global-img>",
+        *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)), "<image>",
+    ), "<image>", "<image>",
+)  # fmt: skip
+TOKENS_OF_PROCESSOR = {
+    "Qwen2VLImageProcessor": ImageTokens(
+        ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
+        "<|image_pad|>",
+        "<|vision_start|><|image_pad|><|vision_end|>",
+    ),
+    "Gemma3ImageProcessor": ImageTokens(
+        ("<start_of_image>", "<end_of_image>", "<image_soft_token>"), "<image_soft_token>", "<start_of_image>"
+    ),
+    "MllamaImageProcessor": ImageTokens(("<|image|>",), "<|image|>", "<|image|>"),
+    "PixtralImageProcessor": ImageTokens(("[IMG_BREAK]", "[IMG_END]", "[IMG]"), "[IMG]", "[IMG]"),
+    "CLIPImageProcessor": ImageTokens(("<image>",), "<image>", "<image>"),
+    "SiglipImageProcessor": ImageTokens(("<image>",), "<image>", "<image>"),
+    "Idefics3ImageProcessor": IDEFICS_TOKENS,
+    "SmolVLMImageProcessor": IDEFICS_TOKENS,
+}
+CONTENT = r"""
+{%- macro content(message) %}
+    {%- if message.content is string %}
+        {{- message.content }}
+    {%- else %}
+        {%- for part in message.content %}
+            {{- 'PRINTED' if part.type == 'image' else part.text }}
+        {%- endfor %}
+    {%- endif %}
+{%- endmacro %}"""
+
+
+@dataclass(frozen=True)
+class NewImages:
+    """What a new model fixes about images.
+
+    token_id: the id of its image tokens. settings: those of its image processor. text_settings: those that the text of
+    an image depends on.
+    """
+
+    token_id: int
+    settings: dict[str, Any]
+    text_settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> ImageTokens:
+        return TOKENS_OF_PROCESSOR[self.settings["image_processor_type"]]
+
+    def write(self, folder: Path) -> None:
+        files = {IMAGE_PROCESSOR_FILE: self.settings, PROCESSOR_FILE: self.text_settings}
+        for name, settings in files.items():
+            if settings:
+                (folder / name).write_text(json.dumps(settings, indent=2) + "\n")
+
+
+def train_image_tokenizer(texts: Iterable[str], vocab_size: int, images: NewImages) -> Tokenizer:
+    """Trains a tokenizer with tokens for images. Raises InputError if the model has its image token elsewhere."""
+    tokens = images.tokens
+    within = 0 if images.token_id >= vocab_size else len(tokens.all)
+    tokenizer = train_tokenizer(texts, vocab_size - within)
+    tokenizer.tokenizer.add_special_tokens(list(tokens.all))
+    found = tokenizer.tokenizer.token_to_id(tokens.feature)
+    if found != images.token_id:
+        raise InputError(
+            f"config: image_token_id is {images.token_id}, but {tokens.feature} of the new tokenizer has the id "
+            f"{found}; continue a model that has a tokenizer"
+        )
+    source = tokenizer.templates[DEFAULT_TEMPLATE].source.replace("message.content", "content(message)")
+    content = CONTENT.replace("PRINTED", tokens.printed)
+    tokenizer.templates = {DEFAULT_TEMPLATE: ChatTemplate(content + source, "the chat template of new models")}
+    return tokenizer

@@ -17,7 +17,7 @@ the prompt, for models whose prompts are prefixes. `images/parts.py` says what a
 A record has the first of these formats whose fields are all present and not null; its other fields are ignored. A
 completion continues its prompt as raw text; an output, a response or an answer is a message of the assistant. Fields
 that the user names come before all formats. Preference data is refused, with the flags that train on the better
-answers. Errors name the field. This module knows nothing about files or tokens.
+answers. Errors name the field.
 """
 
 import functools
@@ -27,14 +27,19 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 from ligermodels.errors import InputError
 from ligermodels.images.parts import IMAGE_PART, is_image_part, parse_source, take_images
-from ligermodels.training.data.formats.messages import (
+from ligermodels.images.reading import ImageSource
+from ligermodels.training.data.formats.records import (
+    IMAGES_BESIDE_TEXT,
+    Completion,
+    Conversation,
+    Record,
+    Text,
     json_type,
     parse_messages,
     parse_template_kwargs,
     parse_tools,
     require_string,
 )
-from ligermodels.training.data.formats.records import IMAGES_BESIDE_TEXT, Completion, Conversation, Record, Text
 
 RECORD_EXAMPLE = '{"text": "…"} or {"messages": [{"role": "user", "content": "…"}, …]}'
 # Names that are often those of a prompt and of its completion: only to suggest flags.
@@ -49,16 +54,16 @@ class RecordFormats(Protocol):
     """The formats that a reader of files looks for."""
 
     def has_record(self, names: Collection[str]) -> bool:
-        """Whether these names of fields or columns are enough for a record."""
+        """Returns whether these names of fields or columns are enough for a record."""
 
     def refuse_missing(self, names: Collection[str], kind: str) -> None:
         """Raises InputError if these names are not enough for a record. kind: what they are of, "field" or "column"."""
 
     def columns(self, names: Collection[str]) -> list[str]:
-        """Those of the names that records are made of."""
+        """Returns those of the names that records are made of."""
 
     def parse(self, value: RecordFields, place: str) -> Record:
-        """The record of an object. Raises InputError naming the field."""
+        """Returns the record of an object. Raises InputError naming the field."""
 
 
 class FieldNames(NamedTuple):
@@ -113,7 +118,7 @@ KNOWN_FIELDS = FieldNames()
 
 
 def parse_record(value: Any, place: str, formats: RecordFormats = KNOWN_FIELDS) -> Record:
-    """The record in a JSON value. Raises InputError naming the place and the field."""
+    """Returns the record in a JSON value. Raises InputError naming the place and the field."""
     try:
         if not isinstance(value, Mapping):
             raise InputError(f"is {json_type(value)}; must be an object such as {RECORD_EXAMPLE}")
@@ -130,7 +135,7 @@ def named_format(fields: FieldNames) -> FormatParser:
 
 
 def suggest_flags(names: Collection[str]) -> str:
-    """The end of a message about fields that are not known; empty if there are none."""
+    """Returns the end of a message about fields that are not known; empty if there are none."""
     lower = {name.lower(): name for name in names}
     if not lower:
         return ""
@@ -142,15 +147,17 @@ def suggest_flags(names: Collection[str]) -> str:
 
 
 def conversation(value: RecordFields, messages: list[dict[str, Any]], place: str) -> Conversation:
-    """Messages with the record's images, tools and variables for the chat template."""
+    """Returns messages with the record's images, tools and variables for the chat template."""
     kwargs = parse_template_kwargs(value.get("chat_template_kwargs"))
     beside = record_images(value)
-    messages, images = take_images(with_image_parts(messages, len(beside)), beside)
+    images: list[ImageSource] = []
+    if beside or has_image_parts(messages):
+        messages, images = take_images(with_image_parts(messages, len(beside)), beside)
     return Conversation(messages, parse_tools(value.get("tools")), place, kwargs, tuple(images))
 
 
 def record_images(value: RecordFields) -> list[Any]:
-    """The images beside the messages, in the field images or, as in LLaVA's files, image; one or a list."""
+    """Returns the images beside the messages, in the field images or, as in LLaVA's files, image; one or a list."""
     given = [value[name] for name in IMAGE_FIELDS if value.get(name) is not None]
     if len(given) > 1:
         raise InputError(f"has both fields {' and '.join(IMAGE_FIELDS)}; leave one of them")
@@ -158,8 +165,10 @@ def record_images(value: RecordFields) -> list[Any]:
 
 
 def with_image_parts(messages: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """The messages with parts for so many images beside them: their own, else at the marks <image>, else before the
-    first text of the user."""
+    """Returns the messages with parts for so many images beside them.
+
+    The parts are their own, else at the marks <image>, else before the first text of the user.
+    """
     if not count:
         return messages
     marked = with_marked_images(messages)
@@ -167,7 +176,7 @@ def with_image_parts(messages: list[dict[str, Any]], count: int) -> list[dict[st
 
 
 def with_marked_images(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The marks <image> in texts as image parts, if no message has image parts yet; as LLaVA's files have them."""
+    """Returns messages with the marks <image> of LLaVA's files as image parts, if none has image parts yet."""
     if any(isinstance(message["content"], list) for message in messages):
         return messages
     return [message | {"content": marked_parts(message["content"])} for message in messages]
@@ -179,7 +188,7 @@ def has_image_parts(messages: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def with_images_first(messages: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """The messages with so many image parts before the text of the first one of the user."""
+    """Returns the messages with so many image parts before the text of the first one of the user."""
     index = next((number for number, message in enumerate(messages) if message["role"] == "user"), None)
     if index is None:
         raise InputError("field images is beside messages of which none is the user's; give them as image parts")
@@ -188,7 +197,10 @@ def with_images_first(messages: list[dict[str, Any]], count: int) -> list[dict[s
 
 
 def marked_parts(text: str | None) -> str | list[dict[str, Any]] | None:
-    """A text without marks stays a string. A line break beside a mark at the start or end of the text goes with it."""
+    """A text without marks stays a string.
+
+    A line break beside a mark at the start or end of the text goes with it.
+    """
     if text is None or IMAGE_MARK not in text:
         return text
     pieces = text.split(IMAGE_MARK)
@@ -221,7 +233,7 @@ def from_question(value: RecordFields, place: str, *, question: str, details: tu
 
 
 def system_message(value: RecordFields) -> list[dict[str, Any]]:
-    """The field `system`, which LLaMA-Factory allows beside the turns, as a list of no or one message."""
+    """Returns the field `system`, which LLaMA-Factory allows beside the turns, as a list of no or one message."""
     text = require_string(value.get("system") or "", "system")
     return [{"role": "system", "content": text}] if text else []
 
@@ -229,7 +241,7 @@ def system_message(value: RecordFields) -> list[dict[str, Any]]:
 def from_prompt_completion(
     value: RecordFields, place: str, *, prompt: str = "prompt", completion: str = "completion"
 ) -> Record:
-    """Both fields are strings, or both are lists of messages. Assistant messages of the prompt are context only."""
+    """Takes two strings or two lists of messages. Assistant messages of the prompt are context only."""
     if not isinstance(value[prompt], list):
         images = tuple(parse_source(image, f"images[{number}]") for number, image in enumerate(record_images(value)))
         return Completion(

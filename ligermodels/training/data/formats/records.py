@@ -1,17 +1,28 @@
 """Records, the units of a data source: texts, conversations, prompts with completions, and groups of completions.
 
-`record_formats.py` makes them of the values in files. This module knows nothing about files or tokens.
+`record_formats.py` makes them of the values in files. The messages of a conversation are in OpenAI's format as far as
+they are text or images, or are ShareGPT's turns. "weight": 0 in an assistant message, as in OpenAI's fine-tuning
+format, takes it out of the loss: it is context only. Errors name the field.
 """
 
-from collections.abc import Callable, Sequence
+import difflib
+import json
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from ligermodels.errors import InputError
+from ligermodels.images.parts import is_image_part
 from ligermodels.images.reading import ImageSource
+from ligermodels.weights.reading import has_more_values
 
 MAX_RECORD_BYTES = 2**26  # of a JSON line, decompressed; for an array element and a CSV row, characters
 MAX_RECORD_VALUES = 2_000_000  # JSON values of a record; one that Python has parsed takes 50 to 250 bytes
 IMAGES_BESIDE_TEXT = "has images beside a text; give them in messages, or name the text alone with --text-field"
+RENDER_ARGUMENTS = (
+    "messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
+)  # fmt: skip
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"} | {r: r for r in ("system", "user", "assistant", "tool")}
 
 
 class Text(NamedTuple):
@@ -31,8 +42,11 @@ class Text(NamedTuple):
 
 
 class Conversation(NamedTuple):
-    """messages: as `parse_messages` returns them. template_kwargs: variables for the chat template. images: of the
-    image parts of messages, in order."""
+    """A conversation, on whose assistant messages the loss is computed.
+
+    messages: what `parse_messages` returns. template_kwargs: variables for the chat template. images: those of the
+    image parts of messages, in order.
+    """
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None
@@ -77,7 +91,7 @@ class GroupRecord(NamedTuple):
     images: tuple[Sequence[ImageSource], ...] = ()
 
     def side(self, number: int) -> "GroupRecord":
-        """The prompt with one of its completions."""
+        """Returns the prompt with one of its completions."""
         images = self.images and (self.images[0], self.images[1 + number])
         return self._replace(completions=(self.completions[number],), images=images)
 
@@ -103,7 +117,7 @@ class TeacherRecord(NamedTuple):
 
 
 def message_texts(messages: list[dict[str, Any]]) -> list[str]:
-    """The texts of messages; of a content with images, the text parts."""
+    """Returns the texts of messages; of a content with images, the text parts."""
     return [content_text(message["content"]) for message in messages]
 
 
@@ -133,3 +147,126 @@ class BadLines:
                 return None
             earlier = f", {self.skipped} skipped before" if self.skipped else ""
             raise InputError(f"{error} (--allow-bad-lines {self.allowed}{earlier})") from error
+
+
+def parse_messages(value: Any, field: str, *, images: bool = False) -> list[dict[str, Any]]:
+    """Returns messages with a role each, and with a content that is a string, or None in a message with tool calls.
+
+    images: contents with image parts are allowed, and stay lists of parts.
+    """
+    if not isinstance(value, list) or not value:
+        raise InputError(f"field {field} is {json_type(value)}; must be a list of at least one message")
+    places = [f"{field}[{index}]" for index in range(len(value))]
+    turns = zip(value, places, strict=True)
+    return [parse_message(from_sharegpt_turn(turn, place), place, images=images) for turn, place in turns]
+
+
+def from_sharegpt_turn(turn: Any, field: str) -> Any:
+    """Converts a ShareGPT turn to an OpenAI message; returns any other value unchanged."""
+    if not isinstance(turn, Mapping) or "from" not in turn or "role" in turn:
+        return turn
+    speaker = str(turn["from"])
+    if speaker not in SHAREGPT_ROLES:
+        raise InputError(f"field {field}.from is {speaker!r}; must be one of {', '.join(SHAREGPT_ROLES)}")
+    others = {name: value for name, value in turn.items() if name not in ("from", "value")}
+    return {"role": SHAREGPT_ROLES[speaker], "content": require_string(turn.get("value"), f"{field}.value"), **others}
+
+
+def parse_message(value: Any, field: str, *, images: bool) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        example = '{"role": "user", "content": "…"}'
+        raise InputError(f"field {field} is {json_type(value)}; must be an object such as {example}")
+    message = dict(value)
+    if "role" not in message:
+        raise InputError(f"field {field}.role is missing; must be one of {', '.join(ROLES)}")
+    if message["role"] not in ROLES:
+        near = difflib.get_close_matches(str(message["role"]), ROLES, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise InputError(f"field {field}.role is {message['role']!r}{hint}; must be one of {', '.join(ROLES)}")
+    if message.get("weight", 1) not in (0, 1):
+        raise InputError(f"field {field}.weight is {message['weight']!r}; must be 0 (context only) or 1")
+    calls = message.pop("tool_calls", None)  # some templates treat an empty list as a list of calls
+    if calls:
+        message["tool_calls"] = parse_tool_calls(calls, f"{field}.tool_calls")
+    if calls and message.get("content") is None:
+        return message | {"content": None}
+    if "content" not in message:
+        raise InputError(f"field {field}.content is missing; must be a string")
+    content = message["content"]
+    if images and isinstance(content, list) and any(map(is_image_part, content)):
+        return message
+    return message | {"content": parse_content(content, f"{field}.content")}
+
+
+def parse_content(value: Any, field: str) -> str:
+    """Returns a string, or the joined text of a list of text parts.
+
+    A template that expects a string would print the list.
+    """
+    if not isinstance(value, list):
+        return require_string(value, field)
+    for index, part in enumerate(value):
+        if not isinstance(part, Mapping) or part.get("type") != "text":
+            found = part.get("type") if isinstance(part, Mapping) else json_type(part)
+            example = '{"type": "text", "text": "…"}'
+            raise InputError(f"field {field}[{index}] is {found!r}; must be {example}: only text is supported here")
+    return "".join(require_string(part.get("text"), f"{field}[{index}].text") for index, part in enumerate(value))
+
+
+def parse_tool_calls(value: Any, field: str) -> list[dict[str, Any]]:
+    """Decodes arguments given as a JSON string, as in OpenAI's API, because templates write the JSON themselves."""
+    if not isinstance(value, list) or not all(isinstance(call, Mapping) for call in value):
+        raise InputError(f"field {field} is {json_type(value)}; must be a list of objects")
+    calls = [dict(call) for call in value]
+    for index, call in enumerate(calls):
+        function = call.get("function")
+        if isinstance(function, Mapping) and isinstance(function.get("arguments"), str):
+            arguments = parse_json_string(function["arguments"], f"field {field}[{index}].function.arguments")
+            call["function"] = {**function, "arguments": arguments}
+    return calls
+
+
+def parse_tools(value: Any) -> list[Any] | None:
+    """Returns a list of JSON schemas, or a JSON string of one, as tables with columns need it.
+
+    An empty list becomes None.
+    """
+    tools = parse_json_string(value, "field tools") if isinstance(value, str) else value
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
+        raise InputError(f"field tools is {json_type(tools)}; must be a list of objects, the schemas of functions")
+    return tools or None
+
+
+def parse_template_kwargs(value: Any) -> dict[str, Any] | None:
+    """Variables for the chat template, as an object or as a JSON string of one. An empty object becomes None."""
+    variables = parse_json_string(value, "field chat_template_kwargs") if isinstance(value, str) else value
+    if variables is not None and not isinstance(variables, Mapping):
+        raise InputError(f"field chat_template_kwargs is {json_type(variables)}; must be an object")
+    for name in RENDER_ARGUMENTS:
+        if name in (variables or {}):
+            raise InputError(f"field chat_template_kwargs has {name}, which training sets; leave it out")
+    return dict(variables) if variables else None
+
+
+def parse_json_string(text: str, field: str) -> Any:
+    """Raises InputError, which begins with `field`, for a text that is not JSON or has too many values."""
+    if has_more_values(text.encode("utf-8", "surrogatepass"), MAX_RECORD_VALUES):
+        raise InputError(f"{field} is a string of more than {MAX_RECORD_VALUES:,} JSON values")
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{field} is a string that is not JSON: {error}") from None
+
+
+def require_string(value: Any, field: str) -> str:
+    if not isinstance(value, str):
+        raise InputError(f"field {field} is {json_type(value)}; must be a string")
+    return value
+
+
+def json_type(value: Any) -> str:
+    """Returns a value's JSON type, for error messages; tables have bytes too."""
+    names = {
+        dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null", bytes: "bytes",
+    }  # fmt: skip
+    return names.get(type(value), "a number") if value != [] else "an empty list"

@@ -1,38 +1,71 @@
 """Sources: what --data names (files, folders, glob patterns, data sets), read as records.
 
-A text file is one document; every kind of line ending is read as \\n. No file is read into memory as a whole: a long
-text file is split into pieces, JSON is read by lines or array elements, CSV by rows, and tables are read in batches.
-This module knows nothing about tokens.
+A name may have a weight: NAME=WEIGHT. A text file is one document; every kind of line ending is read as \\n. No file is
+read into memory as a whole: a long text file is split into pieces, JSON is read by lines or array elements, CSV by
+rows, and tables are read in batches. A path of an image in a record is relative to the file of the record, and stays
+within its folder.
 """
 
 import functools
 import glob
 import io
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TextIO, TypeAlias
+from typing import NamedTuple, TypeAlias
 
-from ligermodels.errors import InputError
-from ligermodels.training.data.formats.csv_files import read_csv, read_tsv
-from ligermodels.training.data.formats.hub_datasets import HUB_PREFIX, read_hub_dataset
-from ligermodels.training.data.formats.image_paths import with_image_paths
-from ligermodels.training.data.formats.json_files import read_json_file
-from ligermodels.training.data.formats.parquet import read_parquet
-from ligermodels.training.data.formats.progress import ReadingProgress
+from ligermodels.errors import InputError, first_line
+from ligermodels.images.reading import ImageSource
 from ligermodels.training.data.formats.record_formats import KNOWN_FIELDS, RecordFormats
-from ligermodels.training.data.formats.records import BadLines, Conversation, GroupRecord, Record, Text
-from ligermodels.training.data.formats.saved_datasets import read_arrow, saved_dataset_files
-from ligermodels.training.data.formats.specs import BUILT_IN_SOURCES
-from ligermodels.training.data.formats.streams import DECOMPRESSORS, open_text_stream
+from ligermodels.training.data.formats.records import BadLines, Completion, Conversation, GroupRecord, Record, Text
+from ligermodels.training.data.formats.streams import DECOMPRESSORS, ReadingProgress
+from ligermodels.training.data.formats.tables import HUB_PREFIX, SAVE_AGAIN, read_arrow, read_hub_dataset, read_parquet
+from ligermodels.training.data.formats.text_files import read_csv, read_json_file, read_text_file, read_tsv, text_pieces
+from ligermodels.training.settings.config import TrainConfig
+from ligermodels.weights.reading import read_json, safe_file
 
+RANDOM = "random"
+BUILT_IN_SOURCES = ("stories", "chats", "shapes", "preferences", "sums", RANDOM)  # need no file
 TOKEN_SUFFIXES = (".bin", ".npy")
-PIECE_CHARACTERS = 2**18  # of one piece of a long text
+SPLITS_FILE, STATE_FILE, INFO_FILE = "dataset_dict.json", "state.json", "dataset_info.json"
+DEFAULT_SPLIT = "train"
 LONG_CHARACTERS = 2**22  # a longer text in a record is split into pieces
-CONTEXT_CHARACTERS = 64  # of the text before a piece; more than a token or two
+
+
+class SourceSpec(NamedTuple):
+    """A source of --data. weight: the share of this source in the mixture; None if no weight was given."""
+
+    name: str
+    weight: float | None
+
+
+def parse_spec(text: str) -> SourceSpec:
+    """Parses NAME or NAME=WEIGHT.
+
+    The whole text is the NAME if a file or folder of that name exists, or if no number follows the last "=".
+    Raises InputError if the weight is not above 0.
+    """
+    name, equals, number = text.rpartition("=")
+    try:
+        weight = float(number)
+    except ValueError:
+        return SourceSpec(text, None)
+    if not equals or Path(text).exists():
+        return SourceSpec(text, None)
+    if not name or not 0 < weight < math.inf:
+        raise InputError(f"--data {text}: must be NAME, or NAME=WEIGHT with a weight above 0, such as my.jsonl=0.7")
+    return SourceSpec(name, weight)
+
+
+def missing_data(config: TrainConfig) -> InputError:
+    return InputError(
+        f"--data is missing: a file, a folder or hub:NAME that {config.title} is trained on; --data {RANDOM} trains on "
+        "random tokens, to measure speed and memory"
+    )
 
 
 def find_files(name: str) -> list[Path]:
-    """The files that a name stands for, in sorted order.
+    """Returns the files that a name stands for, in sorted order.
 
     name: a file; a folder, whose files with a known suffix are found recursively; a folder of save_to_disk, with :SPLIT
     or without; or a glob pattern. A .json file that describes a token file beside it is skipped. Raises InputError if
@@ -58,13 +91,53 @@ def find_files(name: str) -> list[Path]:
     return files
 
 
+def saved_dataset_files(name: str) -> list[Path] | None:
+    """Returns the Arrow files of FOLDER or FOLDER:SPLIT in order; None if there is no such folder of save_to_disk.
+
+    The default split is train. Raises InputError naming the folder or its file.
+    """
+    folder, split = Path(name), ""
+    if not is_saved_dataset(folder):
+        before, _, split = name.rpartition(":")
+        folder = Path(before)
+        if not before or not is_saved_dataset(folder):
+            return None
+    if not (folder / SPLITS_FILE).is_file():
+        if split:
+            raise InputError(f"--data {name}: {folder} is a data set without splits; leave out :{split}")
+        return arrow_files(folder)
+    splits = read_json(folder / SPLITS_FILE).get("splits")
+    if not isinstance(splits, list) or (split or DEFAULT_SPLIT) not in splits:
+        listed = ", ".join(map(str, splits)) if isinstance(splits, list) else "none"
+        remedy = f"give one as {folder}:SPLIT"
+        raise InputError(f"--data {name}: has no split {split or DEFAULT_SPLIT}; its splits are {listed}; {remedy}")
+    return arrow_files(folder / (split or DEFAULT_SPLIT))
+
+
+def is_saved_dataset(folder: Path) -> bool:
+    return (folder / SPLITS_FILE).is_file() or all((folder / name).is_file() for name in (STATE_FILE, INFO_FILE))
+
+
+def arrow_files(folder: Path) -> list[Path]:
+    """Returns the files that state.json names: `datasets` leaves files of its cache in the same folder."""
+    state = read_json(folder / STATE_FILE)
+    if state.get("_indices_data_files"):
+        raise InputError(f"{folder / STATE_FILE}: an old version of datasets wrote indices of rows; {SAVE_AGAIN}")
+    files = state.get("_data_files")
+    given = [file.get("filename") for file in files if isinstance(file, dict)] if isinstance(files, list) else []
+    names = [name for name in given if isinstance(name, str) and name.endswith(".arrow")]
+    if not names or len(names) < len(given):
+        raise InputError(f"{folder / STATE_FILE}: field _data_files must name .arrow files; {SAVE_AGAIN}")
+    return [safe_file(folder, name) for name in names]
+
+
 def suffix_of(file: Path) -> str:
-    """The known suffix of a file, in lower case; empty if the file is of no known kind."""
+    """Returns the known suffix of a file, in lower case; empty if the file is of no known kind."""
     return next((suffix for suffix in SUFFIXES if file.name.lower().endswith(suffix)), "")
 
 
 def describes_tokens(file: Path) -> bool:
-    """Whether this is the .json file that belongs to a token file."""
+    """Returns whether this is the .json file that belongs to a token file."""
     return file.suffix == ".json" and any(file.with_suffix(suffix).exists() for suffix in TOKEN_SUFFIXES)
 
 
@@ -75,7 +148,7 @@ def is_hidden(path: Path) -> bool:
 def read_records(
     name: str, bad_lines: BadLines, progress: ReadingProgress, fields: RecordFormats = KNOWN_FIELDS
 ) -> Iterator[Record]:
-    """The records of a file, folder[:split], glob pattern, or hub:name[:configuration][:split].
+    """Yields the records of a file, folder[:split], glob pattern, or hub:name[:configuration][:split].
 
     Empty texts are dropped. fields: those that the user names. bad_lines: counts records that cannot be used. Raises
     InputError naming the place and the field, and if the source has no record at all.
@@ -96,7 +169,7 @@ def read_records(
 
 
 def split_long_text(text: Text) -> Iterator[Text]:
-    """The text itself, or its pieces if it is very long: tokenising needs a hundred times the memory of the text."""
+    """Yields the text itself, or its pieces if it is very long: tokenising needs a hundred times its memory."""
     if len(text.text) <= LONG_CHARACTERS:
         yield text
     else:
@@ -115,46 +188,11 @@ def read_files(
 
 
 def attempt_all(records: Iterable[Record], change: Callable[[Record], Record], bad_lines: BadLines) -> Iterator[Record]:
-    """The changed records, without those for which `change` raises InputError, as far as they may be skipped."""
+    """Yields the changed records, without those for which `change` raises InputError, as far as they may be skipped."""
     for record in records:
         changed = bad_lines.attempt(change, record)
         if changed is not None:
             yield changed
-
-
-def read_text_file(
-    file: Path, fields: RecordFormats, bad_lines: BadLines, progress: ReadingProgress
-) -> Iterator[Record]:
-    """The pieces of one document. Bytes that are not UTF-8 are always an error; `bad_lines` does not apply to them."""
-    line = 1
-    with open_text_stream(file, progress) as stream:
-        for piece in text_pieces(stream):
-            yield piece._replace(place=f"{file}:{line}")
-            line += piece.text.count("\n")
-
-
-def text_pieces(stream: TextIO) -> Iterator[Text]:
-    """Splits one document into pieces, if possible at line starts. Their `place` is left empty."""
-    before, text = "", stream.read(PIECE_CHARACTERS)
-    while following := stream.read(PIECE_CHARACTERS):
-        end = last_split_point(text)
-        yield Text(text[:end], "", before, last=False)
-        before = (before + text[:end])[-CONTEXT_CHARACTERS:]
-        text = text[end:] + following
-    yield Text(text, "", before)
-
-
-def last_split_point(text: str) -> int:
-    """The last place that is certainly between two tokens.
-
-    This is the first character of a line, unless that character is whitespace; if there is none, the last space.
-    """
-    place = len(text) - 1
-    while (place := text.rfind("\n", 0, place)) >= 0:
-        if not text[place + 1].isspace():
-            return place + 1
-    space = text.rfind(" ")
-    return space if space > 0 else len(text)
 
 
 Reader: TypeAlias = Callable[[Path, RecordFormats, BadLines, ReadingProgress], Iterator[Record]]
@@ -174,3 +212,34 @@ FILE_KINDS = (
     f"{', '.join(STREAMED)} (also with {' or '.join(DECOMPRESSORS)}), "
     f"{', '.join(TABLES)}, {' or '.join(TOKEN_SUFFIXES)}"
 )
+
+
+def with_image_paths(record: Record, folder: Path | None) -> Record:
+    """Returns the record with the whole paths of its images. folder: of its file; None if it comes from no file.
+
+    Raises InputError for a path that leaves the folder: a data set must not choose among all files of this machine.
+    """
+    if not isinstance(record, Conversation | Completion | GroupRecord) or not record.images:
+        return record
+    if isinstance(record, GroupRecord):
+        return record._replace(images=tuple(whole_paths(images, folder, record.place) for images in record.images))
+    return record._replace(images=whole_paths(record.images, folder, record.place))
+
+
+def whole_paths(images: Sequence[ImageSource], folder: Path | None, place: str) -> list[ImageSource]:
+    return [whole_path(image, folder, place) for image in images]
+
+
+def whole_path(image: ImageSource, folder: Path | None, place: str) -> ImageSource:
+    if not isinstance(image, str):
+        return image
+    if folder is None:
+        raise InputError(f"{place}: the image {image} is a path; a data set of the Hub must contain its images")
+    try:
+        path = (folder / image).resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # links in a circle, a character that no path can have
+        fault = first_line(error)
+        raise InputError(f"{place}: the image {image!r} cannot be found: {fault}; correct its path") from None
+    if not path.is_relative_to(folder.resolve()):
+        raise InputError(f"{place}: the image {image} is outside the folder {folder}; put it beside the data")
+    return str(path)

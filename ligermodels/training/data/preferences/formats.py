@@ -6,28 +6,42 @@
     distillation     any record of supervised training, with "teacher_ids" and "teacher_logprobs" or without
 
 prompt, chosen, rejected and completion are strings, or all are lists of messages. "margin", "tools",
-"chat_template_kwargs" and "images" may be beside them: see `record_images.py`. Errors name the field and the remedy.
-Must not know files or tokens.
+"chat_template_kwargs" and "images" may be beside them. Errors name the field and the remedy.
+
+An image part of a message without an image takes the next of the images beside the messages: first those of the prompt,
+then those of each completion. Without such parts, and without marks <image>, images beside messages stand before the
+text of the prompt's first message of the user. A text has the model's own image token for each image.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from ligermodels.errors import InputError
-from ligermodels.training.data.formats.messages import json_type, parse_messages, parse_template_kwargs, parse_tools
+from ligermodels.images.parts import image_places, is_image_part, parse_source, take_images, template_part
+from ligermodels.images.reading import ImageSource
 from ligermodels.training.data.formats.record_formats import (
     IMAGE_FIELDS,
     KNOWN_FIELDS,
     LIKE_PROMPTS,
     OPTIONS_OF_CHATS,
     RecordFields,
+    has_image_parts,
     record_images,
+    with_images_first,
+    with_marked_images,
 )
-from ligermodels.training.data.formats.records import GroupRecord, Record, TeacherRecord
-from ligermodels.training.data.preferences.record_images import Part, take_group_images
+from ligermodels.training.data.formats.records import (
+    GroupRecord,
+    Record,
+    TeacherRecord,
+    json_type,
+    parse_messages,
+    parse_template_kwargs,
+    parse_tools,
+)
 
+Part: TypeAlias = str | list[dict[str, Any]]  # a text, or messages
 GroupKind: TypeAlias = Literal["pairs", "judged", "prompts", "distillation"]
-
 PAIR = ("chosen", "rejected")
 JUDGED = ("prompt", "completion", "label")
 TEACHER = ("teacher_ids", "teacher_logprobs")
@@ -41,8 +55,46 @@ RENAMED = {
 REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 
+def take_group_images(
+    parts: Mapping[str, Part], beside: Sequence[Any]
+) -> tuple[list[Part], tuple[list[ImageSource], ...]]:
+    """Returns the prompt and its completions as chat templates get them, and the images of each; no images at all: ().
+
+    parts: by the names of their fields; all are strings, or all are messages. Raises InputError naming the field.
+    """
+    texts = list(parts.values())
+    if any(isinstance(part, str) for part in texts):
+        of_prompt = [parse_source(image, f"images[{number}]") for number, image in enumerate(beside)]
+        return texts, (of_prompt, *([] for _ in texts[1:])) if of_prompt else ()
+    prompt, *completions = (with_marked_images(part) if beside else part for part in texts if isinstance(part, list))
+    if beside and not any(has_image_parts(part) for part in (prompt, *completions)):
+        prompt = with_images_first(prompt, len(beside))
+    messages = dict(zip(parts, (prompt, *completions), strict=True))
+    wanted = [count_bare_parts(part, field) for field, part in messages.items()]
+    if sum(wanted) != len(beside):
+        raise InputError(
+            f"field images has {len(beside)} images, but the messages have {sum(wanted)} image parts without an image; "
+            "give one for each"
+        )
+    taken: list[Part] = []
+    sources: list[list[ImageSource]] = []
+    first = 0
+    for (field, part), count in zip(messages.items(), wanted, strict=True):
+        of_template, images = take_images(part, beside[first : first + count], field)
+        taken.append(of_template)
+        sources.append(images)
+        first += count
+    return taken, tuple(sources) if any(sources) else ()
+
+
+def count_bare_parts(messages: Sequence[Mapping[str, Any]], field: str) -> int:
+    """Returns how many image parts of messages have no image of their own."""
+    places = image_places([dict(message) for message in messages], field)
+    return sum(is_image_part(part) and template_part(part, place)[1] is None for place, part, _, _ in places)
+
+
 class GroupFormats(NamedTuple):
-    """The formats of one kind, as `RecordFormats` says."""
+    """The formats of one kind; `RecordFormats` says what the methods do."""
 
     kind: GroupKind
 
@@ -77,7 +129,7 @@ class GroupFormats(NamedTuple):
 
 
 def remedy(names: Collection[str], kind: GroupKind) -> str:
-    """The end of a message about missing fields: what to rename, or which kind of data this is."""
+    """Returns the end of a message about missing fields: what to rename, or which kind of data this is."""
     there = set(names)
     if kind in ("pairs", "judged") and (old := [name for name in RENAMED if name in there]):
         return f"; rename {', '.join(f'{name} to {RENAMED[name]}' for name in old)}" + prompt_remedy(there)
@@ -89,7 +141,7 @@ def remedy(names: Collection[str], kind: GroupKind) -> str:
 
 
 def prompt_remedy(names: Collection[str]) -> str:
-    """What to rename to prompt; empty if there is a prompt, or nothing like one."""
+    """Returns what to rename to prompt; empty if there is a prompt, or nothing like one."""
     if "prompt" in names:
         return ""
     old = next((name for name in (*LIKE_PROMPTS, "messages", "conversations") if name in names), None)
@@ -147,7 +199,7 @@ def parse_distillation(value: RecordFields, place: str) -> TeacherRecord:
 
 
 def check_teacher(ids: Any, logprobs: Any) -> None:
-    """Both must be lists of equally long lists, of integers and of numbers."""
+    """Raises InputError unless both are lists of equally long lists, of integers and of numbers."""
     for field, rows, kinds in ((TEACHER[0], ids, int), (TEACHER[1], logprobs, (int, float))):
         shaped = isinstance(rows, list) and rows and all(isinstance(row, list) and row for row in rows)
         if not shaped or not all(isinstance(x, kinds) for row in rows for x in row):
@@ -160,8 +212,10 @@ def check_teacher(ids: Any, logprobs: Any) -> None:
 def group(
     record: RecordFields, prompt: Part, completions: Mapping[str, Part], place: str, **others: Any
 ) -> GroupRecord:
-    """completions: by the names of their fields. Raises InputError for an empty one, and for a prompt that ends with
-    the assistant."""
+    """Makes the group of a record. completions: maps the names of their fields to them.
+
+    Raises InputError for an empty completion, and for a prompt that ends with the assistant.
+    """
     if not prompt:
         raise InputError("field prompt is empty; a completion needs something that it completes")
     if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
@@ -197,7 +251,7 @@ def is_empty(completion: Part) -> bool:
 
 
 def parse_part(value: RecordFields, field: str, *, images: bool = True) -> Part:
-    """images: image parts are allowed in messages."""
+    """Parses the text or the messages of a field. images: allows image parts in messages."""
     content = value[field]
     if isinstance(content, str):
         return content
@@ -224,7 +278,7 @@ def refuse_mixed(parts: Mapping[str, Part]) -> None:
 
 
 def refuse_repeated_prompt(prompt: Part, sides: Mapping[str, Part]) -> None:
-    """Only of messages: a text may well begin as its prompt does."""
+    """Raises InputError for sides that repeat the messages of the prompt. A text may well begin as its prompt does."""
     if isinstance(prompt, list) and all(side[: len(prompt)] == prompt for side in sides.values()):
         raise InputError(
             "fields chosen and rejected repeat the messages of prompt; leave out prompt, which is then found in them"
@@ -232,7 +286,7 @@ def refuse_repeated_prompt(prompt: Part, sides: Mapping[str, Part]) -> None:
 
 
 def split_at_common_start(chosen: Part, rejected: Part) -> tuple[Part, Part, Part]:
-    """(prompt, chosen, rejected): the messages, or the characters, that both sides begin with are the prompt.
+    """Returns (prompt, chosen, rejected). The messages, or the characters, that both sides begin with are the prompt.
 
     A blank at the end of a text's prompt belongs to the answers, as in TRL: tokenizers write it with the next word.
     """

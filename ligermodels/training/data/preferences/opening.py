@@ -7,13 +7,16 @@
         logprobs = model.logprobs(**batch.model_inputs).logprobs              # [N]
         result = losses.dpo(logprobs[: batch.supervised], batch.completions, …)
 
-Everything that can be wrong with the data raises InputError here, before weights are loaded. Must not know models.
+Everything that can be wrong with the data raises InputError here, before weights are loaded.
 """
 
-from collections.abc import Callable, Sequence
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 
@@ -21,22 +24,100 @@ from ligermodels.errors import InputError
 from ligermodels.images.inputs import Processor
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.training.data.embedded.embedded import EMBEDDED_GROUPS, VALIDATION_QUESTIONS, Question
-from ligermodels.training.data.embedded.new_image_tokenizer import NewImages
-from ligermodels.training.data.formats.specs import SourceSpec, parse_spec
-from ligermodels.training.data.opening import mixture_weights, sample_pictures, unweighted_name
+from ligermodels.training.data.embedded.new_tokenizer import NewImages
+from ligermodels.training.data.formats.records import BadLines, GroupRecord, Record, TeacherRecord
+from ligermodels.training.data.formats.sources import (
+    BUILT_IN_SOURCES,
+    TOKEN_SUFFIXES,
+    read_records,
+    suffix_of,
+)
+from ligermodels.training.data.formats.streams import ReadingProgress
+from ligermodels.training.data.opening import describe_sources, parse_sources, sample_pictures
 from ligermodels.training.data.preferences.formats import GroupFormats
-from ligermodels.training.data.preferences.groups import GroupOptions
-from ligermodels.training.data.preferences.reader import GroupReader, split_by_prompt
 from ligermodels.training.data.preferences.steps import GroupSelection, TrainingGroups, ValidationGroups
-from ligermodels.training.data.preferences.store import GroupStore
-from ligermodels.training.data.preferences.tokenization import Lengths
-from ligermodels.training.data.reader import SourceReader
-from ligermodels.training.data.rows.decoding import ImageDecoder
-from ligermodels.training.data.rows.split import default_fraction, is_member
+from ligermodels.training.data.preferences.store import GroupOptions, GroupStore, open_groups, write_groups
+from ligermodels.training.data.preferences.tokenization import GroupTokenizer, Lengths
+from ligermodels.training.data.reader import ReadRecords, SourceReader, hub_names, input_files, total_bytes
+from ligermodels.training.data.rows.packing import default_fraction, is_member
 from ligermodels.training.settings.config import TrainConfig
 from ligermodels.units import counted
 
 NumberedStore: TypeAlias = tuple[GroupStore, np.ndarray]  # a store, and the numbers of some of its groups
+
+
+class GroupReader(SourceReader):
+    """Opens sources of groups by name. lengths: how many groups so far were too long."""
+
+    def __init__(
+        self, names: Sequence[str], folder: Path | None, vocab_size: int, config: TrainConfig, options: GroupOptions,
+        adapter: Path | None = None, images: NewImages | None = None,
+    ) -> None:  # fmt: skip
+        formats = GroupFormats(options.kind)
+        super().__init__(names, folder, vocab_size, config, options.tokens_per_row, adapter, formats, images)
+        self.options, self.lengths = options, Lengths()
+
+    def group_stores(self, name: str) -> list[GroupStore]:
+        """Returns the groups of a source; an embedded one has a store for training and a store for validation."""
+        if name in EMBEDDED_GROUPS:
+            return [self.group_store(f"the {name}", lambda *_, part=part: part.records(), embedded=part)
+                    for part in EMBEDDED_GROUPS[name]]  # fmt: skip
+        if name in BUILT_IN_SOURCES:
+            raise InputError(f"--data {name}: is for supervised training; here, {' and '.join(EMBEDDED_GROUPS)} fit")
+        files = input_files(name)
+        if any(suffix_of(file) in TOKEN_SUFFIXES for file in files):
+            raise InputError(f"--data {name}: is of token ids, which have no prompts and completions; give records")
+        read = functools.partial(read_records, name, fields=self.fields)
+        return [self.group_store(name, read, files, hub=hub_names([name]))]
+
+    def group_store(self, title: str, read: ReadRecords, files: Sequence[Path] = (), **key: Any) -> GroupStore:
+        """Returns the store of the groups of records. key: what the records depend on beside files."""
+        options = dataclasses.asdict(self.options) | {"row_length": None, "share_prompts": None}  # of rows alone
+        described = self.cache_key(files, groups=options, **key)
+        size = total_bytes(files) if files else None
+        folder = self.tokenized_folder(title, lambda *given: self.units(read(*given), title), described, size)
+        counts = json.loads((folder / "counts.json").read_text())
+        self.skipped += counts["skipped"]
+        for name, count in counts["lengths"].items():
+            setattr(self.lengths, name, getattr(self.lengths, name) + count)
+        return open_groups(folder)
+
+    def write(self, records: Iterable[Record], bad_lines: BadLines, progress: ReadingProgress, folder: Path) -> None:
+        grouping = GroupTokenizer(*self.tokenizer, self.options, bad_lines, lambda: self.processor)
+        units = cast(Iterable[GroupRecord | TeacherRecord], records)
+        write_groups(progress.track(grouping.groups(units)), self.vocab_size, folder)
+        counts = {"skipped": bad_lines.skipped, "lengths": dataclasses.asdict(grouping.lengths)}
+        (folder / "counts.json").write_text(json.dumps(counts))
+
+    def units(self, records: Iterable[Record], title: str) -> Iterator[GroupRecord]:
+        """Yields the records as units of the kind: of pairs, each side is a judged completion of its own."""
+        for record in cast(Iterable[GroupRecord], records):
+            if self.options.kind == "judged" and len(record.completions) == 2:
+                for side, label in enumerate((1.0, 0.0)):
+                    yield record.side(side)._replace(value=label)
+            else:
+                refuse_other_kind(record, self.options.kind, title)
+                yield record
+
+
+def refuse_other_kind(record: GroupRecord, kind: str, title: str) -> None:
+    """Raises InputError for embedded data of another kind, which no format has checked."""
+    fits = {"pairs": 2, "judged": 1, "prompts": 0}
+    if isinstance(record, GroupRecord) and fits.get(kind) != len(record.completions):
+        raise InputError(f"{title}: its records do not fit the objective, which takes {kind}")
+
+
+def split_by_prompt(store: GroupStore, fraction: float) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the numbers of the groups for (training, validation), int64.
+
+    Validation has the prompts whose hashes are the smallest: `fraction` of the prompts, at least one. All groups of a
+    prompt are on the same side. The split depends on nothing else.
+    """
+    hashes = store.prompt_hashes
+    prompts = np.unique(hashes)
+    count = max(1, round(len(prompts) * fraction))
+    chosen = hashes <= prompts[count - 1]
+    return np.flatnonzero(~chosen), np.flatnonzero(chosen)
 
 
 @dataclass(frozen=True)
@@ -71,20 +152,16 @@ def open_preferences(
     """
     if not config.data:
         raise InputError(f"--data is missing: a file, a folder or hub:NAME; or {' or '.join(EMBEDDED_GROUPS)}")
-    specs = [parse_spec(text) for text in config.data]
-    weights = mixture_weights(specs)
-    separate = [unweighted_name(text) for text in config.validation_data or []]
-    formats = GroupFormats(options.kind)
+    specs, weights, separate = parse_sources(config, config.data)
     names = [spec.name for spec in specs]
-    sources = SourceReader(names, folder, vocab_size, config, options.tokens_per_row, adapter, formats, images)
-    reader = GroupReader(sources, options)
+    reader = GroupReader(names, folder, vocab_size, config, options, adapter, images)
 
     split = [split_source(reader, name, config, split=not separate) for name in names]
     held_out = [part for _, validation in split for part in validation]
     if separate:
         held_out = [part for name in separate for part in validation_source(reader, name)]
         refuse_no_groups("--validation-data", separate, [held_out], reader)
-    sources.refuse_too_many_bad_lines()
+    reader.refuse_too_many_bad_lines()
     refuse_no_groups("--data", names, [training for training, _ in split], reader)
     hashes = np.unique(np.concatenate([store.prompt_hashes[numbers] for store, numbers in held_out]))
     kept = [[without(part, hashes) for part in training] for training, _ in split]
@@ -95,15 +172,14 @@ def open_preferences(
     *trained, validated = selections
     mixed = trained if weights else [[part for parts in trained for part in parts]]
     stores = [part.store.tokens for selection in selections for part in selection]
-    has_images = any(store.images is not None for store in stores)
-    decoder = ImageDecoder(sources.processor, prepare_inputs) if has_images else None
+    decoder = reader.image_decoder(stores, prepare_inputs)
     training = TrainingGroups(mixed, weights or [1.0], config.seed, options, decoder)
     validation = ValidationGroups(validated, options, decoder)
-    tokenizer, _ = sources.tokenizer
+    tokenizer, _ = reader.tokenizer
     return PreferenceData(
-        " ".join(names), describe_groups(specs, reader, excluded), training, validation, reader.lengths, tokenizer,
-        sources.new_tokenizer, questions(validation) if "sums" in (separate or names) else None,
-        decoder.processor if decoder else None, images if sources.new_tokenizer else None,
+        " ".join(names), describe_sources(specs, notes_on(reader, excluded)), training, validation, reader.lengths,
+        tokenizer, reader.new_tokenizer, questions(validation) if "sums" in (separate or names) else None,
+        decoder.processor if decoder else None, images if reader.new_tokenizer else None,
         sample_pictures(stores, decoder.processor) if decoder else (),
     )  # fmt: skip
 
@@ -121,15 +197,15 @@ def refuse_no_groups(
 
 
 def count(parts: Sequence[NumberedStore]) -> int:
-    """The number of groups."""
+    """Returns the number of groups."""
     return sum(len(numbers) for _, numbers in parts)
 
 
 def split_source(
     reader: GroupReader, name: str, config: TrainConfig, *, split: bool
 ) -> tuple[list[NumberedStore], list[NumberedStore]]:
-    """(training, validation): stores with the numbers of their groups. split: whether to hold out a part."""
-    stores = reader.stores(name)
+    """Returns stores with the numbers of their groups for (training, validation). split: whether to hold out a part."""
+    stores = reader.group_stores(name)
     if name in EMBEDDED_GROUPS:
         training, validation = map(everything, stores)
         return [training], [validation] if split else []
@@ -142,8 +218,8 @@ def split_source(
 
 
 def validation_source(reader: GroupReader, name: str) -> list[NumberedStore]:
-    """All groups of a source; of an embedded one, those for validation."""
-    stores = reader.stores(name)
+    """Returns all groups of a source; of an embedded one, those for validation."""
+    stores = reader.group_stores(name)
     return list(map(everything, stores[1:] if name in EMBEDDED_GROUPS else stores))
 
 
@@ -152,13 +228,13 @@ def everything(store: GroupStore) -> NumberedStore:
 
 
 def without(part: NumberedStore, hashes: np.ndarray) -> NumberedStore:
-    """The groups whose prompts are not among `hashes`, ascending."""
+    """Returns the groups whose prompts are not among `hashes`, ascending."""
     store, numbers = part
     return store, numbers[~is_member(store.prompt_hashes[numbers], hashes)]
 
 
 def number_completions(sources: Sequence[Sequence[NumberedStore]]) -> list[list[GroupSelection]]:
-    """Selections in which every completion of the data has one number, whichever selection it is in."""
+    """Returns selections in which every completion of the data has one number, whichever selection it is in."""
     firsts: dict[int, int] = {}
     total = 0
     for store in (store for parts in sources for store, _ in parts):
@@ -173,22 +249,19 @@ def questions(validation: ValidationGroups) -> list[Question]:
     return [(prompt.text, prompt.columns["answer"]) for prompt in asked if "answer" in prompt.columns]
 
 
-def describe_groups(specs: Sequence[SourceSpec], reader: GroupReader, excluded: int) -> str:
-    names = (
-        (f"the embedded {spec.name}" if spec.name in EMBEDDED_GROUPS else spec.name)
-        + ("" if spec.weight is None else f"={spec.weight:g}")
-        for spec in specs
-    )
+def notes_on(reader: GroupReader, excluded: int) -> list[tuple[int, str, str]]:
+    """Returns what `describe_sources` says about records and groups.
+
+    excluded: groups with a prompt of the validation data.
+    """
     lengths, options = reader.lengths, reader.options
-    notes = [
-        (reader.sources.skipped, "bad line", "skipped"),
+    return [
+        (reader.skipped, "bad line", "skipped"),
         (lengths.dropped, "group", f"longer than --max-length {options.max_length} dropped"),
         (lengths.cut_prompts, "prompt", f"cut to --max-prompt-length {options.max_prompt_length}"),
         (lengths.cut_completions, "group", f"cut to --max-length {options.max_length}"),
         (excluded, "group", "excluded, with a prompt of the validation data"),
     ]
-    said = [f"{counted(number, noun)} {what}" for number, noun, what in notes if number]
-    return " + ".join(names) + (f" ({', '.join(said)})" if said else "")
 
 
 def too_long_note(lengths: Lengths) -> str:

@@ -1,11 +1,12 @@
 """Steps: the units of a step in their endless order, dealt to ranks and packed into rows.
 
 The units of a step, over all ranks and rows, depend only on the cursor, the number of units taken before the step, and
-on the seed. A unit is a group: a pair, a judged completion, a prompt, a text to distil. Must not know models.
+on the seed. A unit is a group: a pair, a judged completion, a prompt, a text to distil.
 """
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -13,23 +14,24 @@ import torch
 
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
-from ligermodels.training.data.preferences.collation import PreferenceBatch, collate_row
-from ligermodels.training.data.preferences.dealing import deal_units, pack_units
 from ligermodels.training.data.preferences.formats import GroupKind
-from ligermodels.training.data.preferences.groups import Group, GroupOptions, GroupPrompt, unshared
-from ligermodels.training.data.preferences.layout import GroupPiece
-from ligermodels.training.data.preferences.store import GroupStore
-from ligermodels.training.data.rows.decoding import ImageDecoder
-from ligermodels.training.data.rows.mixture import Mixture
-from ligermodels.training.data.rows.prefetching import Prefetcher
+from ligermodels.training.data.preferences.layout import GroupPiece, PreferenceBatch, collate_row
+from ligermodels.training.data.preferences.store import Group, GroupOptions, GroupPrompt, GroupStore, unshared
+from ligermodels.training.data.rows.image_documents import ImageDecoder
+from ligermodels.training.data.rows.packing import Concatenated, deal_units, pack_units
+from ligermodels.training.data.rows.run_rows import HeldOutRows, MixedRows
 
 
-class GroupSelection(NamedTuple):
+@dataclass(frozen=True)
+class GroupSelection:
     """Some groups of a store. numbers: int64 [U]. first: the number that the store's first document has in all data."""
 
     store: GroupStore
     numbers: np.ndarray
     first: int
+
+    def __len__(self) -> int:
+        return len(self.numbers)
 
     @property
     def fingerprint(self) -> str:
@@ -87,17 +89,14 @@ class Step(NamedTuple):
         return self._replace(batches=[batch.to(device) for batch in self.batches])
 
 
-class Groups:
+class Groups(Concatenated[GroupSelection]):
     """The groups of several selections, as one sequence, and their rows. decoder: of images; None if there are none."""
 
     def __init__(
         self, parts: Sequence[GroupSelection], options: GroupOptions, decoder: ImageDecoder | None = None
     ) -> None:
-        self.parts, self.options, self.decoder = list(parts), options, decoder
-        self.ends = np.cumsum([len(part.numbers) for part in parts])
-
-    def __len__(self) -> int:
-        return int(self.ends[-1]) if len(self.ends) else 0
+        super().__init__(parts)
+        self.options, self.decoder = options, decoder
 
     @property
     def longest_prompt(self) -> int:
@@ -109,11 +108,6 @@ class Groups:
         """Tokens of each group in a row, and those of its images among them: int64 [2, U]."""
         return np.concatenate([part.laid_out(self.options.share_prompts) for part in self.parts], 1)
 
-    def locate(self, number: int) -> tuple[GroupSelection, int]:
-        """The selection that has group number `number`, and its index there."""
-        part = int(np.searchsorted(self.ends, number, side="right"))
-        return self.parts[part], number - int(self.ends[part]) + len(self.parts[part].numbers)
-
     def piece(self, number: int, unit: int) -> GroupPiece:
         part, index = self.locate(number)
         return part.piece(index, unit)
@@ -123,7 +117,7 @@ class Groups:
         return float(part.store.values[part.numbers[index]])
 
     def completion_numbers(self, number: int) -> np.ndarray:
-        """Of group number `number`: the numbers of its completions among all of the data, int64."""
+        """Returns the numbers that the completions of group number `number` have in all of the data, int64."""
         part, index = self.locate(number)
         first, last = (int(part.store.firsts[part.numbers[index] + more]) for more in (0, 1))
         return part.first + np.arange(first, last - 1)
@@ -132,17 +126,18 @@ class Groups:
         part, index = self.locate(number)
         return part.store.prompt(int(part.numbers[index]), unit)._replace(number=number)
 
-    def place(self, number: int) -> str:
+    def places(self, number: int) -> list[str]:
+        """Returns where the group was read."""
         part, index = self.locate(number)
-        return part.store.place(int(part.numbers[index]))
+        return [part.store.place(int(part.numbers[index]))]
 
     def dealt_prompts(self, numbers: Sequence[int], world: World) -> list[GroupPrompt]:
-        """This rank's prompts of these groups, dealt by their tokens; `unit` is the number among all of them."""
+        """Returns this rank's prompts of these groups, dealt by their tokens; `unit` numbers all of them."""
         prompts = [self.prompt(number, unit) for unit, number in enumerate(numbers)]
         return [prompts[unit] for unit in deal_units([len(prompt.ids) for prompt in prompts], world.size)[world.rank]]
 
     def step(self, numbers: Sequence[int], world: World) -> Step:
-        """The step that has the groups of these numbers, in host memory, pinned if the rank has a GPU."""
+        """Returns the step that has the groups of these numbers, in host memory, pinned if the rank has a GPU."""
         pieces = [self.piece(number, unit) for unit, number in enumerate(numbers)]
         return self.rows(pieces, [self.value(number) for number in numbers], self.options.kind, world)
 
@@ -165,7 +160,7 @@ class Groups:
         return Step(batches, len(pieces), supervised(groups), sum(sizes), unshared(groups))
 
     def mismatched(self, numbers: Sequence[int], world: World, generator: np.random.Generator) -> Step:
-        """Each group's prompt with the completion of another group: a cyclic shift of a random order.
+        """Returns each group's prompt with the completion of another group: a cyclic shift of a random order.
 
         A completion without images is cut where it would exceed max_length behind the other prompt. For the KL estimate
         of KTO.
@@ -183,100 +178,73 @@ class Groups:
         return self.rows(pieces, [np.nan] * len(pieces), None, world)
 
 
-class TrainingGroups:
-    """The groups that a run trains on, in the endless order of a mixture of sources."""
+class TrainingGroups(MixedRows[Groups, Step]):
+    """The groups that a run trains on."""
 
     def __init__(
         self, sources: Sequence[Sequence[GroupSelection]], weights: Sequence[float], seed: int, options: GroupOptions,
         decoder: ImageDecoder | None = None,
     ) -> None:  # fmt: skip
-        self.sources = [Groups(parts, options) for parts in sources]
-        self.groups = Groups([part for parts in sources for part in parts], options, decoder)
-        self.firsts = np.cumsum([0, *map(len, self.sources)])
-        self.mixture, self.seed = Mixture([len(groups) for groups in self.sources], weights, seed), seed
-        self.prefetcher = Prefetcher(self.collate, "groups", reads_files=decoder is not None)
-
-    def __len__(self) -> int:
-        """The number of groups of all sources."""
-        return len(self.groups)
+        groups = Groups([part for parts in sources for part in parts], options, decoder)
+        super().__init__(groups, [sum(map(len, parts)) for parts in sources], weights, seed, decoder)
+        self.seed, self.collate = seed, groups.step
 
     @property
-    def fingerprint(self) -> str:
-        """A hash of all groups: a cursor has the same meaning only for groups with the same fingerprint."""
-        return hashlib.sha256("".join(part.fingerprint for part in self.groups.parts).encode()).hexdigest()
+    def groups(self) -> Groups:
+        """The groups of all sources."""
+        return self.rows
 
     @property
     def labels(self) -> tuple[int, int]:
-        """Of judged completions: how many are good and how many are bad."""
-        values = np.concatenate([part.store.values[part.numbers] for part in self.groups.parts])
+        """How many judged completions are good, and how many are bad."""
+        values = np.concatenate([part.store.values[part.numbers] for part in self.rows.parts])
         return int((values == 1).sum()), int((values == 0).sum())
 
-    def numbers(self, cursor: int, count: int) -> list[int]:
-        """The groups of the step that takes `count` units starting at `cursor`, by their numbers in `groups`."""
-        return [int(self.firsts[source]) + group for source, group in self.mixture.entries(cursor, count)]
-
     def step(self, cursor: int, count: int, world: World) -> Step:
-        """This rank's part, on its device, of the step that takes `count` units starting at `cursor`.
-
-        Prefetches the next step: it is collated in a thread while this one is computed.
-        """
-        step = self.prefetcher.take((cursor, count, world), (cursor + count, count, world))
-        return step.to(world.device)
+        """Returns this rank's part, on its device, of the step that takes `count` units starting at `cursor`."""
+        return self.prefetched(cursor, count, world).to(world.device)
 
     def collated(self, cursor: int, count: int, world: World) -> Step:
-        """As `step`, without prefetching the next one."""
-        return self.collate((cursor, count, world)).to(world.device)
-
-    def collate(self, request: tuple[int, int, World]) -> Step:
-        cursor, count, world = request
-        return self.groups.step(self.numbers(cursor, count), world)
+        """Returns the same step as `step`, without prefetching the next one."""
+        return self.collate(self.numbers(cursor, count), world).to(world.device)
 
     def mismatched(self, cursor: int, count: int, world: World) -> Step:
-        """The same step with other completions: each prompt with another unit's, in an order of the seed.
+        """Returns the step with other completions: each prompt with another unit's, in an order of the seed.
 
         KTO's z reads these. Raises InputError for a step of one unit.
         """
         if count < 2:
             raise InputError("a step has one example; the KL estimate of KTO compares examples: take 2 or more a step")
         generator = np.random.default_rng([self.seed % 2**64, cursor])
-        return self.groups.mismatched(self.numbers(cursor, count), world, generator).to(world.device)
+        return self.rows.mismatched(self.numbers(cursor, count), world, generator).to(world.device)
 
     def prompts(self, cursor: int, count: int, world: World) -> list[GroupPrompt]:
-        """This rank's prompts of the step, dealt by their tokens; `unit` is the number in the whole step."""
-        return self.groups.dealt_prompts(self.numbers(cursor, count), world)
-
-    def places(self, cursor: int, count: int) -> list[str]:
-        """Where the groups of a step were read."""
-        return [self.groups.place(number) for number in self.numbers(cursor, count)]
+        """Returns this rank's prompts of the step, dealt by their tokens; `unit` is the number in the whole step."""
+        return self.rows.dealt_prompts(self.numbers(cursor, count), world)
 
 
-class ValidationGroups:
-    """The groups of the validation split, in their order."""
+class ValidationGroups(HeldOutRows[Groups, Step]):
+    """The groups of the validation split."""
 
     def __init__(
         self, parts: Sequence[GroupSelection], options: GroupOptions, decoder: ImageDecoder | None = None
     ) -> None:
-        self.groups = Groups(parts, options, decoder)
-        self.prefetcher = Prefetcher(self.collate, "validation", reads_files=decoder is not None)
+        super().__init__(Groups(parts, options, decoder), decoder)
 
-    def __len__(self) -> int:
-        return len(self.groups)
+    @property
+    def groups(self) -> Groups:
+        return self.rows
 
     def steps(self, count: int, world: World) -> Iterator[Step]:
-        """Every group once over all ranks, `count` at a time, on the rank's device.
+        """Returns every group once over all ranks, `count` at a time, on the rank's device."""
+        return (step.to(world.device) for step in self.prefetched(count, world))
 
-        Prefetches the next step, as training does.
-        """
-        requests = [(start, count, world) for start in range(0, len(self), count)]
-        return (step.to(world.device) for step in self.prefetcher.take_all(requests))
-
-    def collate(self, request: tuple[int, int, World]) -> Step:
-        start, count, world = request
-        return self.groups.step(range(start, min(start + count, len(self))), world)
+    def collate(self, numbers: range, world: World) -> Step:
+        return self.rows.step(numbers[: len(self) - numbers.start], world)
 
     def prompts(self, world: World) -> list[GroupPrompt]:
-        """This rank's share of the prompts."""
-        return self.groups.dealt_prompts(range(len(self)), world)
+        """Returns this rank's share of the prompts."""
+        return self.rows.dealt_prompts(range(len(self)), world)
 
 
 def supervised(groups: Sequence[Group]) -> int:

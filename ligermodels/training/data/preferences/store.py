@@ -1,22 +1,22 @@
-"""The store of groups: their tokens in a token store, and beside them what else belongs to a group.
+"""Groups, which are a prompt with its completions as token ids, their options, and their store on disk.
 
-A group is a run of documents: the prompt, then the completions. Written in a stream, memory-mapped by all ranks.
-Must not know records or rows.
+A group is a run of documents in a token store: the prompt, then the completions. Files beside the token store have what
+else belongs to a group. The store is written in a stream, and memory-mapped by all ranks.
 """
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from ligermodels.errors import InputError
-from ligermodels.training.data.preferences.groups import Group, GroupImage, GroupPrompt, Teacher
-from ligermodels.training.data.preferences.tokenization import TokenGroup
+from ligermodels.training.data.preferences.formats import GroupKind
+from ligermodels.training.data.rows.image_store import DocumentImage
 from ligermodels.training.data.rows.store import Document, TokenStore, map_file, open_store, write_store
 
 # Arrays of U groups, each in a file of that name: the first document of each, its value (NaN for none), where its
@@ -24,6 +24,138 @@ from ligermodels.training.data.rows.store import Document, TokenStore, map_file,
 GROUP_ARRAYS = {"firsts": np.int64, "values": np.float32, "column_offsets": np.int64, "teacher_offsets": np.int64}
 TEACHER_ARRAYS = {"teacher_ids": np.int32, "teacher_logprobs": np.float32}
 COLUMNS, DESCRIPTION = "columns", "groups.json"
+
+
+class Teacher(NamedTuple):
+    """What a teacher said about the M supervised tokens of a completion: ids int64 [M, k], logprobs fp32 [M, k]."""
+
+    ids: np.ndarray
+    logprobs: np.ndarray
+
+
+class GroupImage(NamedTuple):
+    """An image of a store, by its number there. Its tokens are ids[start:stop] of a prompt or of a completion."""
+
+    store: TokenStore
+    number: int
+    start: int
+    stop: int
+
+
+class Group(NamedTuple):
+    """A prompt with its G completions, as token ids.
+
+    prompt: integers [P], at least one; the last of them predicts each completion's first token. completions: integers
+    [n] each, the end token among them. supervised: bool [n] for each completion, whether the loss reads the token; None
+    for all. teacher: for each completion, or none. images: of the prompt, then of each completion, in the order of
+    their tokens; empty where the group has none.
+    """
+
+    prompt: np.ndarray
+    completions: tuple[np.ndarray, ...]
+    supervised: tuple[np.ndarray | None, ...]
+    teacher: tuple[Teacher, ...] | None = None
+    images: tuple[tuple[GroupImage, ...], ...] = ()
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each completion."""
+        return [len(completion) for completion in self.completions]
+
+    def select(self, first: int, last: int) -> "Group":
+        """Returns the prompt with the completions from `first` up to `last`."""
+        part = slice(first, last)
+        return Group(
+            self.prompt,
+            self.completions[part],
+            self.supervised[part],
+            None if self.teacher is None else self.teacher[part],
+            self.images and (self.images[0], *self.images[1 + first : 1 + last]),
+        )
+
+    def images_of(self, part: int) -> tuple[GroupImage, ...]:
+        """Returns the images of the prompt, which is part 0, or of completion number part - 1."""
+        return self.images[part] if self.images else ()
+
+
+class GroupPrompt(NamedTuple):
+    """A prompt to sample completions for.
+
+    ids: int64 [P], with the generation prompt of chats. text: as it was read, a string or a list of messages. columns:
+    all other fields of the record, for reward functions. Both are empty for groups of another kind than "prompts".
+    unit: its number in the step. number: in the data.
+    """
+
+    ids: np.ndarray
+    text: str | list[dict[str, Any]]
+    columns: dict[str, Any]
+    unit: int
+    number: int
+    place: str
+
+
+class TokenGroup(NamedTuple):
+    """A tokenised group. `Group`, `GroupRecord` (value, columns) and `GroupPrompt` (text) say what the fields are.
+
+    images: those of the prompt, then of each completion, with places in these; empty where there are none.
+    """
+
+    prompt: list[int]
+    completions: list[list[int]]
+    supervised: list[list[bool]]
+    place: str
+    value: float | None = None
+    text: Any = None
+    columns: dict[str, Any] | None = None
+    teacher_ids: list[list[int]] | None = None
+    teacher_logprobs: list[list[float]] | None = None
+    images: tuple[Sequence[DocumentImage], ...] = ()
+
+
+def unshared(groups: Sequence[Group]) -> int:
+    """Returns the number of tokens of the groups where every completion has its own copy of the prompt."""
+    return sum(len(group.prompt) + size for group in groups for size in group.lengths)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupOptions:
+    """How groups are read and packed.
+
+    kind: "pairs" (chosen, rejected), "judged" (one completion each, good or bad), "prompts" (no completion), or
+    "distillation" (records of supervised training, with a teacher's log-probabilities or without).
+    max_length: the most tokens of a prompt with one completion; of kind "prompts", of the prompt. max_prompt_length:
+    a longer prompt loses its beginning, but neither its system message nor the token that begins a text; None for no
+    limit. too_long: what becomes of a longer group: "drop", or "cut" its completions, which then have no end token.
+    row_length: tokens of a packed row at most, unless one unit alone has more; None for twice max_length.
+    share_prompts: the completions of a group share one copy of its prompt. needs_prompts: refuse texts without a
+    prompt, of which nothing can be sampled.
+    Raises InputError for a value that an option cannot have.
+    """
+
+    kind: GroupKind = "pairs"
+    max_length: int = 1024
+    max_prompt_length: int | None = None
+    too_long: Literal["drop", "cut"] = "drop"
+    row_length: int | None = None
+    share_prompts: bool = True
+    needs_prompts: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("max_length", "max_prompt_length", "row_length"):
+            value = getattr(self, name)
+            if value is not None and value < 2:
+                raise InputError(f"--{name.replace('_', '-')} {value}: must be a whole number above 1")
+        if self.max_prompt_length is not None and self.max_prompt_length >= self.max_length:
+            raise InputError(
+                f"--max-prompt-length {self.max_prompt_length}: leaves no room for a completion; must be below "
+                f"--max-length {self.max_length}"
+            )
+        if self.too_long not in ("drop", "cut"):
+            raise InputError(f"--too-long {self.too_long}: must be drop or cut")
+
+    @property
+    def tokens_per_row(self) -> int:
+        return self.row_length or 2 * self.max_length
 
 
 @dataclass(frozen=True)
@@ -62,7 +194,7 @@ class GroupStore:
         return self.tokens.tokens[self.tokens.offsets[document] : self.tokens.offsets[document + 1]]
 
     def images(self, document: int) -> tuple[GroupImage, ...]:
-        """Those of a document, with places in it."""
+        """Returns the images of a document, with their places in it."""
         images, (begin, end) = self.tokens.images, self.tokens.offsets[document : document + 2].tolist()
         if images is None:
             return ()
@@ -84,18 +216,18 @@ class GroupStore:
         return (Teacher(self.teacher_ids[rows].astype(np.int64), self.teacher_logprobs[rows]),)
 
     def prompt(self, number: int, unit: int) -> GroupPrompt:
-        """unit: the number that the prompt gets in its step."""
+        """Returns the prompt of a group. unit: the number that the prompt gets in its step."""
         written = bytes(self.columns[self.column_offsets[number] : self.column_offsets[number + 1]])
         content: dict[str, Any] = json.loads(written) if written else {"prompt": "", "columns": {}}
         ids = np.array(self.document(int(self.firsts[number])), np.int64)
         return GroupPrompt(ids, content["prompt"], content["columns"], unit, number, self.place(number))
 
     def place(self, number: int) -> str:
-        """Where the group was read."""
+        """Returns where the group was read."""
         return self.tokens.place(int(self.tokens.offsets[self.firsts[number]]))
 
     def tokens_of(self, number: int) -> int:
-        """Of the prompt and of all completions."""
+        """Counts the tokens of the prompt and of all completions of a group."""
         return int(self.tokens.offsets[self.firsts[number + 1]] - self.tokens.offsets[self.firsts[number]])
 
 
@@ -119,7 +251,7 @@ def file_hash(file: Path) -> str:
 
 
 def open_groups(folder: Path) -> GroupStore:
-    """The store that `write_groups` wrote to a folder, memory-mapped."""
+    """Returns the store that `write_groups` wrote to a folder, memory-mapped."""
     description = json.loads((folder / DESCRIPTION).read_text())
     arrays = {name: map_file(folder / name, dtype) for name, dtype in GROUP_ARRAYS.items()}
     width = description["teacher_width"]

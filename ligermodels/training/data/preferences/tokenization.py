@@ -7,7 +7,6 @@ between them, or the first that is supervised in one of them.
 The end-of-text token is added to strings unless it is there; a chat ends as its template ends it.
 Images of a prompt are on its side of the border, and those of completions behind it, each as a whole. Their tokens are
 never supervised. A group with images is dropped where it would have to be cut.
-Must not know files or rows.
 """
 
 import functools
@@ -33,7 +32,7 @@ from ligermodels.training.data.chat import (
     tokenize_records,
 )
 from ligermodels.training.data.formats.records import BadLines, Conversation, GroupRecord, TeacherRecord
-from ligermodels.training.data.preferences.groups import GroupOptions
+from ligermodels.training.data.preferences.store import GroupOptions, TokenGroup
 from ligermodels.training.data.rows.image_documents import ImageChats, plan_images
 from ligermodels.training.data.rows.image_store import DocumentImage
 from ligermodels.training.data.run_tokenizer import template_advice
@@ -47,24 +46,6 @@ class Side(NamedTuple):
     images: Sequence[DocumentImage] = ()
 
 
-class TokenGroup(NamedTuple):
-    """A tokenised group. Fields as in `Group`; value and columns as in `GroupRecord`, text as in `GroupPrompt`.
-
-    images: of the prompt, then of each completion, with places in these; empty where there are none.
-    """
-
-    prompt: list[int]
-    completions: list[list[int]]
-    supervised: list[list[bool]]
-    place: str
-    value: float | None = None
-    text: Any = None
-    columns: dict[str, Any] | None = None
-    teacher_ids: list[list[int]] | None = None
-    teacher_logprobs: list[list[float]] | None = None
-    images: tuple[Sequence[DocumentImage], ...] = ()
-
-
 @dataclass
 class Lengths:
     """How many groups were longer than allowed: dropped, or with a prompt or completions that were cut."""
@@ -75,8 +56,9 @@ class Lengths:
 
 
 class GroupTokenizer:
-    """end: the end-of-text token. bad_lines: counts records that cannot be used. lengths: counts those too long.
+    """Tokenises records as groups.
 
+    end: the end-of-text token. bad_lines: counts records that cannot be used. lengths: counts those too long.
     processor: reads the image processor of a model that has one.
     """
 
@@ -91,7 +73,7 @@ class GroupTokenizer:
         self.special = {token: entry.content for token, entry in added if entry.special}
 
     def groups(self, records: Iterable[GroupRecord | TeacherRecord]) -> Iterator[TokenGroup]:
-        """The groups of the records, in their order, without those that are too long.
+        """Yields the groups of the records, in their order, without those that are too long.
 
         Raises InputError naming the place for a record that cannot be used, beyond those that may be skipped.
         """
@@ -114,7 +96,10 @@ class GroupTokenizer:
                 yield group
 
     def encode(self, records: Sequence[tuple[GroupRecord, list[RenderedChat]]]) -> list[Encoding]:
-        """The encodings of all texts: of strings with the tokens that begin a text, which a chat template writes."""
+        """Returns the encodings of all texts.
+
+        Strings are encoded with the tokens that begin a text, which a chat template writes itself.
+        """
         texts = [(chat.text, isinstance(record.prompt, str)) for record, chats in records for chat in chats]
         encoded = {}
         for kind in (True, False):
@@ -123,7 +108,10 @@ class GroupTokenizer:
         return [next(encoded[is_string]) for _, is_string in texts]
 
     def rendered(self, record: GroupRecord) -> list[RenderedChat]:
-        """The text of the prompt with each completion, or of the prompt alone. Raises InputError naming the place."""
+        """Returns the text of the prompt with each completion, or of the prompt alone.
+
+        Raises InputError naming the place.
+        """
         sides = self.image_chats(record)
         if isinstance(record.prompt, str):
             return self.rendered_strings(record, sides[0])
@@ -145,7 +133,7 @@ class GroupTokenizer:
         ]
 
     def image_chats(self, record: GroupRecord) -> list[ImageChats | None]:
-        """For each side, what renders the images of the prompt and of its completion; None for a record without."""
+        """Returns for each side what renders the images of the prompt and of its completion; None without images."""
         if not record.images:
             return [None] * max(1, len(record.completions))
         try:
@@ -158,7 +146,7 @@ class GroupTokenizer:
             raise InputError(f"{record.place}: {error}") from None
 
     def rendered_strings(self, record: GroupRecord, images: ImageChats | None) -> list[RenderedChat]:
-        """images: of the prompt; a completion that is a string has none."""
+        """Joins a prompt and completions that are strings. images: those of the prompt; such a completion has none."""
         prompt, place = cast(str, record.prompt), record.place
         completions = cast(tuple[str, ...], record.completions)
         if images is not None:
@@ -189,7 +177,7 @@ class GroupTokenizer:
     def group(
         self, record: GroupRecord, chats: Sequence[RenderedChat], encodings: Sequence[Encoding]
     ) -> TokenGroup | None:
-        """None if the group is too long. Raises InputError naming the place."""
+        """Makes the group of a record; None if it is too long. Raises InputError naming the place."""
         sides = [self.side(chat, encoding) for chat, encoding in zip(chats, encodings, strict=True)]
         if not record.completions:
             made = TokenGroup(sides[0].ids, [], [], record.place, text=record.prompt, columns=record.columns)
@@ -211,7 +199,10 @@ class GroupTokenizer:
         return self.fitting(made, lambda: self.head(record, chats[0], encodings[0]))
 
     def side(self, chat: RenderedChat, encoding: Encoding) -> Side:
-        """Some tokenizers write the end themselves. Raises InputError for image tokens that do not fit the images."""
+        """Makes a side of a group, with the end token, which some tokenizers write themselves.
+
+        Raises InputError for image tokens that do not fit the images.
+        """
         ids = encoding.ids
         if not chat.complete and ids[-1:] == [self.end]:
             ids = ids[:-1]
@@ -229,7 +220,10 @@ class GroupTokenizer:
         return Side([*ids, self.end], [*mask, True], images)
 
     def head(self, record: GroupRecord, chat: RenderedChat, encoding: Encoding) -> int:
-        """How many tokens at the beginning stay where a prompt is cut: the system message, or what begins a text."""
+        """Returns how many tokens at the beginning stay where a prompt is cut.
+
+        They are the system message, or what begins a text.
+        """
         system = record.prompt[0] if isinstance(record.prompt, list) else {"role": "none"}
         if system["role"] not in ("system", "developer"):
             return int(encoding.ids[:1] == [self.tokenizer.bos_token_id])
@@ -244,7 +238,10 @@ class GroupTokenizer:
         return tokens + sum(token in self.special for token in encoding.ids[tokens : tokens + 1])
 
     def distillation_groups(self, record: TeacherRecord) -> Iterator[TokenGroup]:
-        """The groups of a record of supervised training: what comes before the first supervised token is the prompt."""
+        """Yields the groups of a record of supervised training.
+
+        The prompt is what comes before the first supervised token.
+        """
         documents = list(tokenize_records([record.record], self.tokenizer, self.end, self.bad_lines))
         for document in documents:
             if document.supervised is None and self.options.needs_prompts:
@@ -269,7 +266,10 @@ class GroupTokenizer:
         return check_teacher_length(group, documents)
 
     def fitting(self, group: TokenGroup, head: Callable[[], int]) -> TokenGroup | None:
-        """The group within the limits of length; None if it is dropped. head: how many tokens of a prompt stay."""
+        """Returns the group within the limits of length; None if it is dropped.
+
+        head: how many tokens of a prompt stay.
+        """
         whole = any(group.images)
         prompt = group.prompt if whole else self.fitting_prompt(group.prompt, head)
         room = self.options.max_length - len(prompt)
@@ -293,7 +293,7 @@ class GroupTokenizer:
         return group._replace(teacher_ids=group.teacher_ids[:rows], teacher_logprobs=group.teacher_logprobs[:rows])
 
     def fitting_prompt(self, prompt: list[int], head: Callable[[], int]) -> list[int]:
-        """The prompt without its middle where it is longer than max_prompt_length: its head and its end."""
+        """Returns the prompt without its middle where it is longer than max_prompt_length: its head and its end."""
         limit = self.options.max_prompt_length
         if limit is None or len(prompt) <= limit:
             return prompt
@@ -304,7 +304,10 @@ class GroupTokenizer:
 
 
 def common_border(sides: Sequence[Side]) -> int:
-    """Where the completions begin: the first token that differs between the sides or is supervised in one of them."""
+    """Returns where the completions begin.
+
+    This is the first token that differs between the sides or is supervised in one of them.
+    """
     firsts = [side.supervised.index(True) for side in sides if True in side.supervised]
     shortest = min(len(side.ids) for side in sides)
     table = np.array([side.ids[:shortest] for side in sides])
@@ -313,7 +316,7 @@ def common_border(sides: Sequence[Side]) -> int:
 
 
 def whole_images_border(border: int, sides: Sequence[Side], of_prompt: int) -> int:
-    """The last place up to `border` that is neither within an image nor behind an image of a completion.
+    """Returns the last place up to `border` that is neither within an image nor behind an image of a completion.
 
     of_prompt: how many images of each side are the prompt's; equal tokens behind them may be of other images.
     """
@@ -325,7 +328,10 @@ def whole_images_border(border: int, sides: Sequence[Side], of_prompt: int) -> i
 
 
 def images_around(border: int, sides: Sequence[Side]) -> tuple[list[DocumentImage], ...]:
-    """The images before the border, which are the same on all sides; of each side those behind it, counted from it."""
+    """Returns the images before the border, which are the same on all sides, then the images behind it of each side.
+
+    The places of the latter are counted from the border.
+    """
     prompt = [image for image in sides[0].images if image.stop <= border]
     behind = (
         [i._replace(start=i.start - border, stop=i.stop - border) for i in side.images if i.start >= border]
@@ -335,12 +341,12 @@ def images_around(border: int, sides: Sequence[Side]) -> tuple[list[DocumentImag
 
 
 def has_equal_sides(completions: Sequence[list[int]], images: Sequence[Sequence[DocumentImage]]) -> bool:
-    """images: of the prompt, then of each completion; or none."""
+    """Returns whether two completions are equal. images: those of the prompt, then of each completion; or none."""
     return len(completions) == 2 and completions[0] == completions[1] and images[1:2] == images[2:]
 
 
 def filled(side: Side, border: int) -> list[bool]:
-    """A side's mask from the border on; text before its own first supervised token is supervised as well."""
+    """Returns a side's mask from the border on; text before its own first supervised token is supervised as well."""
     mask = side.supervised
     first = mask.index(True, border) if True in mask[border:] else len(mask)
     filled = [True] * (first - border) + mask[first:]

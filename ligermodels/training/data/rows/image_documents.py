@@ -1,25 +1,35 @@
-"""Conversations with images: their text, in which each placeholder is replaced, and their image tokens.
+"""Images of documents: the text and the tokens that stand for them, and the pixels that a batch gets.
 
-The tokens of an image are known from its size, which is read from the file's header; nothing is decoded here. This
-module knows nothing about rows.
+When a document is tokenised, the text of an image replaces each placeholder. Its tokens are known from the image's
+size, which is read from the file's header. An image is decoded when a batch needs it, in threads: Pillow and torch
+leave Python free to go on.
 """
 
 import bisect
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
+
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from ligermodels.errors import InputError
 from ligermodels.images.inputs import Processor
-from ligermodels.images.processors import ImagePlan
+from ligermodels.images.processors import ImagePlan, Prepared
 from ligermodels.images.reading import ImageSource, image_size
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.tokenizer.chat_template import Rendered
 from ligermodels.training.data.formats.records import IMAGES_BESIDE_TEXT, Completion, Conversation
 from ligermodels.training.data.rows.image_store import DocumentImage
-from ligermodels.training.data.rows.store import Document
+from ligermodels.training.data.rows.packing import Segment
+from ligermodels.training.data.rows.store import Document, TokenStore, cache_folder
+
+MAX_THREADS = 16  # of a rank; hosts with many GPUs share their cores among as many ranks
+StoredImage: TypeAlias = tuple[TokenStore, int]  # an image by its number in a store
 
 
 class PlannedImage(NamedTuple):
@@ -53,16 +63,19 @@ class ImageChats(Tokenizer):
         self.texts = processor.placeholder.texts([image.plan for image in images])
 
     def render(self, messages: Sequence[Any], **options: Any) -> Rendered:
-        """The first messages of the conversation, or all. Raises InputError as `Tokenizer.render` does."""
+        """Renders the first messages of the conversation, or all. Raises InputError as `Tokenizer.render` does."""
         rendered = super().render(self.processor.contents(messages), **options)
         return expanded(rendered, self.processor.placeholder.printed, self.texts)
 
     def expand(self, text: str) -> str:
-        """A text without a chat, with its placeholders replaced. Raises InputError unless it has one for each image."""
+        """Returns a text without a chat, with its placeholders replaced.
+
+        Raises InputError unless it has one for each image.
+        """
         return self.processor.placeholder.expand(text, [image.plan for image in self.images])
 
     def unsupervised(self, ids: Sequence[int], supervised: Sequence[bool]) -> list[bool]:
-        """The mask without the tokens of images, which a model never writes."""
+        """Returns the mask without the tokens of images, which a model never writes."""
         never = self.processor.image_tokens
         return [kept and token not in never for kept, token in zip(supervised, ids, strict=True)]
 
@@ -71,9 +84,10 @@ class ImageChats(Tokenizer):
 
 
 def prefix_document(record: Completion, end: int, processor: Processor) -> Document:
-    """The document of a prompt with images and its completion, which is supervised, and end, the end-of-text token.
+    """Returns the document of a prompt with images and its completion, which is supervised.
 
-    Raises InputError, which names the place, for a model whose prompts are no prefixes, and as `ImageChats` does.
+    end: the end-of-text token. Raises InputError, which names the place, for a model whose prompts are no prefixes, and
+    as `ImageChats` does.
     """
     try:
         if not processor.placeholder.prefix:
@@ -90,9 +104,10 @@ def prefix_document(record: Completion, end: int, processor: Processor) -> Docum
 
 
 def as_prefix(record: Conversation, processor: Processor) -> Completion | None:
-    """The prompt and the completion of a conversation with images; None for a model whose prompts are no prefixes.
+    """Returns the prompt and the completion of a conversation with images.
 
-    Raises InputError, which names the place, for a conversation of another form.
+    Returns None for a model whose prompts are no prefixes. Raises InputError, which names the place, for a
+    conversation of another form.
     """
     if not processor.placeholder.prefix:
         return None
@@ -108,7 +123,7 @@ def as_prefix(record: Conversation, processor: Processor) -> Completion | None:
 
 
 def expanded(rendered: Rendered, placeholder: str, texts: Sequence[str]) -> Rendered:
-    """The rendered text with its placeholders replaced by the first of `texts`, and its spans moved."""
+    """Returns the rendered text with its placeholders replaced by the first of `texts`, and its spans moved."""
     pieces = rendered.text.split(placeholder)
     count = len(pieces) - 1
     if count > len(texts):
@@ -124,7 +139,10 @@ def expanded(rendered: Rendered, placeholder: str, texts: Sequence[str]) -> Rend
 
 
 def locate_images(ids: Sequence[int], images: Sequence[PlannedImage], feature_id: int) -> list[DocumentImage]:
-    """The images of a document, which are the first of these. Raises InputError if tokens do not fit the images."""
+    """Returns the images of a document, which are the first of these.
+
+    Raises InputError if tokens do not fit the images.
+    """
     places = [place for place, token in enumerate(ids) if token == feature_id]
     located, taken = [], 0
     for source, height, width, plan in images:
@@ -138,3 +156,67 @@ def locate_images(ids: Sequence[int], images: Sequence[PlannedImage], feature_id
     if taken != len(places):
         raise InputError(f"has {len(places)} image tokens for images of {taken} features")
     return located
+
+
+class ImageDecoder:
+    """Decodes the images of batches in threads, with the processor of the model.
+
+    prepare_inputs: makes of ids, labels, cu_seqlens and pixel inputs, by their names, what `forward` takes as `images`,
+    so that it need not ask the device for ids; None where `forward` takes pixel inputs alone.
+    """
+
+    def __init__(self, processor: Processor, prepare_inputs: Callable[..., Any] | None = None) -> None:
+        self.processor, self.prepare_inputs = processor, prepare_inputs
+        self.threads = ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0))), "images")
+
+    def arguments(
+        self,
+        rows: Sequence[Sequence[StoredImage]],
+        input_ids: Tensor,
+        labels: Tensor | None,
+        cu_seqlens: Tensor | None,
+        pinned: bool,
+    ) -> dict[str, Any]:
+        """Returns the arguments of `forward` for the images of rows; empty if there are none."""
+        inputs: dict[str, Any] = self.pixel_inputs(rows, input_ids)
+        if inputs and self.prepare_inputs is not None:
+            inputs = {"images": self.prepare_inputs(input_ids, labels, cu_seqlens=cu_seqlens, **inputs)}
+        return tree_map_only(Tensor, Tensor.pin_memory, inputs) if pinned else inputs
+
+    def pixel_inputs(self, rows: Sequence[Sequence[StoredImage]], input_ids: Tensor) -> dict[str, Tensor]:
+        """Returns the images of rows, under the Hub's names of a model's arguments; empty if there are none.
+
+        rows: the images of each row, in the order of their tokens; one that is there twice is decoded once.
+        input_ids: [B, T], the tokens of the B rows. Raises InputError as `prepare` does.
+        """
+        if not any(rows):
+            return {}
+        different = {(id(store), number): (store, number) for row in rows for store, number in row}
+        futures = {key: self.threads.submit(self.prepare, *image) for key, image in different.items()}
+        prepared = [[futures[id(store), number].result() for store, number in row] for row in rows]
+        return self.processor.images.collate(prepared, input_ids == self.processor.feature_id)
+
+    def prepare(self, store: TokenStore, number: int) -> Prepared:
+        """Raises InputError, which names the document, if the image cannot be read, or is another than was planned."""
+        images = store.images
+        assert images is not None
+        first = int(images.starts[number])
+        place = f"{store.place(first)}: image"
+        plan, pixels = self.processor.prepare(images.source(number), place)
+        expected = self.processor.plan_size(int(images.heights[number]), int(images.widths[number]), place)
+        if plan != expected:
+            raise InputError(
+                f"{place}: has another size than when the data were tokenised; restore it, or delete the cache of "
+                f"data, {cache_folder()}, and start another run"
+            )
+        return plan, pixels
+
+
+def images_of(row: Iterable[Segment]) -> list[StoredImage]:
+    """Returns the images of a row of segments."""
+    return [
+        (store, number)
+        for store, start, size in row
+        if store.images is not None
+        for number in store.images.between(start, start + size)
+    ]

@@ -1,7 +1,7 @@
 """The images of a token store: where their tokens are, their sizes, and where each image comes from.
 
 A reference takes some 40 bytes beside its path. An image that was given as bytes is stored as it was encoded; a file
-stays where it is. Nothing is decoded here. This module knows nothing about rows or models.
+stays where it is. Nothing is decoded here.
 """
 
 import hashlib
@@ -54,7 +54,7 @@ class StoredImages:
     sources: np.ndarray
 
     def between(self, start: int, stop: int) -> range:
-        """The numbers of the images whose tokens are within tokens[start:stop]."""
+        """Returns the numbers of the images whose tokens are within tokens[start:stop]."""
         return range(*np.searchsorted(self.starts, [start, stop]).tolist())
 
     def source(self, number: int) -> bytes | str:
@@ -80,20 +80,15 @@ def source_bytes(source: bytes | str) -> bytes:
 
 
 class ImageWriter:
-    """Appends the images of documents to files in a folder; makes none before there is an image."""
+    """Appends the images of documents to files in a folder, which `stack` closes."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.end = folder, 0
-        self.files: dict[str, BinaryIO] = {}
-        self.stack = ExitStack()
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        names = (*(f"image_{name}" for name in IMAGE_ARRAYS), IMAGE_SOURCES)
+        self.files: dict[str, BinaryIO] = {name: stack.enter_context((folder / name).open("wb")) for name in names}
+        self.end = 0
 
     def write(self, images: Sequence[DocumentImage], first: int) -> None:
-        """first: the number of the document's first token in the store."""
-        if not images:
-            return
-        if not self.files:
-            names = (*(f"image_{name}" for name in IMAGE_ARRAYS), IMAGE_SOURCES)
-            self.files = {name: self.stack.enter_context((self.folder / name).open("wb")) for name in names}
+        """Appends the images of a document. first: the number of the document's first token in the store."""
         contents = [source_bytes(image.source) for image in images]
         self.files[IMAGE_SOURCES].write(b"".join(contents))
         ends = self.end + np.cumsum([len(content) for content in contents])
@@ -107,14 +102,9 @@ class ImageWriter:
         for name, column in columns.items():
             self.files[f"image_{name}"].write(np.array(column, IMAGE_ARRAYS[name]).data)
 
-    def close(self) -> None:
-        self.stack.close()
 
-
-def open_images(folder: Path) -> StoredImages | None:
-    """The images of the store in a folder, memory-mapped; None if it has none."""
-    if not (folder / IMAGE_SOURCES).exists():
-        return None
+def open_images(folder: Path) -> StoredImages:
+    """Returns the images of the store in a folder, memory-mapped."""
     dtypes = IMAGE_ARRAYS | {"sources": np.uint8}
     names = [field.name for field in fields(StoredImages)]
     return StoredImages(*(np.memmap(folder / f"image_{name}", dtypes[name], mode="r") for name in names))

@@ -1,4 +1,6 @@
-"""Sequence packing: documents as rows of at most T tokens each.
+"""The validation split and sequence packing: which documents a run trains on, as rows of at most T tokens each.
+
+The split depends only on the documents and the fraction, not on the seed, the number of ranks or the sequence length.
 
 A row is one training sequence of fixed length T (--sequence-length): one or more segments of documents, then padding.
 A document longer than a row is cut into segments that overlap by one token. The first token of a segment is context
@@ -8,7 +10,11 @@ enough. Without packing, each segment has a row of its own.
 
 A row stores only where its segments are in the token store; no token is read or copied here. One rank plans the rows
 once; all ranks map them from the user's cache: 12 bytes a segment and 8 a row on disk. Planning needs about 60 bytes of
-memory a segment. This module knows nothing about batches or models.
+memory a segment.
+
+Units of unequal length, such as groups of completions, are dealt to ranks longest first, each to the rank with the
+fewest tokens; a rank packs its own into rows by best fit. Every rank computes the whole deal, and so knows how many
+rows the others have. The deal changes the results of a step by rounding alone.
 """
 
 import bisect
@@ -18,15 +24,124 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from ligermodels.training.data.rows.cache import cached_folders
-from ligermodels.training.data.rows.split import Selection
-from ligermodels.training.data.rows.store import TokenStore, map_file
+from ligermodels.training.data.rows.store import TokenStore, cached_folders, document_hashes, map_file
 
+DEFAULT_FRACTION, SMALL_DATA_FRACTION = 0.01, 0.05
+DEFAULT_MIN_TOKENS, DEFAULT_MAX_TOKENS = 2**14, 2**17
+MAX_OVERSHOOT = 10  # whole documents may have up to this many times the given fraction of all tokens
 ROW_ARRAYS = {"starts": np.int64, "lengths": np.int32, "ends": np.int64}  # the arrays of `Rows`, each in a file
+
+
+@dataclass(frozen=True)
+class Selection:
+    """D documents of a store, at tokens[begin:end]. begins, ends: [D] int64. hashes: [D] uint64, of the contents."""
+
+    store: TokenStore
+    begins: np.ndarray
+    ends: np.ndarray
+    hashes: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.hashes)
+
+    def select(self, mask: np.ndarray) -> "Selection":
+        """Returns the documents for which `mask` [D] bool is True."""
+        return Selection(self.store, self.begins[mask], self.ends[mask], self.hashes[mask])
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """A hash of the documents' contents and positions."""
+        digest = hashlib.sha256()
+        for array in (self.begins, self.ends, self.hashes):
+            digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()
+
+    @property
+    def tokens(self) -> int:
+        return int((self.ends - self.begins).sum())
+
+    @property
+    def supervised(self) -> int:
+        """The number of supervised tokens; the first token of a document is never supervised."""
+        if self.store.supervised is None:
+            return int(np.maximum(self.ends - self.begins - 1, 0).sum())
+        bounds = zip(self.begins.tolist(), self.ends.tolist(), strict=True)
+        return sum(int(np.count_nonzero(self.store.supervised[begin + 1 : end])) for begin, end in bounds)
+
+
+def default_fraction(stores: Sequence[TokenStore]) -> float:
+    """Returns the validation fraction if none is given.
+
+    It is larger for small data, whose validation loss would otherwise be that of a few documents, and smaller for large
+    data, so that each validation stays short.
+    """
+    tokens = sum(len(store.tokens) for store in stores)
+    fraction = max(DEFAULT_FRACTION, min(SMALL_DATA_FRACTION, DEFAULT_MIN_TOKENS / tokens))
+    return min(fraction, DEFAULT_MAX_TOKENS / tokens)
+
+
+def all_documents(store: TokenStore) -> Selection:
+    return Selection(store, store.offsets[:-1], store.offsets[1:], store.hashes)
+
+
+def split_documents(store: TokenStore, fraction: float) -> tuple[Selection, Selection]:
+    """Returns (training, validation).
+
+    Validation has the documents with the smallest hashes: `fraction` of them, at least one. Copies of a document have
+    the same hash and so are on the same side.
+
+    If these documents have far more than `fraction` of the tokens, as in a store of a few long documents, validation
+    has the end of the store instead, and the document at the boundary is cut in two, unless documents have images.
+    """
+    documents = all_documents(store)
+    count = max(1, round(len(store) * fraction))
+    chosen = documents.hashes <= np.partition(documents.hashes, count - 1)[count - 1]
+    validation = documents.select(chosen)
+    is_whole = store.images is not None or validation.tokens <= MAX_OVERSHOOT * fraction * documents.tokens
+    if len(store) > 1 and is_whole:
+        return documents.select(~chosen), validation
+    return split_at_token(documents, documents.tokens - max(2, round(documents.tokens * fraction)))
+
+
+def split_at_token(documents: Selection, place: int) -> tuple[Selection, Selection]:
+    """Returns the parts before and after tokens[place].
+
+    The token is the last target of the first part and context in the second.
+    """
+    place = max(place, 0)
+    document = int(np.searchsorted(documents.ends, place, side="right"))
+    before = with_boundary(documents, slice(document + 1), None, place + 1)
+    return before, with_boundary(documents, slice(document, None), place, None)
+
+
+def with_boundary(documents: Selection, part: slice, begin: int | None, end: int | None) -> Selection:
+    """Returns a part of the documents, with a new begin for its first one, or a new end for its last one."""
+    begins, ends, hashes = (x[part].copy() for x in (documents.begins, documents.ends, documents.hashes))
+    changed = 0 if end is None else -1
+    begins[changed] = begins[changed] if begin is None else begin
+    ends[changed] = ends[changed] if end is None else end
+    offsets = (x[changed] - documents.begins[part][changed] for x in (begins, ends))
+    content = np.array([hashes[changed], *offsets], np.uint64)
+    digest = next(document_hashes([(content.view("<u4"), [len(content) * 2])]))
+    hashes[changed] = np.frombuffer(digest, "<u8")[0]
+    return Selection(documents.store, begins, ends, hashes)
+
+
+def exclude_validation(training: Sequence[Selection], validation: Sequence[Selection]) -> list[Selection]:
+    """Returns the training documents without those that are also validation documents."""
+    held_out = np.unique(np.concatenate([part.hashes for part in validation]))
+    masks = [is_member(part.hashes, held_out) for part in training]
+    return [part.select(~mask) if mask.any() else part for part, mask in zip(training, masks, strict=True)]
+
+
+def is_member(hashes: np.ndarray, ascending: np.ndarray) -> np.ndarray:
+    """Returns whether each hash is in the `ascending` array, which is small. np.isin would sort all hashes."""
+    place = np.minimum(np.searchsorted(ascending, hashes), len(ascending) - 1)
+    return ascending[place] == hashes
 
 
 class Segment(NamedTuple):
@@ -77,24 +192,56 @@ class Rows:
         return [Segment(self.store, start, size) for start, size in sizes]
 
 
-class ConcatenatedRows:
+class RowPart(Protocol):
+    """The rows of one store."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+
+AnyPart = TypeVar("AnyPart", bound=RowPart)
+
+
+class Concatenated(Generic[AnyPart]):
     """The rows of several stores, as one sequence."""
 
-    def __init__(self, parts: Sequence[Rows]) -> None:
-        self.parts, self.length = parts, parts[0].length
+    def __init__(self, parts: Sequence[AnyPart]) -> None:
+        self.parts = list(parts)
         self.ends = list(itertools.accumulate(map(len, parts)))
-        self.tokens = sum(part.tokens for part in parts)  # without padding
 
     def __len__(self) -> int:
-        return self.ends[-1]
+        return self.ends[-1] if self.ends else 0
+
+    def locate(self, number: int) -> tuple[AnyPart, int]:
+        """Returns the part that has row number `number`, and the number of the row there."""
+        part = bisect.bisect_right(self.ends, number)
+        return self.parts[part], number - self.ends[part] + len(self.parts[part])
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of all rows and of their order."""
+        return hashlib.sha256("".join(part.fingerprint for part in self.parts).encode()).hexdigest()
+
+
+class ConcatenatedRows(Concatenated[Rows]):
+    def __init__(self, parts: Sequence[Rows]) -> None:
+        super().__init__(parts)
+        self.length = parts[0].length
+        self.tokens = sum(part.tokens for part in parts)  # without padding
 
     def segments(self, row: int) -> list[Segment]:
-        part = bisect.bisect_right(self.ends, row)
-        return self.parts[part].segments(row - self.ends[part] + len(self.parts[part]))
+        part, index = self.locate(row)
+        return part.segments(index)
+
+    def places(self, row: int) -> list[str]:
+        """Returns where the documents of a row were read."""
+        return [segment.store.place(segment.start) for segment in self.segments(row)]
 
 
 def pack_documents(parts: Sequence[Selection], length: int, packing: bool) -> ConcatenatedRows:
-    """The rows of documents. packing: segments share rows; otherwise each has its own row, in document order.
+    """Returns the rows of documents. packing: segments share rows; otherwise each has its own row, in document order.
 
     Every rank must call this.
     """
@@ -106,7 +253,7 @@ def pack_documents(parts: Sequence[Selection], length: int, packing: bool) -> Co
 
 
 def open_rows(store: TokenStore, length: int, folder: Path) -> Rows:
-    """The rows that `write_rows` wrote to a folder, memory-mapped."""
+    """Returns the rows that `write_rows` wrote to a folder, memory-mapped."""
     arrays = {name: map_file(folder / name, dtype) for name, dtype in ROW_ARRAYS.items()}
     return Rows(store, length, **arrays, fingerprint=(folder / "fingerprint").read_text())
 
@@ -121,7 +268,7 @@ def write_rows(documents: Selection, length: int, packing: bool, folder: Path) -
 
 
 def plan_rows(documents: Selection, length: int, packing: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The arrays starts, lengths and ends of `Rows`."""
+    """Returns the arrays starts, lengths and ends of `Rows`."""
     starts, lengths = cut_documents(documents.begins, documents.ends, length)
     if not packing:
         return starts, lengths, np.arange(len(starts) + 1)
@@ -202,3 +349,28 @@ class OpenRows:
             return 0, None
         room = self.rooms.pop(index)
         return room, np.concatenate(self.rows.pop(room))
+
+
+def deal_units(sizes: Sequence[int], ranks: int) -> list[list[int]]:
+    """Returns the numbers of the units of each rank, ascending. sizes: tokens of each unit."""
+    dealt: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for unit in np.argsort(-np.asarray(sizes, np.int64), kind="stable").tolist():
+        rank = loads.index(min(loads))
+        dealt[rank].append(unit)
+        loads[rank] += sizes[unit]
+    return [sorted(units) for units in dealt]
+
+
+def pack_units(sizes: Sequence[int], length: int) -> list[list[int]]:
+    """Returns the numbers of the units of each row, ascending.
+
+    A row has at most `length` tokens; a longer unit has its own row.
+    """
+    order = np.argsort(-np.asarray(sizes, np.int64), kind="stable")
+    capped = np.minimum(np.asarray(sizes, np.int64)[order], length)
+    row_of, count = best_fit(capped, length)
+    rows: list[list[int]] = [[] for _ in range(count)]
+    for unit, row in zip(order.tolist(), row_of.tolist(), strict=True):
+        rows[row].append(unit)
+    return [sorted(units) for units in rows]

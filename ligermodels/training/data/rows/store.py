@@ -1,36 +1,86 @@
-"""The token store: the token ids of many documents, one after the other, memory-mapped from files.
+"""The token store: the token ids of many documents, one after the other, memory-mapped from files; and the disk cache.
 
 A store may be larger than memory. On disk a token takes two or four bytes, and one more if any document has a mask. A
 document takes 24 bytes: its offset, its hash, and its line in the file from which it was read. A store is written in
-batches of documents, so that a stream of any length is never held as a list. This module knows nothing about rows or
-models.
+batches of documents, so that a stream of any length is never held as a list.
+
+The cache has folders of derived data, such as stores, that are filled once, however many ranks and runs need them. They
+are in $XDG_CACHE_HOME/ligermodels/data, by default ~/.cache/ligermodels/data. A folder's name is a hash of everything
+that its content depends on. The cache only saves time: all of it may be deleted at any time.
 """
 
 import bisect
+import functools
 import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from ligermodels import images, tokenizer
+from ligermodels.distributed import local_rank, raise_on_all, waiting_group
 from ligermodels.errors import InputError
 from ligermodels.training.data.rows.image_store import (
+    IMAGE_SOURCES,
     DocumentImage,
     ImageWriter,
     StoredImages,
     open_images,
     source_bytes,
 )
+from ligermodels.weights.user_cache import code_hash, fill_once, user_cache
 
+FILL_TIMEOUT = timedelta(days=2)  # for another rank to fill the folders
 DESCRIPTION = "store.json"
 STORE_BATCH_TOKENS = 2**18  # written at a time
 PLACE_WITH_NUMBER = re.compile(r"(.*?)(0|[1-9][0-9]{0,17})?", re.DOTALL)
 NO_NUMBER = -1
+
+
+def cached_folder(key: dict[str, Any], fill: Callable[[Path], None]) -> Path:
+    """Returns the folder of `key`, a JSON object.
+
+    Every rank must call this; the first rank of each host fills a new folder. fill: writes the content to the path that
+    it is given. If it raises an InputError, every rank raises it.
+    """
+    return cached_folders([(key, fill)])[0]
+
+
+def cached_folders(requests: Sequence[tuple[dict[str, Any], Callable[[Path], None]]]) -> list[Path]:
+    """Returns the folders of several pairs of key and fill; ranks synchronise once for all of them."""
+    folders = [cache_folder() / folder_name(key) for key, _ in requests]
+    error = None
+    if local_rank() == 0:
+        try:
+            for folder, (_, fill) in zip(folders, requests, strict=True):
+                fill_once(folder, fill)
+        except InputError as failure:
+            error = failure
+    with waiting_group(FILL_TIMEOUT) as group:
+        raise_on_all(error, group)
+    return folders
+
+
+def folder_name(key: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(key | {"code": code_of_data()}, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def cache_folder() -> Path:
+    return user_cache("data")
+
+
+def code_of_data() -> str:
+    """Returns a hash of the modules that make data, so that folders written by another version of them are not used."""
+    return code_hash(
+        Path(__file__).parents[1], *(Path(path) for module in (images, tokenizer) for path in module.__path__)
+    )
 
 
 class Document(NamedTuple):
@@ -94,7 +144,7 @@ class TokenStore:
         return before[np.searchsorted(self.images.starts, self.offsets)]
 
     def place(self, token: int) -> str:
-        """Where the document that contains tokens[token] was read."""
+        """Returns where the document that contains tokens[token] was read."""
         if isinstance(self.places, str):
             return f"{self.places}: token {token}"
         return self.places[int(np.searchsorted(self.offsets, token, side="right")) - 1]
@@ -109,16 +159,10 @@ def write_store(documents: Iterable[Document], vocab_size: int, folder: Path) ->
 
     Raises InputError for a token id outside the vocabulary, naming its place.
     """
-    files: dict[str, BinaryIO] = {name: (folder / name).open("wb") for name in array_dtypes(vocab_size)}
-    images = ImageWriter(folder)
-    writer = StoreWriter(files, vocab_size, images)
-    try:
+    with ExitStack() as stack:
+        writer = StoreWriter(folder, vocab_size, stack)
         for batch in document_batches(documents):
             writer.write(batch)
-    finally:
-        images.close()
-        for file in files.values():
-            file.close()
     if not writer.masked:
         (folder / "supervised").unlink()
     description = {
@@ -128,23 +172,23 @@ def write_store(documents: Iterable[Document], vocab_size: int, folder: Path) ->
 
 
 def open_store(folder: Path) -> TokenStore:
-    """The store that `write_store` wrote to a folder, memory-mapped."""
+    """Returns the store that `write_store` wrote to a folder, memory-mapped."""
     description = json.loads((folder / DESCRIPTION).read_text())
     masked, dtypes = description["masked"], array_dtypes(description["vocab_size"])
     names = [name for name in dtypes if masked or name != "supervised"]
     arrays = {name: map_file(folder / name, dtypes[name]) for name in names}
     places = Places(description["firsts"], description["origins"], arrays.pop("numbers"))
-    images = open_images(folder)
+    images = open_images(folder) if (folder / IMAGE_SOURCES).exists() else None
     return TokenStore(**({"supervised": None} | arrays), places=places, images=images)  # type: ignore[arg-type]
 
 
 def map_file(file: Path, dtype: Any) -> np.ndarray:
-    """The numbers in a file, memory-mapped; an empty file, which cannot be mapped, gives an empty array."""
+    """Returns the numbers in a file, memory-mapped; an empty file, which cannot be mapped, gives an empty array."""
     return np.memmap(file, dtype, mode="r") if file.stat().st_size else np.empty(0, dtype)
 
 
 def array_dtypes(vocab_size: int) -> dict[str, np.dtype[Any]]:
-    """The arrays of a store, each in a file of that name, and their dtypes."""
+    """Returns the arrays of a store, each in a file of that name, and their dtypes."""
     return {
         "tokens": token_dtype(vocab_size), "supervised": np.dtype(bool), "offsets": np.dtype(np.int64),
         "hashes": np.dtype(np.uint64), "numbers": np.dtype(np.int64),
@@ -152,7 +196,7 @@ def array_dtypes(vocab_size: int) -> dict[str, np.dtype[Any]]:
 
 
 def document_batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """Batches that end with the document that reaches STORE_BATCH_TOKENS tokens."""
+    """Yields batches that end with the document that reaches STORE_BATCH_TOKENS tokens."""
     batch: list[Document] = []
     tokens = 0
     for document in documents:
@@ -166,19 +210,26 @@ def document_batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 
 class StoreWriter:
-    """Appends documents to the files of a store.
+    """Appends documents to the files of a store, which `stack` closes.
 
     tokens, documents: written so far. masked: whether any document so far has a mask. Masks are written from the first
     such document on, after ones for all tokens before it. firsts, origins: as in `Places`.
     """
 
-    def __init__(self, files: dict[str, BinaryIO], vocab_size: int, images: ImageWriter) -> None:
-        self.files, self.vocab_size, self.images = files, vocab_size, images
+    def __init__(self, folder: Path, vocab_size: int, stack: ExitStack) -> None:
+        names = array_dtypes(vocab_size)
+        self.files: dict[str, BinaryIO] = {name: stack.enter_context((folder / name).open("wb")) for name in names}
+        self.folder, self.vocab_size, self.stack = folder, vocab_size, stack
         self.tokens = self.documents = 0
         self.masked = False
         self.firsts: list[int] = []
         self.origins: list[str] = []
-        files["offsets"].write(np.int64(0).tobytes())
+        self.files["offsets"].write(np.int64(0).tobytes())
+
+    @functools.cached_property
+    def images(self) -> ImageWriter:
+        """Writes images; its files are made for the first one."""
+        return ImageWriter(self.folder, self.stack)
 
     def write(self, batch: Sequence[Document]) -> None:
         stops = np.cumsum([len(document.ids) for document in batch])
@@ -193,7 +244,8 @@ class StoreWriter:
         hashes = document_hashes([(tokens, stops.tolist())])
         self.files["hashes"].write(b"".join(with_images(*pair) for pair in zip(hashes, batch, strict=True)))
         for document, stop in zip(batch, stops.tolist(), strict=True):
-            self.images.write(document.images, self.tokens + stop - len(document.ids))
+            if document.images:
+                self.images.write(document.images, self.tokens + stop - len(document.ids))
         self.files["numbers"].write(np.array([self.add_place(d.place) for d in batch], np.int64).data)
         self.tokens += len(tokens)
 
@@ -217,7 +269,10 @@ class StoreWriter:
 
 
 def with_images(tokens: bytes, document: Document) -> bytes:
-    """The hash of a document from that of its tokens: equal questions about other images are other documents."""
+    """Returns the hash of a document, given that of its tokens.
+
+    Equal questions about other images are other documents.
+    """
     if not document.images:
         return tokens
     digest = hashlib.blake2b(tokens, digest_size=8)
@@ -241,7 +296,7 @@ def refuse_unknown_ids(ids: np.ndarray, vocab_size: int, place: str, first: int 
 
 
 def document_hashes(blocks: Iterable[tuple[np.ndarray, Sequence[int]]]) -> Iterator[bytes]:
-    """A hash of 8 bytes for each document's tokens, a little-endian uint64 that does not depend on their dtype.
+    """Yields a hash of 8 bytes for each document's tokens, a little-endian uint64 that does not depend on their dtype.
 
     blocks: pairs of tokens and the places in them where documents end. A document may span any number of blocks.
     """

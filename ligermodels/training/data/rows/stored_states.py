@@ -1,7 +1,7 @@
 """Hidden states of a teacher at the supervised places of a run's rows, on the disk: written once, mapped by all ranks.
 
 A folder has the states, bytes of M places in the order of the rows, those of the training before those of the
-validation; the teacher's head; and what they belong to. Must not know models.
+validation; the teacher's head; and what they belong to.
 """
 
 import os
@@ -20,7 +20,7 @@ from torch import Tensor
 from ligermodels import distributed
 from ligermodels.distributed import World
 from ligermodels.errors import CheckpointError, InputError
-from ligermodels.layers.decoder import IGNORE_INDEX
+from ligermodels.training.data.rows.batches import Batch, is_supervised
 from ligermodels.training.data.rows.packing import ConcatenatedRows, Segment
 from ligermodels.weights.reading import read_json
 from ligermodels.weights.writing import Entry, failure, write_json, write_safetensors
@@ -28,18 +28,13 @@ from ligermodels.weights.writing import Entry, failure, write_json, write_safete
 STATES, HEAD, DESCRIPTION = "states", "head.safetensors", "teacher.json"
 
 
-def is_supervised(labels: Tensor) -> np.ndarray:
-    """Of each place of flattened labels, whether its next token is supervised. A row's first label is never."""
-    return np.append(labels.numpy().reshape(-1)[1:], IGNORE_INDEX) != IGNORE_INDEX
-
-
 def supervised_places(labels: Tensor) -> np.ndarray:
-    """The places of flattened labels whose next token is supervised."""
+    """Returns the places of flattened labels whose next token is supervised."""
     return np.flatnonzero(is_supervised(labels))
 
 
 def supervised_count(segments: Sequence[Segment]) -> int:
-    """The supervised tokens of a row; the first token of a segment is context."""
+    """Counts the supervised tokens of a row; the first token of a segment is context."""
     return sum(
         size - 1 if store.supervised is None else int(store.supervised[start + 1 : start + size].sum())
         for store, start, size in segments
@@ -47,30 +42,38 @@ def supervised_count(segments: Sequence[Segment]) -> int:
 
 
 def offsets_of_rows(parts: Sequence[ConcatenatedRows]) -> np.ndarray:
-    """int64 [R + 1]: where the places of each row begin, of R rows in all parts."""
+    """Returns int64 [R + 1]: where the places of each row begin, of R rows in all parts."""
     counts = [supervised_count(rows.segments(row)) for rows in parts for row in range(len(rows))]
     return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
 
 
 @dataclass(frozen=True)
 class StoredStates:
-    """states: [M, H], memory-mapped. offsets: int64 [R + 1], where those of each row begin."""
+    """The states [M, H] of R rows, memory-mapped. offsets: int64 [R + 1], where the states of each row begin."""
 
     states: Tensor
     offsets: np.ndarray
 
     @classmethod
     def map(cls, folder: Path, offsets: np.ndarray, width: int, dtype: torch.dtype, *, writes: bool) -> "StoredStates":
-        """The states in a folder. writes: makes the file if it is not there, and a change of the tensor changes it;
-        otherwise the file must be there as a whole: raises InputError."""
+        """Returns the states in a folder.
+
+        writes: makes the file if it is not there, and a change of the tensor changes it; otherwise the file must be
+        there as a whole: raises InputError.
+        """
         count = int(offsets[-1])
         if not writes:
             check_size(folder / STATES, count * width * dtype.itemsize)
         states = torch.from_file(str(folder / STATES), shared=writes, size=count * width, dtype=dtype)
         return cls(states.view(count, width), offsets)
 
+    def beside(self, batch: Batch, numbers: Sequence[int | None], world: World) -> Batch:
+        """Returns the batch with the states of its rows, of these numbers; None for a row of padding."""
+        states = self.of_rows(numbers, batch.labels, batch.rows, world.device.type == "cuda")
+        return batch._replace(teacher_states=states)
+
     def of_rows(self, numbers: Sequence[int | None], labels: Tensor, rows: Tensor | None, pinned: bool) -> Tensor:
-        """The states of a batch as `final_hidden` would return them: [N, H] at `rows` [N], or [*labels.shape, H].
+        """Returns what `final_hidden` would return for a batch: [N, H] at `rows` [N], or [*labels.shape, H].
 
         numbers: of the batch's rows; None for one of padding. Places that are not supervised have ones.
         """
@@ -87,7 +90,7 @@ class StoredStates:
 
 
 def described_as(folder: Path, description: Mapping[str, Any]) -> bool:
-    """Whether states of this description are in a folder; False where it does not exist.
+    """Returns whether states of this description are in a folder; False where it does not exist.
 
     Raises InputError for a folder with anything else.
     """
@@ -106,7 +109,7 @@ def described_as(folder: Path, description: Mapping[str, Any]) -> bool:
 
 
 def read_head(folder: Path, device: torch.device) -> Tensor:
-    """The teacher's head [V, H]. Raises InputError for a file that is missing or damaged."""
+    """Returns the teacher's head [V, H]. Raises InputError for a file that is missing or damaged."""
     try:
         return load_file(folder / HEAD, device=str(device))["weight"]
     except (OSError, SafetensorError, KeyError) as error:

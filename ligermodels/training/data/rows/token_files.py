@@ -3,7 +3,6 @@
     tokens.json    {"dtype": "uint16", "end_of_text": 50256}        dtype: uint16 or uint32
 
 Documents end with the end-of-text token: the one in the .json, which a .npy may have too, otherwise the tokenizer's.
-This module knows nothing about text.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ligermodels.errors import InputError, first_line
-from ligermodels.training.data.formats.progress import ReadingProgress
+from ligermodels.training.data.formats.streams import ReadingProgress
 from ligermodels.training.data.rows.store import TokenStore, document_hashes, map_file, refuse_unknown_ids
 from ligermodels.weights.reading import read_json, refuse_irregular
 
@@ -58,13 +57,13 @@ def refuse_image_ids(ids: np.ndarray, image_tokens: Mapping[int, str], place: st
 
 
 def open_indexed(tokens: np.ndarray, place: str, folder: Path) -> TokenStore:
-    """The documents of a token file, from the index that `write_index` wrote to a folder."""
+    """Returns the documents of a token file, from the index that `write_index` wrote to a folder."""
     offsets, hashes = (map_file(folder / name, dtype) for name, dtype in INDEX_ARRAYS.items())
     return TokenStore(tokens, offsets, hashes, None, place)
 
 
 def open_tokens(file: Path) -> np.memmap:
-    """The tokens of a .npy or .bin file: [N] integers, memory-mapped. Raises InputError naming the file."""
+    """Returns the tokens of a .npy or .bin file: [N] integers, memory-mapped. Raises InputError naming the file."""
     refuse_irregular(file)
     try:
         tokens = open_npy(file) if file.suffix.lower() == ".npy" else open_raw(file)
@@ -108,13 +107,13 @@ def open_raw(file: Path) -> np.memmap:
 
 
 def read_description(file: Path) -> dict[str, Any]:
-    """The content of the .json beside a token file; empty if there is none."""
+    """Returns the content of the .json beside a token file; empty if there is none."""
     description = file.with_suffix(".json")
     return read_json(description) if description.exists() else {}
 
 
 def described_end(file: Path) -> int | None:
-    """The end-of-text token given in the .json beside a token file; None if it gives none."""
+    """Returns the end-of-text token given in the .json beside a token file; None if it gives none."""
     value = read_description(file).get("end_of_text")
     if value is not None and (type(value) is not int or value < 0):
         raise InputError(f"{file.with_suffix('.json')}: field end_of_text is {value!r}; must be a token id")
@@ -122,7 +121,7 @@ def described_end(file: Path) -> int | None:
 
 
 def blocks_with_stops(tokens: np.memmap, end: int) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """All tokens in order, as (start of the block, its tokens, the places in it where documents end).
+    """Yields all tokens in order, as (start of the block, its tokens, the places in it where documents end).
 
     The last document ends with the file.
     """

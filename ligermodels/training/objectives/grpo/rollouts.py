@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ligermodels.distributed import World
 from ligermodels.training.data.preferences import Group, PreferenceBatch, collate_groups, empty_batch
-from ligermodels.training.data.preferences.dealing import deal_units, pack_units
 from ligermodels.training.data.preferences.layout import GroupPiece, split_group
+from ligermodels.training.data.rows.packing import deal_units, pack_units
 from ligermodels.training.objectives.grpo.judging import RewardedGroup
 
 

@@ -36,7 +36,7 @@ from ligermodels.tokenizer import Tokenizer
 from ligermodels.training.checkpoints.state import fingerprint
 from ligermodels.training.data.preferences import PreferenceBatch, PreferenceData, Step
 from ligermodels.training.data.preferences.steps import Groups
-from ligermodels.training.data.rows.cache import cache_folder
+from ligermodels.training.data.rows.store import cache_folder
 from ligermodels.training.data.run_tokenizer import refuse_other_tokens, tokenizer_of
 from ligermodels.training.objectives.objective import RunSetup
 from ligermodels.training.objectives.preference.groups import GroupObjective

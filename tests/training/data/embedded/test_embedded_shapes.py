@@ -8,11 +8,17 @@ from PIL import Image
 
 from ligermodels.errors import InputError
 from ligermodels.images.inputs import Processor
-from ligermodels.training.data.embedded import embedded_shapes
-from ligermodels.training.data.embedded.embedded import shape_dataset, shape_question
-from ligermodels.training.data.embedded.embedded_shapes import SHAPE_COLOURS, SIDE, draw, png, shape_conversations
-from ligermodels.training.data.embedded.new_image_tokenizer import NewImages, train_image_tokenizer
-from ligermodels.training.data.embedded.new_tokenizer import save_tokenizer
+from ligermodels.training.data.embedded import embedded
+from ligermodels.training.data.embedded.embedded import (
+    SHAPE_COLOURS,
+    SIDE,
+    draw,
+    png,
+    shape_conversations,
+    shape_dataset,
+    shape_question,
+)
+from ligermodels.training.data.embedded.new_tokenizer import NewImages, save_tokenizer, train_image_tokenizer
 
 SETTINGS = {
     "image_processor_type": "Qwen2VLImageProcessor", "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2,
@@ -81,5 +87,5 @@ def test_a_new_tokenizer_has_the_tokens_of_images(tmp_path):
 def test_questions_are_about_unseen_pictures():
     dataset = shape_dataset()
     pictures = {part["image"] for prompt, _ in dataset.questions for part in prompt[0]["content"] if "image" in part}
-    seen = {picture for picture, _ in embedded_shapes.shape_conversations(dataset.training.seed, dataset.training.size)}
+    seen = {picture for picture, _ in embedded.shape_conversations(dataset.training.seed, dataset.training.size)}
     assert len(pictures) == len(dataset.questions) == 120 and not pictures & seen

@@ -14,10 +14,10 @@ from ligermodels.training.data.embedded.embedded_stories import conversations, v
 from ligermodels.training.data.embedded.new_tokenizer import (
     SPECIAL_IDS,
     SPECIAL_TOKENS,
-    read_tokenizer_and_end,
     save_tokenizer,
     train_tokenizer,
 )
+from ligermodels.training.data.reader import read_tokenizer_and_end
 from ligermodels.training.planning.model import take_special_ids
 from ligermodels.verify import reference
 from ligermodels.verify.text import TEXTS, text_checks

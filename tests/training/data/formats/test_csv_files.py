@@ -5,7 +5,7 @@ import csv
 import pytest
 
 from ligermodels.errors import InputError
-from ligermodels.training.data.formats import csv_files
+from ligermodels.training.data.formats import text_files
 from ligermodels.training.data.formats.records import BadLines, Completion, Conversation, Text
 from tests.training.data.source_files import COMPRESS, read, read_counting
 
@@ -119,8 +119,8 @@ def test_a_web_page_in_place_of_the_file_is_refused(tmp_path):
 
 @pytest.mark.parametrize("row", ['"' + "ab\n" * 40, "ab" * 40, '"' + "\n" * 30, "," * 30])
 def test_a_row_that_is_too_large_is_refused_before_it_is_read_as_a_whole(tmp_path, monkeypatch, row):
-    monkeypatch.setattr(csv_files, "MAX_RECORD_BYTES", 60)
-    monkeypatch.setattr(csv_files, "MAX_RECORD_VALUES", 20)
+    monkeypatch.setattr(text_files, "MAX_RECORD_BYTES", 60)
+    monkeypatch.setattr(text_files, "MAX_RECORD_VALUES", 20)
     name = write_csv(tmp_path / "a.csv", "text\n" + f"{'x' * 50}\n" * 9 + row)
     with pytest.raises(
         InputError, match=r"a\.csv:11: a row of more than (60 characters|20 delimiters and line breaks); "

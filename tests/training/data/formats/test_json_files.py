@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from ligermodels.errors import InputError
-from ligermodels.training.data.formats import json_files
+from ligermodels.training.data.formats import text_files
 from ligermodels.training.data.formats.records import BadLines, Conversation, Text
 from tests.training.data.source_files import (
     ANSWER,
@@ -45,13 +45,13 @@ def test_json_may_be_an_array_or_lines_compressed_or_not(tmp_path, monkeypatch, 
 
     records(LINES, "")
     for chunk in (1, 2, 50, 2**16):
-        monkeypatch.setattr(json_files, "CHUNK_CHARACTERS", chunk)
+        monkeypatch.setattr(text_files, "CHUNK_CHARACTERS", chunk)
         records(ARRAY, " element ")
         records(b"\xef\xbb\xbf \n" + json.dumps(RECORDS, indent=3, ensure_ascii=False).encode() + b"\r\n", " element ")
 
 
 def test_an_empty_array_has_no_record_and_a_wrong_element_is_a_bad_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(json_files, "CHUNK_CHARACTERS", 1)
+    monkeypatch.setattr(text_files, "CHUNK_CHARACTERS", 1)
     with pytest.raises(InputError, match=r"contains no text and no conversation$"):
         read(write(tmp_path / "a.json", b" [ ]\n"))
     name = write(tmp_path / "b.json", [{"text": "a"}, 51, {"text": "b \ud83d"}, {"text": "c"}])
@@ -101,7 +101,7 @@ def test_an_empty_array_has_no_record_and_a_wrong_element_is_a_bad_line(tmp_path
     ],
 )
 def test_the_error_for_truncated_or_invalid_json_names_the_element(tmp_path, monkeypatch, content, complaint, chunk):
-    monkeypatch.setattr(json_files, "CHUNK_CHARACTERS", chunk)
+    monkeypatch.setattr(text_files, "CHUNK_CHARACTERS", chunk)
     name = write(tmp_path / "a.json", content)
     with pytest.raises(InputError) as refused:
         read(name, allowed=0 if complaint.startswith(":1") else 9)
@@ -109,32 +109,32 @@ def test_the_error_for_truncated_or_invalid_json_names_the_element(tmp_path, mon
 
 
 def test_a_line_that_is_too_long_is_refused_before_it_is_read_as_a_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(json_files, "MAX_RECORD_BYTES", 20)
+    monkeypatch.setattr(text_files, "MAX_RECORD_BYTES", 20)
     assert len(read(write(tmp_path / "a.jsonl", b'{"text": "a2345678"}'))) == 1
     with pytest.raises(InputError, match=r"b\.jsonl:2: has more than 20 bytes"):
         read(write(tmp_path / "b.jsonl", b'{"text": "a"}', b" " * 30), allowed=9)
 
 
 def test_a_json_value_of_too_many_values_is_refused_before_it_is_parsed(tmp_path, monkeypatch):
-    monkeypatch.setattr(json_files, "MAX_RECORD_VALUES", 50)
-    monkeypatch.setattr(json_files, "CHUNK_CHARACTERS", 20)
+    monkeypatch.setattr(text_files, "MAX_RECORD_VALUES", 50)
+    monkeypatch.setattr(text_files, "CHUNK_CHARACTERS", 20)
     commas = {"text": "[{,\\" * 100}
     assert len(read(write(tmp_path / "a.jsonl", commas))) == len(read(write(tmp_path / "a.json", [commas]))) == 1
     for many in ([[]] * 60, [{}] * 60, [0] * 60, [""] * 200, {f"{i}": 0 for i in range(60)}):
         record = {"text": "a", "more": many}
-        monkeypatch.setattr(json_files.json, "loads", None)
+        monkeypatch.setattr(text_files.json, "loads", None)
         with pytest.raises(InputError, match=r"b\.jsonl:2: has more than 50 JSON values"):
             read(write(tmp_path / "b.jsonl", b"", record))
         monkeypatch.undo()
-        monkeypatch.setattr(json_files, "MAX_RECORD_VALUES", 50)
-        monkeypatch.setattr(json_files, "CHUNK_CHARACTERS", 20)
+        monkeypatch.setattr(text_files, "MAX_RECORD_VALUES", 50)
+        monkeypatch.setattr(text_files, "CHUNK_CHARACTERS", 20)
         with pytest.raises(InputError, match=r"b\.json: element 2: has more than 50 JSON values"):
             read(write(tmp_path / "b.json", [{"text": "a"}, record]))
 
 
 def test_an_array_element_that_is_too_long_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(json_files, "MAX_RECORD_BYTES", 100)
-    monkeypatch.setattr(json_files, "CHUNK_CHARACTERS", 20)
+    monkeypatch.setattr(text_files, "MAX_RECORD_BYTES", 100)
+    monkeypatch.setattr(text_files, "CHUNK_CHARACTERS", 20)
     assert len(read(write(tmp_path / "a.json", [{"text": "a" * 50}] * 9))) == 9
     with pytest.raises(InputError, match=r"b\.json: element 2: has more than 100 characters"):
         read(write(tmp_path / "b.json", [{"text": "a"}, {"text": "a" * 200}]), allowed=9)

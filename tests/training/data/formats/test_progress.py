@@ -3,15 +3,15 @@ import sys
 
 import pytest
 
-from ligermodels.training.data.formats import progress
-from ligermodels.training.data.formats.progress import ReadingProgress
+from ligermodels.training.data.formats import streams
+from ligermodels.training.data.formats.streams import ReadingProgress
 
 
 @pytest.fixture
 def clock(monkeypatch):
     """A clock that only the test advances."""
     now = [100.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(streams.time, "monotonic", lambda: now[0])
     return now
 
 

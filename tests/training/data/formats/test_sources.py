@@ -6,7 +6,7 @@ import json
 import pytest
 
 from ligermodels.errors import InputError
-from ligermodels.training.data.formats import sources, specs
+from ligermodels.training.data.formats import sources, text_files
 from ligermodels.training.data.formats.records import Text
 from tests.training.data.source_files import read, write
 
@@ -44,12 +44,12 @@ def test_a_source_with_only_empty_texts_and_bad_lines_is_refused(tmp_path):
     ],
 )
 def test_a_long_text_is_split_before_a_line_otherwise_before_a_space(text, piece):
-    assert text[: sources.last_split_point(text)] == piece
+    assert text[: text_files.last_split_point(text)] == piece
 
 
 def test_the_pieces_of_a_long_text_contain_all_of_it_with_their_lines_and_the_text_before(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "PIECE_CHARACTERS", 20)
-    monkeypatch.setattr(sources, "CONTEXT_CHARACTERS", 12)
+    monkeypatch.setattr(text_files, "PIECE_CHARACTERS", 20)
+    monkeypatch.setattr(text_files, "CONTEXT_CHARACTERS", 12)
     lines = [f"line {number}" for number in range(1, 40)]
     name = write(tmp_path / "a.txt", *map(str.encode, lines))
     pieces = read(name)
@@ -133,17 +133,17 @@ def test_a_name_that_is_no_source_is_refused(tmp_path, name, complaint):
 def test_a_weight_is_the_number_after_the_last_equals_sign(tmp_path, monkeypatch, text, spec):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run=3").mkdir()
-    assert specs.parse_spec(text) == spec
+    assert sources.parse_spec(text) == spec
 
 
 @pytest.mark.parametrize("text", ["a=0", "a=-1", "a=nan", "a=inf", "=2"])
 def test_a_weight_must_be_above_zero(text):
     with pytest.raises(InputError, match=f"--data {text}: must be NAME, or NAME=WEIGHT with a weight above 0"):
-        specs.parse_spec(text)
+        sources.parse_spec(text)
 
 
 def test_a_very_long_text_in_json_is_split_like_a_text_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "PIECE_CHARACTERS", 20)
+    monkeypatch.setattr(text_files, "PIECE_CHARACTERS", 20)
     monkeypatch.setattr(sources, "LONG_CHARACTERS", 100)
     long, short = "\n".join(f"line {number}\r" for number in range(40)), "x" * 100
     name = write(tmp_path / "a.jsonl", json.dumps({"text": short}).encode(), json.dumps({"text": long}).encode())

@@ -11,10 +11,10 @@ import pyarrow.parquet
 import pytest
 
 from ligermodels.errors import InputError
-from ligermodels.training.data.formats import progress, sources, streams
-from ligermodels.training.data.formats.progress import ReadingProgress
+from ligermodels.training.data.formats import sources, streams, text_files
 from ligermodels.training.data.formats.record_formats import KNOWN_FIELDS
 from ligermodels.training.data.formats.records import BadLines, Text
+from ligermodels.training.data.formats.streams import ReadingProgress
 from ligermodels.training.data.rows import token_files
 from tests.training.data.source_files import COMPRESS, read, write
 
@@ -42,7 +42,7 @@ def test_a_git_lfs_pointer_is_reported_as_one(tmp_path, file):
 
 
 def test_the_error_for_invalid_utf8_names_line_and_column_in_any_piece_of_a_text_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "PIECE_CHARACTERS", 8)
+    monkeypatch.setattr(text_files, "PIECE_CHARACTERS", 8)
     name = write(tmp_path / "a.txt", b"line", *[b"some line"] * 2000, "äö".encode() + b"\xe4 x", b"end")
     with pytest.raises(InputError, match=r"a\.txt:2002:3: byte 0xe4 is not UTF-8 \(invalid continuation byte\)"):
         read(name, allowed=9)
@@ -140,7 +140,7 @@ def test_large_files_are_not_held_in_memory(tmp_path, file):
 
 @pytest.mark.parametrize("file", ["a.txt", "a.jsonl", "a.json", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
 def test_progress_follows_the_bytes_of_a_file_to_its_end(tmp_path, file, monkeypatch):
-    monkeypatch.setattr(progress, "POLL_SECONDS", 0)
+    monkeypatch.setattr(streams, "POLL_SECONDS", 0)
     draw = random.Random(0)
     texts = [{"text": draw.randbytes(500).hex()} for _ in range(4000)]
     path = tmp_path / file

@@ -12,10 +12,10 @@ import pyarrow.parquet
 import pytest
 
 from ligermodels.errors import InputError
-from ligermodels.training.data.formats import parquet, sources, tables
-from ligermodels.training.data.formats.progress import ReadingProgress
+from ligermodels.training.data.formats import sources, tables
 from ligermodels.training.data.formats.record_formats import KNOWN_FIELDS
 from ligermodels.training.data.formats.records import BadLines, Completion, Conversation, Text
+from ligermodels.training.data.formats.streams import ReadingProgress
 from tests.refusals import limited_memory
 from tests.training.data.source_files import (
     ANSWER,
@@ -38,7 +38,7 @@ def test_the_rows_of_a_parquet_dictionary_are_decoded_a_few_at_a_time(tmp_path, 
     pyarrow.parquet.write_table(pyarrow.table({"text": one}), tmp_path / "a.parquet", store_schema=False)
     assert (tmp_path / "a.parquet").stat().st_size < 30_000
     held = []
-    for batch in parquet.parquet_batches(tmp_path / "a.parquet", KNOWN_FIELDS, ReadingProgress("", None)):
+    for batch in tables.parquet_batches(tmp_path / "a.parquet", KNOWN_FIELDS, ReadingProgress("", None)):
         held.append(len(batch))
         assert all(row == {"text": "x" * 30_000} for row in batch)
     assert sum(held) == 50 and max(held) == 3
@@ -51,9 +51,9 @@ def test_the_rows_of_a_parquet_dictionary_are_decoded_a_few_at_a_time(tmp_path, 
 def test_rows_too_large_for_a_batch_together_are_decoded_one_by_one(tmp_path, monkeypatch):
     texts = [f"{number} " * (20_000 if 70 <= number < 75 else 1) for number in range(80)]
     pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet")
-    monkeypatch.setattr(parquet, "BATCH_BYTES", 100_000)
+    monkeypatch.setattr(tables, "BATCH_BYTES", 100_000)
     assert [record.text for record in read(tmp_path / "a.parquet")] == texts
-    monkeypatch.setattr(parquet, "BATCH_BYTES", 50_000)
+    monkeypatch.setattr(tables, "BATCH_BYTES", 50_000)
     with pytest.raises(InputError, match=r"a\.parquet: row 71: needs more than 640 MiB of memory; split it, and write"):
         read(tmp_path / "a.parquet")
 
@@ -73,7 +73,7 @@ def test_a_parquet_row_that_decoding_makes_huge_is_refused_within_one_gib(name, 
     file = DATA / "hostile" / f"{name}.parquet"
     with limited_memory(128), pytest.raises(InputError, match=rf"{name}\.parquet: row 1: needs more than 640 MiB"):
         read(file)
-    worker = parquet.Worker(file, [column], 1, 0)
+    worker = tables.Worker(file, [column], 1, 0)
     measured = subprocess.run([sys.executable, "-c", PEAK, *worker.command], capture_output=True, check=True)
     assert 100 < float(measured.stdout) < 1024 - 128
 

@@ -8,9 +8,9 @@ import pytest
 
 from ligermodels.errors import InputError
 from ligermodels.training.data.formats import sources
-from ligermodels.training.data.formats.progress import ReadingProgress
 from ligermodels.training.data.formats.record_formats import parse_record
 from ligermodels.training.data.formats.records import BadLines
+from ligermodels.training.data.formats.streams import ReadingProgress
 from ligermodels.training.data.preferences.formats import GroupFormats
 
 ASKED, AGAIN = {"role": "user", "content": "2 + 2?"}, {"role": "user", "content": "Sure?"}

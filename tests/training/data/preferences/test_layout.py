@@ -7,9 +7,9 @@ import torch
 from ligermodels import losses
 from ligermodels.layers.decoder import IGNORE_INDEX, next_tokens
 from ligermodels.training.data.preferences import Group, collate_groups, empty_batch
-from ligermodels.training.data.preferences.dealing import deal_units, pack_units
-from ligermodels.training.data.preferences.groups import Teacher
 from ligermodels.training.data.preferences.layout import GroupPiece, split_group
+from ligermodels.training.data.preferences.store import Teacher
+from ligermodels.training.data.rows.packing import deal_units, pack_units
 
 
 def group(prompt, *lengths, first=1):

@@ -5,7 +5,7 @@ import pytest
 from ligermodels.errors import InputError
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.training.data.formats.records import BadLines, Completion, GroupRecord, TeacherRecord
-from ligermodels.training.data.preferences.groups import GroupOptions
+from ligermodels.training.data.preferences.store import GroupOptions
 from ligermodels.training.data.preferences.tokenization import GroupTokenizer, Side, common_border
 from tests.tokenizer.chat_templates import CHAT_TEMPLATES
 from tests.tokenizer.folders import write_folder

@@ -8,8 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from ligermodels.errors import InputError
-from ligermodels.training.data.rows import cache
-from ligermodels.training.data.rows.cache import cache_folder, cached_folder, cached_folders
+from ligermodels.training.data.rows.store import cache_folder, cached_folder, cached_folders
 from ligermodels.weights import user_cache
 from ligermodels.weights.writing import UNFINISHED_FOLDER
 
@@ -114,7 +113,9 @@ def test_the_error_for_a_full_disk_names_the_variable_that_moves_the_cache(cache
 
 def test_ranks_synchronise_once_for_several_folders(cache_of_its_own, monkeypatch):
     synchronised = []
-    monkeypatch.setattr(cache, "raise_on_all", lambda error, group: synchronised.append(error))
+    monkeypatch.setattr(
+        "ligermodels.training.data.rows.store.raise_on_all", lambda error, group: synchronised.append(error)
+    )
     folders = cached_folders([({"a": value}, fill_and_note) for value in (1, 2, 1)])
     assert folders[0] == folders[2] != folders[1] and all((folder / "content").exists() for folder in folders)
     assert synchronised == [None] and (cache_folder() / "notes").read_text() == "filled filled "

@@ -1,8 +1,8 @@
 import pytest
 
 from ligermodels.errors import InputError
-from ligermodels.training.data.rows import mixture
-from ligermodels.training.data.rows.mixture import MIXTURE_BLOCK, Mixture
+from ligermodels.training.data.rows import run_rows
+from ligermodels.training.data.rows.run_rows import MIXTURE_BLOCK, Mixture
 
 
 def test_each_epoch_has_every_row_once_and_is_shuffled_anew():
@@ -14,7 +14,7 @@ def test_each_epoch_has_every_row_once_and_is_shuffled_anew():
 
 @pytest.mark.parametrize("sizes, weights", [([12], [1.0]), ([40, 7, 300], [0.5, 0.2, 0.3])])
 def test_any_part_of_the_sequence_is_computed_without_the_parts_before_it(sizes, weights, monkeypatch):
-    monkeypatch.setattr(mixture, "MIXTURE_BLOCK", 50)
+    monkeypatch.setattr(run_rows, "MIXTURE_BLOCK", 50)
     whole = Mixture(sizes, weights, seed=3).entries(0, 500)
     for start, count in [(0, 4), (7, 16), (493, 7), (45, 20), (98, 4)]:
         assert Mixture(sizes, weights, seed=3).entries(start, count) == whole[start : start + count]
@@ -35,7 +35,7 @@ def test_every_stretch_of_the_sequence_has_the_weights_to_within_three_rows():
 
 
 def test_a_source_of_any_weight_is_taken_in_whole_epochs(monkeypatch):
-    monkeypatch.setattr(mixture, "MIXTURE_BLOCK", 50)
+    monkeypatch.setattr(run_rows, "MIXTURE_BLOCK", 50)
     mixture_of_two = Mixture([10, 1000], [0.9, 0.1], seed=1)
     entries = mixture_of_two.entries(0, 2000)
     assert mixture_of_two.rows_per_epoch == [pytest.approx(10 / 0.9), 10_000]
@@ -46,7 +46,7 @@ def test_a_source_of_any_weight_is_taken_in_whole_epochs(monkeypatch):
 
 
 def test_weights_are_rounded_to_the_nearest_share_and_too_small_ones_are_refused():
-    assert mixture.integer_shares([1, 1, 1]) == (3334, 3333, 3333)
-    assert mixture.integer_shares([2.0, 1.0]) == (6667, 3333)
+    assert run_rows.integer_shares([1, 1, 1]) == (3334, 3333, 3333)
+    assert run_rows.integer_shares([2.0, 1.0]) == (6667, 3333)
     with pytest.raises(InputError, match="weight 1e-05 is less than one row in 10,000"):
         Mixture([5, 5], [1.0, 1e-5], seed=0)

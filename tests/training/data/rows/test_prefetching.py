@@ -5,8 +5,8 @@ import threading
 import pytest
 
 from ligermodels.errors import InputError
-from ligermodels.training.data.rows import batches
-from ligermodels.training.data.rows.prefetching import DataError, Prefetcher
+from ligermodels.training.data.rows import run_rows
+from ligermodels.training.data.rows.run_rows import DataError, Prefetcher
 from tests.training.data.documents import CPU, distinct, validation
 
 
@@ -52,8 +52,8 @@ def test_files_that_cannot_be_read_at_their_turn_are_an_error_of_data():
 
 def test_validation_collates_each_batch_once_and_all_but_the_first_ahead(monkeypatch):
     threads, data = [], validation(distinct(*[6] * 7), 6)
-    expected = [data.collate(batches.ValidationRequest(start, 3, CPU)).input_ids.tolist() for start in (0, 3, 6)]
-    monkeypatch.setattr(batches, "collate", recorder(threads, batches.collate))
+    expected = [data.collate(range(start, start + 3), 3, CPU).input_ids.tolist() for start in (0, 3, 6)]
+    monkeypatch.setattr(run_rows, "collate", recorder(threads, run_rows.collate))
     for _ in range(2):
         assert [batch.input_ids.tolist() for batch in data.batches(3, CPU)] == expected
     assert threads == ["MainThread", "validation_0", "validation_0"] * 2

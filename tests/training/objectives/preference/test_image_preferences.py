@@ -252,7 +252,7 @@ def test_a_reward_model_scores_every_sequence_as_alone(family, models):
     compare_gradients(model, alone)
 
 
-COLLATION = "ligermodels.training.data.preferences.collation"
+COLLATION = "ligermodels.training.data.preferences.layout"
 TOKENS = "ligermodels.training.data.preferences.tokenization"
 LAYOUT = "ligermodels.training.data.preferences.layout"
 BREAKS = {
