@@ -15,7 +15,7 @@ from ligermodels.training.runs.folder import ADAPTER, CHECKPOINTS, MODEL
 from ligermodels.training.runs.settings import SETTINGS_FILE
 
 MAX_RUNS = 500  # the newest
-BLOCKS_IN_TURN = 4  # of a run, before the next run's are read
+CHUNKS_IN_TURN = 1  # of a run, before the next run's are read
 PAUSE = 0.5  # seconds between two looks at the files
 SCAN_FACTOR = 20  # the folders are searched anew after this many times what it took
 WITHOUT = {CHECKPOINTS, MODEL, ADAPTER, "tensorboard", "wandb"}  # folders of a run that hold no runs
@@ -86,7 +86,7 @@ class Library:
         if run.fault is not None:
             return False
         try:
-            return run.update(BLOCKS_IN_TURN)
+            return run.update(CHUNKS_IN_TURN)
         except Exception as error:
             traceback.print_exc()
             run.fault = f"cannot be read: {type(error).__name__}: {first_line(error)}"
