@@ -24,7 +24,6 @@ from tokenizers.models import BPE
 from ligermodels.errors import CheckpointError, InputError, first_line
 from ligermodels.tokenizer.chat_template import ChatTemplate, read_templates
 from ligermodels.tokenizer.growth import MAX_TOKEN_CHARACTERS, refuse_growth, refuse_long_tokens
-from ligermodels.tokenizer.panics import PANICS
 from ligermodels.weights.reading import longest_gap, read_bytes, read_json, safe_file
 
 TOKENIZER_FILE, TOKENIZER_CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
@@ -180,12 +179,11 @@ def split_as_qwen2(tokenizer: tokenizers.Tokenizer, add_prefix_space: bool = Fal
 def checked_call(file: Path, fault: str, call: Callable[..., T], *arguments: Any, **options: Any) -> T:
     """Calls the `tokenizers` library. Raises CheckpointError, which names the file and `fault`, if the library fails.
 
-    The library raises plain Exception; a panic raises PanicException, which is not a subclass of Exception. TypeError
+    The library raises plain Exception; a panic prints its place, and raises PanicException, which is none. TypeError
     and OverflowError are raised unchanged: the caller's arguments are wrong, not the file.
     """
     try:
-        with PANICS:
-            return call(*arguments, **options)
+        return call(*arguments, **options)
     except (TypeError, OverflowError):
         raise
     except BaseException as error:
