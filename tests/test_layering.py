@@ -16,7 +16,7 @@ PACKAGE = Path(ligermodels.__file__).parent
 # The rooms from the lowest floor up: a file imports its own room and those below it, as far as they are listed.
 MAY_IMPORT = {
     "errors": set(),
-    "units": set(),
+    "units": {"errors"},
     "aliases": set(),
     "pictures": set(),
     "lazy_names": set(),
@@ -26,14 +26,14 @@ MAY_IMPORT = {
     "ops": {"kernels"},
     "nn": {"kernels", "ops"},
     "configs": {"errors"},
-    "weights": {"errors", "distributed", "configs", "kernels"},  # how stored numbers are decoded
+    "weights": {"errors", "units", "distributed", "configs", "kernels"},  # how stored numbers are decoded
     "generation": {"errors", "units", "lazy_names", "configs", "kernels", "weights"},
     "layers": {"errors", "configs", "kernels", "weights", "generation"},
     "image_memory": {"configs", "layers"},
     "block_memory": {"kernels", "layers"},
     "head_memory": {"kernels"},
     "memory": {"configs", "layers", "generation", "weights", "image_memory", "block_memory", "head_memory"},
-    "architectures": {"configs", "layers", "weights"},
+    "architectures": {"errors", "configs", "layers", "weights"},
     "tokenizer": {"errors", "lazy_names", "weights"},
     "images": {"errors", "weights", "tokenizer"},
     "hub": {"errors", "units", "lazy_names", "architectures", "configs", "layers", "weights", "tokenizer", "images"},
@@ -90,9 +90,10 @@ def test_imports_go_down_only():
 
 def test_an_architecture_imports_layers_and_the_weight_mapping_only():
     for path in (PACKAGE / "architectures").glob("[!_]*.py"):
-        foreign = {n for n in imports_of(path) if not n.startswith(("layers.", "configs.")) and n != "weights.mapping"}
+        allowed = ("layers.", "configs.", "weights.mapping", "errors")
+        foreign = {name for name in imports_of(path) if not name.startswith(allowed)}
         assert not foreign, f"{path.name} imports {sorted(foreign)}"
-        assert 20 <= len(path.read_text().splitlines()) <= 90, path.name
+        assert 20 <= len(path.read_text().splitlines()) <= 250, path.name
 
 
 def test_the_limited_processes_have_nothing_of_the_package():

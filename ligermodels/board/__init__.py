@@ -1,14 +1,13 @@
 """`ligermodels board`: a page over the runs of a folder, on the standard library's HTTP server.
 
 folders.py      which files may be read, and what the folders hold
-series.py       the numbers of a metrics.jsonl in blocks: bounded memory, and fast to draw
+series.py       the numbers of a metrics.jsonl: bounded memory, and fast to draw
 runs.py  library.py         a run: state, settings, texts, checkpoints; all runs, kept up to date by a thread
 access.py       which requests are answered
 server.py       the HTTP server
 routes.py  actions.py       what each address answers: those that read; those that do something
 form.py  processes.py       the form of TrainConfig; starting, stopping and resuming runs
-models.py       the models that can be talked to
-workers.py  planner.py  talker.py      the processes that plan runs and that chat
+workers.py  answers.py      the processes that plan runs and that chat
 static/         the page: HTML, CSS and ES modules, without a build step
 """
 

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ligermodels.board.access import Refusal
+from ligermodels.board.folders import Place, names_inside, walk
 from ligermodels.board.form import (
     RUN_NAME,
     checked_name,
@@ -14,21 +15,23 @@ from ligermodels.board.form import (
     refuse_outside,
 )
 from ligermodels.board.library import Library
-from ligermodels.board.models import find_models
 from ligermodels.board.processes import Processes
 from ligermodels.board.runs import WatchedRun
 from ligermodels.board.server import Events, PageRequest, Route
 from ligermodels.board.workers import Answerer
 from ligermodels.errors import InputError
 from ligermodels.generation.sampling import SamplingOptions
-from ligermodels.training.checkpoints.files import step_folder
+from ligermodels.training.checkpoints.files import STEP, step_folder
 from ligermodels.training.config import TrainConfig
 from ligermodels.training.runs.continuing import with_base_of_adapter
 from ligermodels.training.runs.contradictions import refuse_contradictions
 from ligermodels.training.runs.folder import CHECKPOINTS
 from ligermodels.training.runs.settings import SETTINGS_FILE, as_json_value, config_from_file
+from ligermodels.weights.adapter_config import ADAPTER_CONFIG_FILE
+from ligermodels.weights.config_file import CONFIG_FILE
 
 MAX_MESSAGES, MAX_NEW_TOKENS = 1000, 32_768
+MAX_MODELS = 1000
 TALKERS = 2  # models that answer side by side, each in a process of its own
 SAMPLING = ("temperature", "top_p", "top_k", "seed")
 SPEAKERS = ("system", "user", "assistant")
@@ -43,8 +46,8 @@ class Actions:
     def __init__(self, library: Library, folders: Sequence[Path]) -> None:
         self.library, self.folders = library, list(folders)
         self.processes = Processes(self.folders[0])
-        self.planner = Answerer("ligermodels.board.planner", {"HF_HUB_OFFLINE": "1"})  # a plan downloads nothing
-        self.talkers = [Answerer("ligermodels.board.talker") for _ in range(TALKERS)]
+        self.planner = Answerer("plan", {"HF_HUB_OFFLINE": "1"})  # a plan downloads nothing
+        self.talkers = [Answerer("chat") for _ in range(TALKERS)]
 
     def __enter__(self) -> "Actions":
         return self
@@ -179,3 +182,37 @@ def answer_pieces(talker: Answerer, question: Mapping[str, Any]) -> Iterator[Map
         yield {"end": True}
     except InputError as error:
         yield {"error": str(error)}
+
+
+class TalkingModel(NamedTuple):
+    """place: of the model's folder, of a checkpoint the folder of its run. step: of a checkpoint."""
+
+    id: str
+    place: Place
+    kind: str
+    step: int | None = None
+
+
+def find_models(folders: Sequence[Path]) -> dict[str, TalkingModel]:
+    """The models, by their ids."""
+    found: dict[str, TalkingModel] = {}
+    for number, root in enumerate(folders):
+        for model in models_below(number, root):
+            if len(found) == MAX_MODELS:
+                return found
+            found[model.id] = model
+    return found
+
+
+def models_below(number: int, root: Path) -> Iterator[TalkingModel]:
+    for place, names in walk(root, {CHECKPOINTS}):
+        if any(name.endswith(".safetensors") for name in names):
+            for file, kind in ((CONFIG_FILE, "model"), (ADAPTER_CONFIG_FILE, "adapter")):
+                if file in names:
+                    yield TalkingModel(f"{number}:{place.relative}", place, kind)
+                    break
+        if SETTINGS_FILE in names:
+            for name in names_inside(place.inside(CHECKPOINTS)):
+                if STEP.fullmatch(name):
+                    step = int(name.removeprefix("step-"))
+                    yield TalkingModel(f"{number}:{place.relative}:{step}", place, "checkpoint", step)

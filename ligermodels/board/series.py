@@ -139,13 +139,13 @@ class MetricSeries:
     def view(self, names: Iterable[str], first: float, last: float, points: int) -> dict[str, np.ndarray]:
         """Rows [R, 5] of each name with steps from `first` to `last`, at most `points` of them."""
         columns = self.columns
-        rows = {name: between(columns[name], first, last) for name in names if name in columns}
+        rows = {name: rows_between(columns[name], first, last) for name in names if name in columns}
         if any(len(found) < points and columns[name][:, COUNT].max() > 1 for name, found in rows.items()):
             chunks = [chunk for chunk in self.chunks if chunk.last >= first and chunk.first <= last]
             # While the file is being read, no part is read twice.
             if len(chunks) <= EXACT_CHUNKS and not self.pending:
                 exact = columns_of(self.records_of(chunks))
-                rows = {name: between(exact[name], first, last) for name in rows if name in exact}
+                rows = {name: rows_between(exact[name], first, last) for name in rows if name in exact}
         return {name: reduced(found, points) for name, found in rows.items()}
 
     def some_texts(self, most: int) -> list[tuple[int, int]]:
@@ -196,11 +196,13 @@ def in_steps(rows: np.ndarray) -> np.ndarray:
 
 def extended(kept: dict[str, np.ndarray], new: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Both together; a number with more than 2 KEPT rows is reduced to KEPT."""
-    joined = {name: in_steps(np.concatenate([kept[name], rows])) if name in kept else rows for name, rows in new.items()}
+    joined = {
+        name: in_steps(np.concatenate([kept[name], rows])) if name in kept else rows for name, rows in new.items()
+    }
     return kept | {name: reduced(rows, KEPT) if len(rows) > 2 * KEPT else rows for name, rows in joined.items()}
 
 
-def between(rows: np.ndarray, first: float, last: float) -> np.ndarray:
+def rows_between(rows: np.ndarray, first: float, last: float) -> np.ndarray:
     return rows[(rows[:, STEP] >= first) & (rows[:, STEP] <= last)]
 
 

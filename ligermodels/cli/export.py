@@ -17,10 +17,9 @@ from ligermodels.cli.parsing import (
 )
 from ligermodels.errors import InputError
 from ligermodels.hub.names import refuse_mistyped
-from ligermodels.units import byte_size, counted
+from ligermodels.units import MAX_SHARD_SIZE, byte_size, counted, size_in_bytes
 from ligermodels.weights.gguf.finding import SUFFIX, is_gguf
 from ligermodels.weights.gguf.types import GGUF_TYPES
-from ligermodels.weights.shard_size import MAX_SHARD_SIZE, size_in_bytes
 
 
 def add_to(commands: Commands) -> None:

@@ -14,11 +14,10 @@ import torch
 
 from ligermodels.architectures import ARCHITECTURES
 from ligermodels.configs.base import Config
-from ligermodels.configs.parts import check_objects
 from ligermodels.configs.quantisation import scheme_of
 from ligermodels.errors import CheckpointError, HubError, InputError, suggest
 from ligermodels.hub.download import MODEL_FILES, adapter_folder, fetch_files, fetch_weights, hub_errors
-from ligermodels.hub.gguf_files import gguf_names, hub_gguf
+from ligermodels.hub.gguf import gguf_names, hub_gguf
 from ligermodels.hub.known_models import KNOWN_MODELS
 from ligermodels.hub.names import local_folder
 from ligermodels.images.inputs import Processor
@@ -28,8 +27,9 @@ from ligermodels.layers.quantising import quantise
 from ligermodels.layers.reward_model import RewardModel, initialize_new_parameters, is_classifier, reward_model_class
 from ligermodels.tokenizer import Tokenizer, check_vocabulary
 from ligermodels.tokenizer.files import has_tokenizer
+from ligermodels.units import MAX_SHARD_SIZE
 from ligermodels.weights.adapter_config import ADAPTER_CONFIG_FILE
-from ligermodels.weights.config_file import CONFIG_FILE, read_config, read_generation_config
+from ligermodels.weights.config_file import CONFIG_FILE, check_objects, read_config, read_generation_config
 from ligermodels.weights.exporting import export_weights
 from ligermodels.weights.files import open_checkpoint, shortened
 from ligermodels.weights.gguf.folder import shown_file
@@ -41,7 +41,6 @@ from ligermodels.weights.loading import (
     most_common_dtype,
     plan_loading,
 )
-from ligermodels.weights.shard_size import MAX_SHARD_SIZE
 from ligermodels.weights.stored import Checkpoint
 
 MIN_TENSORS_PER_LAYER = 4  # in any layout: a norm, the input and output of attention, a feed-forward layer

@@ -12,10 +12,18 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import CheckpointError, InputError
-from ligermodels.images.families import read_image_family
-from ligermodels.images.parts import IMAGE_PART, images_by_text, is_image_part, is_list, parse_source, take_images
-from ligermodels.images.placeholders import Placeholder
-from ligermodels.images.prefixes import Prefix, prefix_of_messages, prefix_text
+from ligermodels.images.parts import (
+    IMAGE_PART,
+    Prefix,
+    images_by_text,
+    is_image_part,
+    is_list,
+    parse_source,
+    prefix_of_messages,
+    prefix_text,
+    take_images,
+)
+from ligermodels.images.placeholders import Placeholder, read_image_family
 from ligermodels.images.processors import ImagePlan, ImageProcessor, Prepared
 from ligermodels.images.reading import ImageSource, image_size, read_image
 from ligermodels.tokenizer import Tokenizer

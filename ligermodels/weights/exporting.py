@@ -25,6 +25,7 @@ from ligermodels.configs.quantisation import read_scaled, scheme_of
 from ligermodels.distributed import is_first
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.kernels.fp8 import FP8_BLOCK
+from ligermodels.units import MAX_SHARD_SIZE, size_in_bytes
 from ligermodels.weights.bitsandbytes import quantisation_config, tensors_of
 from ligermodels.weights.config_file import CONFIG_FILE, GENERATION_CONFIG_FILE, both_spellings, read_config, with_dtype
 from ligermodels.weights.copying import source_tensors, unchanged_tensors, with_copies
@@ -34,7 +35,6 @@ from ligermodels.weights.mapping import BASE_LAYER, Piece, Rule, foreign_adapter
 from ligermodels.weights.module import HubModule, LowRankModule
 from ligermodels.weights.quantised import fp8_config, fp8_tensors_of, quantised
 from ligermodels.weights.reading import safe_file
-from ligermodels.weights.shard_size import MAX_SHARD_SIZE, size_in_bytes
 from ligermodels.weights.sharding import full_tensor, reshard
 from ligermodels.weights.stored import StoredTensor
 from ligermodels.weights.writing import Blocks, Entry, write_folder, write_json, write_safetensors
