@@ -18,8 +18,7 @@ from ligermodels.configs.quantisation import scheme_of
 from ligermodels.errors import CheckpointError, HubError, InputError, suggest
 from ligermodels.hub.download import MODEL_FILES, adapter_folder, fetch_files, fetch_weights, hub_errors
 from ligermodels.hub.gguf import gguf_names, hub_gguf
-from ligermodels.hub.known_models import KNOWN_MODELS
-from ligermodels.hub.names import local_folder
+from ligermodels.hub.names import known_models, local_folder
 from ligermodels.images.inputs import Processor
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.initialization import NoInitialization
@@ -369,5 +368,5 @@ def fetch_all_but_weights(
     """
     if (folder := hub_gguf(name, revision, token)) is not None:
         return folder
-    known = KNOWN_MODELS if "/" in name else (*KNOWN_MODELS, *ARCHITECTURES)  # a bare name may mean an architecture
+    known = known_models() if "/" in name else (*known_models(), *ARCHITECTURES)  # a bare name may mean an architecture
     return fetch_files(name, revision=revision, token=token, known=known, files=files)
