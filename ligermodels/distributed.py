@@ -1,6 +1,6 @@
 """Ranks and collectives: this process's rank, the process group, sums over ranks, and errors that all ranks raise.
 
-Every function also works in a single process without torchrun. Must not know models, files or data.
+Every function also works in a single process without torchrun.
 """
 
 import gc

@@ -1,7 +1,7 @@
 """The errors that mean "the input cannot be used": one line with file, field and remedy.
 
 Command lines print such an error and exit with status 2, and do the same where memory runs out. Any other exception is
-a bug and keeps its traceback. Must not know anything of the package.
+a bug and keeps its traceback.
 """
 
 import difflib

@@ -1,7 +1,7 @@
 """The memory of the head and its loss, from the sizes that the ops choose for their chunks.
 
 Bytes beside the weights, at the start of backward: gradients of the head's input [N, H] and of its weight [V, H], and
-logits. An op has its name in `ligermodels.ops`. Must not know any model.
+logits. An op has its name in `ligermodels.ops`.
 """
 
 import torch

@@ -1,7 +1,4 @@
-"""What images keep for the backward pass of a training step, beside the blocks; part of the plan of `memory.py`.
-
-Must not know any family, nor how a run is trained.
-"""
+"""What images keep for the backward pass of a training step, beside the blocks; part of the plan of `memory.py`."""
 
 from ligermodels.configs.vision import VisionConfig
 from ligermodels.layers.block import Block

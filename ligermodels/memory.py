@@ -2,8 +2,7 @@
 
 Weights, gradients, optimizer states and the key-value cache are exact, also for one of several ranks. Activations are
 those of `block_memory.py` and `image_memory.py`. The memory of the libraries themselves (the CUDA context takes about
-half a GiB) and the fragmentation of the allocator are not included.
-The model may be on the meta device. Must not know any family or file.
+half a GiB) and the fragmentation of the allocator are not included. The model may be on the meta device.
 """
 
 import math

@@ -11,9 +11,8 @@
 | `Experts`                | MixtralExperts, Qwen3MoeExperts                | `gate_up_proj`, `down_proj`         |
 | `MoE`                    | MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock  | `gate.weight`, `experts`            |
 
-Parameter names are those of the modules that they replace, so that `load_state_dict` takes the weights over.
-`device` and `dtype` are as in torch.nn. Dispatch, dtypes and numerics are those of `ligermodels.ops`. Must not know
-configurations or models.
+Parameter names are those of the modules that they replace, so that `load_state_dict` takes the weights over. `device`
+and `dtype` are as in torch.nn. Dispatch, dtypes and numerics are those of `ligermodels.ops`.
 """
 
 from collections.abc import Sequence

@@ -58,7 +58,7 @@ Requirements: torch and triton as in pyproject.toml; NVIDIA Ampere or newer, or 
 Numerics: sums in fp32, one rounding at the end, weight gradients without atomics and bit-identical from run to run.
 Double backward is refused with a RuntimeError: `torch.func` differentiates twice, on the reference implementation.
 
-Must not know any model. `docs/kernels.md` has examples, `ligermodels.nn` the modules that own weights.
+`docs/kernels.md` has examples, `ligermodels.nn` the modules that own weights.
 """
 
 import torch

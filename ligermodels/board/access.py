@@ -2,7 +2,7 @@
 
 A page of another site can make a browser send requests here. They are refused by what browsers say of them: Host (a
 name of another site that leads here), Origin and Sec-Fetch-Site (a page of another site), and by the content type of
-posts, which no form of another site can have. Must not know what an address answers.
+posts, which no form of another site can have.
 """
 
 import hmac

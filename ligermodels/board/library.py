@@ -1,4 +1,4 @@
-"""The runs of the folders, kept up to date by a thread that reads what they write. Must not know HTTP."""
+"""The runs of the folders, kept up to date by a thread that reads what they write."""
 
 import threading
 import time

@@ -1,7 +1,7 @@
 """A run as its files tell of it: what is known of it, read anew where something has changed.
 
 A run trains while a process holds the lock of its folder. One whose run.json says that it trains, with nobody at the
-lock, has died. Must not know HTTP, nor how a run is started.
+lock, has died.
 """
 
 import fcntl

@@ -1,9 +1,8 @@
 """The part of config.json that all model families share, and presets of it.
 
-Field names are the Hub's. Defaults are those of the reference implementation; they apply where a file omits a key.
-Keys without effect on the maths are kept in `raw` and written back. Keys that would change the maths and are not
-supported raise a ConfigError that names them. Must not know any architecture: each one subclasses `Config` and adds its
-own fields.
+Field names are the Hub's. Defaults are those of the reference implementation; they apply where a file omits a key. Keys
+without effect on the maths are kept in `raw` and written back. Keys that would change the maths and are not supported
+raise a ConfigError that names them.
 """
 
 import copy

@@ -1,7 +1,7 @@
 """Features that several families add to config.json: sliding window, softcaps, partial RoPE, multipliers, experts.
 
 Each class is one feature: its fields under the Hub's names, and their meaning. A family inherits from the features that
-it has. Must not know which families do.
+it has.
 """
 
 from collections.abc import Mapping

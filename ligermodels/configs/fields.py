@@ -1,4 +1,4 @@
-"""Type and range checks of single fields of a config.json. Must not know what a field means."""
+"""Type and range checks of single fields of a config.json."""
 
 import math
 import types

@@ -1,4 +1,4 @@
-"""Models that mix attention with layers whose memory is a state. Must not know any architecture."""
+"""Models that mix attention with layers whose memory is a state."""
 
 import math
 from collections.abc import Collection, Mapping

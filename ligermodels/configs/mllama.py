@@ -1,4 +1,4 @@
-"""The config.json of Llama 3.2 Vision: text layers with cross-attention, tiles of images. Must not know layers."""
+"""The config.json of Llama 3.2 Vision: text layers with cross-attention, tiles of images."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""The tower of Pixtral in config.json: images of any size. Must not know layers."""
+"""The tower of Pixtral in config.json: images of any size."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The quantization_config of a config.json: FP8 weights with one scale or a scale for each block; MXFP4 weights; NF4
 weights of bitsandbytes.
-
-Must not know tensors or files.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""The text side of Qwen2-VL and Qwen2.5-VL, and what their vision towers share. Must not know layers."""
+"""The text side of Qwen2-VL and Qwen2.5-VL, and what their vision towers share."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

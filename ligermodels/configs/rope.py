@@ -1,8 +1,7 @@
 """The rotary embedding in a config.json, read from both spellings (transformers 4 and 5).
 
 Version 4 has `rope_theta`, `rope_scaling` and `partial_rotary_factor` at the top level. Version 5 has all of it in
-`rope_parameters`; families with two kinds of rotary layers nest that by layer type. Must not know any family, nor the
-maths, which is in layers/rope.py.
+`rope_parameters`; families with two kinds of rotary layers nest that by layer type. The maths is in layers/rope.py.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""The vision_config of a multimodal config.json: a transformer over the patches of images. Must not know layers."""
+"""The vision_config of a multimodal config.json: a transformer over the patches of images."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

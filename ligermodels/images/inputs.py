@@ -1,7 +1,4 @@
-"""Processor: texts or messages with images -> a model's inputs, under the Hub's names.
-
-Knows the tokenizer and the image processor of a folder; must not know models.
-"""
+"""Processor: texts or messages with images -> a model's inputs, under the Hub's names."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence

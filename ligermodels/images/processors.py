@@ -1,7 +1,7 @@
 """Image processors, one a family: from an image's size to a plan of what becomes of it, and from pixels to a model's.
 
 A plan needs no pixels, so that the tokens of a whole data set are known before an image is decoded. Arguments and
-defaults are those of the processor of the same name in transformers 5. Must not know files, models or tokens.
+defaults are those of the processor of the same name in transformers 5.
 
 B rows of text, each with its images; p patch size, m merge size.
 """

@@ -1,7 +1,7 @@
 """Resizing and normalising pixels, and the sizes to which models resize: pure functions of (height, width).
 
 Pixels are those of the image processors of transformers 5 with torchvision, bit for bit. Resizing is on the CPU only:
-on a GPU a fifth of the values differ by one level. Knows torch and Pillow; must not know files or models.
+on a GPU a fifth of the values differ by one level.
 """
 
 import math

@@ -4,7 +4,7 @@
     processor_config.json       what the text of an image depends on; in files of transformers 5 its field
                                 image_processor has the image processor too, and counts
 
-A field that is missing or null has the default of its processor in transformers 5. Must not know processors.
+A field that is missing or null has the default of its processor in transformers 5.
 """
 
 from collections.abc import Mapping

@@ -2,7 +2,7 @@
 
 A folder has its template in chat_template.jinja, and further ones in additional_chat_templates/NAME.jinja; otherwise in
 tokenizer_config.json, as one template or a list; otherwise in chat_template.json. Templates run in a separate process
-with limits of time, memory and output (`template_process.py`). Must not know tokens.
+with limits of time, memory and output (`template_process.py`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -6,8 +6,7 @@
                                 read only if tokenizer_config.json has no added_tokens_decoder
 
 As in transformers 5, tokenizer.json decides which tokens are put before and after a text; add_bos_token and
-add_eos_token are used only without it. Truncation and padding settings of tokenizer.json are ignored. Must not know
-models.
+add_eos_token are used only without it. Truncation and padding settings of tokenizer.json are ignored.
 """
 
 import re

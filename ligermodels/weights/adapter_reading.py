@@ -1,7 +1,4 @@
-"""Strictly reads LoRA adapters in PEFT's format: every tensor has a place in the model, and none is missing.
-
-Knows files and names; must not know layers.
-"""
+"""Strictly reads LoRA adapters in PEFT's format: every tensor has a place in the model, and none is missing."""
 
 import itertools
 import re

@@ -6,7 +6,7 @@ The caller says which projections exist and which columns they have in packed li
 is stored as one update of rank E r: A [E r, in] is one expert after another; in B [out, r E] the experts alternate
 column by column. A module that is trained as a whole (`modules_to_save`) has the tensor
 `base_model.model.<module>.weight`. Of a tied embedding and head both are stored, and `ensure_weight_tying` is set:
-readers that do not know this field get the same logits. Knows files and names; must not know layers.
+readers that do not know this field get the same logits.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -6,8 +6,8 @@
     X.weight.quant_map, X.weight.nested_quant_map     fp32 [16] and [256]: the values of the codes
     X.weight.quant_state.bitsandbytes__nf4       JSON, as uint8: shape, dtype, sizes of blocks, the offset of absmax
 Only NF4 with double quantisation and these sizes is supported. Experts that a checkpoint stacks in one tensor X are
-stored as X, X.absmax, ... (`bitsandbytes.nn.parametrize`). Knows names and files; must not know what the numbers mean,
-rules or models. Source of the format: bitsandbytes 0.50, `QuantState.as_dict`.
+stored as X, X.absmax, ... (`bitsandbytes.nn.parametrize`). Source of the format: bitsandbytes 0.50,
+`QuantState.as_dict`.
 """
 
 import json

@@ -12,9 +12,8 @@ must be complete.
 
 Settings that the old fields cannot express are written in the new fields only. transformers 4 then silently ignores a
 scaling of the sliding layers, gives the sliding layers of OLMo 3 the theta of the full ones, and gives all layers of
-Qwen 2 MoE the window of some. It refuses values that it does not know: OLMo 2 with a scaling other than
-{type: linear or dynamic, factor}, and LongRoPE with its own factor.
-Knows field names; must not know model families.
+Qwen 2 MoE the window of some. It refuses values that it does not know: OLMo 2 with a scaling other than {type: linear
+or dynamic, factor}, and LongRoPE with its own factor.
 """
 
 import os

@@ -3,7 +3,7 @@
 Two kinds of tensors: those that the model does not compute, and those that are stored in another dtype than most, as
 long as the parameter still has their values. Quantised tensors are of the second kind: their scales are not unique, so
 a changed one cannot be quantised as before. If one of them has changed, none is copied, because readers expect one
-format for a whole model. Knows stored tensors and blocks of parameters; must not know rules or models.
+format for a whole model.
 """
 
 import warnings

@@ -1,10 +1,9 @@
 """Exports a model to a folder that transformers 4 and 5 and vLLM read: the inverse of loading, over the same pieces.
 
 Tensors get the names that they were loaded under. A folder of which only transformers 5 knows the names, such as one
-that its save_pretrained(save_original_format=False) wrote, therefore stays one.
-At most one parameter is gathered at a time, and the host holds at most one block of it. Low-rank updates are merged and
-dtypes are converted block by block. Files other than weights are copied from the folder that the model was loaded from.
-Knows parameters, rules and folders; must not know model families.
+that its save_pretrained(save_original_format=False) wrote, therefore stays one. At most one parameter is gathered at a
+time, and the host holds at most one block of it. Low-rank updates are merged and dtypes are converted block by block.
+Files other than weights are copied from the folder that the model was loaded from.
 """
 
 import itertools

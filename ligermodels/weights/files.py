@@ -1,7 +1,7 @@
 """Reads a checkpoint folder safely: model.safetensors, or the shards that model.safetensors.index.json names, or GGUF.
 
 Every byte of a folder may be damaged or hostile. Safetensors headers are validated before memory is allocated for what
-they describe. Pickles are never opened. Knows the file formats only; must not know models, rules or the Hub.
+they describe. Pickles are never opened.
 
 safetensors (https://github.com/huggingface/safetensors#format): the header's length as 8 little-endian bytes, the
 header (a JSON object: name -> dtype, shape, data_offsets), then the tensors without gap or overlap.

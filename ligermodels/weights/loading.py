@@ -1,8 +1,7 @@
 """Loads a checkpoint folder into a model's parameters, with strict checks and without a second copy of the weights.
 
 Each Hub tensor is streamed directly into its box of a packed parameter. If a parameter is a DTensor, each rank reads
-only the bytes of its own shard. All names, shapes and dtypes are checked before anything is copied. Knows parameters,
-rules and folders; must not know model families.
+only the bytes of its own shard. All names, shapes and dtypes are checked before anything is copied.
 """
 
 import itertools

@@ -6,8 +6,7 @@ the expert index. The first rule that matches a parameter is applied. A paramete
 name on the Hub.
 
 `plan_pieces` applies the rules and returns a list of pieces: a bijection between the Hub's tensors and the boxes (index
-ranges) that tile the parameters. Loading and exporting both use this list. This module knows names and shapes only; it
-must not know files, tensor values or model families.
+ranges) that tile the parameters. Loading and exporting both use this list.
 """
 
 import math

@@ -1,7 +1,5 @@
 """Base classes of what weights/ loads and exports: a model with a Hub checkpoint, modules with a low-rank update or
 with weights in few bits.
-
-Knows configurations and weight rules; must not know layers or architectures, which derive from these classes.
 """
 
 from collections.abc import Iterable, Mapping

@@ -6,7 +6,7 @@
     MXFP4          X_blocks uint8 [..., C / 32, 16], X_scales uint8 [..., C / 32]: byte j of a block holds element 2 j
                    in its low and 2 j + 1 in its high four bits, in e2m1; a block's scale is 2^(X_scales - 127)
 An X.activation_scale belongs to an FP8 tensor too; it has no effect on the weights. MXFP4 values are exact in bf16.
-Must not know rules or models. Source of MXFP4: Open Compute Project 2023, OCP Microscaling Formats (MX) v1.0.
+Source of MXFP4: Open Compute Project 2023, OCP Microscaling Formats (MX) v1.0.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,6 @@
 """Reads files that may be damaged or hostile: regular files of bounded size, and JSON of bounded depth and length.
 
-Every bound is checked before memory is allocated for what it limits. Knows bytes, text and JSON; must not know what a
-file is for.
+Every bound is checked before memory is allocated for what it limits.
 """
 
 import json

@@ -3,7 +3,7 @@
 Everything is written to a temporary folder beside the final one, synced to disk, then renamed; a folder that is
 replaced keeps its content until then. What a killed process leaves of it is removed by the next that writes the same
 folder; a lock shows whether its writer lives. A tensor is written block by block, so that the host never holds more
-than one block. File modes follow the user's umask. Knows files and blocks of tensors; must not know models or rules.
+than one block. File modes follow the user's umask.
 """
 
 import ctypes
