@@ -118,15 +118,10 @@ class TrainingMemory:
         """Bytes by name, in the order in which they are printed; "unsharded" is the value at the peak."""
         at_start = self.backward_start >= self.backward_end
         return {
-            "weights": self.weights,
-            "beside the model": self.beside,
-            "gradients": self.gradients,
-            "optimizer states": self.optimizer_states,
-            "activations": self.activations,
-            "loss": self.loss,
-            "block": self.block,
-            "unsharded": self.unsharded_at_start if at_start else self.unsharded_at_end,
-        }
+            "weights": self.weights, "beside the model": self.beside, "gradients": self.gradients,
+            "optimizer states": self.optimizer_states, "activations": self.activations, "loss": self.loss,
+            "block": self.block, "unsharded": self.unsharded_at_start if at_start else self.unsharded_at_end,
+        }  # fmt: skip
 
 
 @dataclass(frozen=True)

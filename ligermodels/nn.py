@@ -24,15 +24,9 @@ from torch import Tensor, nn
 from ligermodels import ops
 
 __all__ = [
-    "CrossEntropyLoss",
-    "Experts",
-    "GatedMLP",
-    "LayerNorm",
-    "LinearCrossEntropyLoss",
-    "MoE",
-    "RMSNorm",
+    "CrossEntropyLoss", "Experts", "GatedMLP", "LayerNorm", "LinearCrossEntropyLoss", "MoE", "RMSNorm",
     "RotaryEmbedding",
-]
+]  # fmt: skip
 
 Device = torch.device | str | int | None
 

@@ -21,14 +21,9 @@ SPINS = "1000"  # some microseconds: most threads of a short operation arrive wi
 INTERRUPTED = 130  # the exit status that a shell reports for SIGINT
 # Command -> its file. Only the file of the given command is imported: `list` does not wait for torch.
 COMMANDS = {
-    "train": "train",
-    "list": "listing",
-    "info": "info",
-    "generate": "generate",
-    "export": "export",
-    "verify": "verify",
+    "train": "train", "list": "listing", "info": "info", "generate": "generate", "export": "export", "verify": "verify",
     "board": "board",
-}
+}  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

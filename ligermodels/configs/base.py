@@ -256,9 +256,6 @@ def tiny(base: Mapping[str, Any]) -> dict:
 def preset(base: Mapping[str, Any], hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int) -> dict:
     """The content of a config.json with these sizes."""
     return dict(base) | {
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-    }
+        "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+    }  # fmt: skip

@@ -8,16 +8,9 @@ from ligermodels.configs.features import SlidingWindowConfig
 from ligermodels.configs.rope import FULL_ATTENTION, QueryScale, Rope
 
 SCALED_YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 1000000.0,
-    "factor": 16.0,
-    "original_max_position_embeddings": 16384,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "llama_4_scaling_beta": 0.1,
-}
+    "rope_type": "yarn", "rope_theta": 1000000.0, "factor": 16.0, "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
 
 
 @dataclass(kw_only=True)

@@ -18,14 +18,10 @@ LLAMA3_ROPE = {  # of Llama 3.1
 }  # fmt: skip
 # The supported scalings of RoPE, and the keys that each one requires.
 ROPE_TYPES = {
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "yarn": ("factor",),
+    "default": (), "linear": ("factor",), "dynamic": ("factor",), "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "longrope": ("short_factor", "long_factor"),
-    "proportional": (),
-}
+    "longrope": ("short_factor", "long_factor"), "proportional": (),
+}  # fmt: skip
 OLD_ROPE_TYPES = {"su": "longrope"}
 MULTIMODAL_ROPE_TYPES = OLD_ROPE_TYPES | {"mrope": "default"}  # of families whose positions have several axes
 

@@ -19,16 +19,12 @@ if TYPE_CHECKING:  # its names are flags of a command line, which does not wait 
 
 # What each template consists of: files of templates/. The first that fits a tokenizer is the one to propose for it.
 PARTS_OF_TEMPLATES = {
-    "chatml": ("refuse_tools", "chatml"),
-    "llama3": ("refuse_tools", "llama3"),
-    "gemma": ("refuse_tools", "take_turns", "gemma"),
-    "granite": ("refuse_tools", "granite"),
-    "phi3": ("refuse_tools", "three_roles", "phi3"),
-    "tulu": ("refuse_tools", "three_roles", "tulu"),
-    "zephyr": ("refuse_tools", "three_roles", "zephyr"),
-    "mistral": ("refuse_tools", "take_turns", "mistral"),
+    "chatml": ("refuse_tools", "chatml"), "llama3": ("refuse_tools", "llama3"),
+    "gemma": ("refuse_tools", "take_turns", "gemma"), "granite": ("refuse_tools", "granite"),
+    "phi3": ("refuse_tools", "three_roles", "phi3"), "tulu": ("refuse_tools", "three_roles", "tulu"),
+    "zephyr": ("refuse_tools", "three_roles", "zephyr"), "mistral": ("refuse_tools", "take_turns", "mistral"),
     "llama2": ("refuse_tools", "take_turns", "llama2"),
-}
+}  # fmt: skip
 
 
 def read_template_file(name: str) -> str:

@@ -20,38 +20,14 @@ MODULE_NAME = re.compile(r"\^?[\w.-]+")
 # Fields that do not change the result: how the update was initialised, and its targets, which the tensors show. Any
 # other field that is not in READ_FIELDS is refused if it is set.
 IGNORED_FIELDS = {
-    "auto_mapping",
-    "base_model_name_or_path",
-    "corda_config",
-    "eva_config",
-    "exclude_modules",
-    "inference_mode",
-    "layers_pattern",
-    "layers_to_transform",
-    "loftq_config",
-    "lora_ga_config",
-    "megatron_core",
-    "peft_version",
-    "qalora_group_size",
-    "revision",
-    "runtime_config",
-    "task_type",
-}
+    "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "exclude_modules", "inference_mode",
+    "layers_pattern", "layers_to_transform", "loftq_config", "lora_ga_config", "megatron_core", "peft_version",
+    "qalora_group_size", "revision", "runtime_config", "task_type",
+}  # fmt: skip
 READ_FIELDS = {
-    "alpha_pattern",
-    "bias",
-    "ensure_weight_tying",
-    "init_lora_weights",
-    "lora_alpha",
-    "lora_dropout",
-    "modules_to_save",
-    "peft_type",
-    "r",
-    "rank_pattern",
-    "target_modules",
-    "target_parameters",
-    "use_rslora",
-}
+    "alpha_pattern", "bias", "ensure_weight_tying", "init_lora_weights", "lora_alpha", "lora_dropout",
+    "modules_to_save", "peft_type", "r", "rank_pattern", "target_modules", "target_parameters", "use_rslora",
+}  # fmt: skip
 NEW_ADAPTER_FIELDS = {"init_lora_weights": True, "inference_mode": False}
 PEFT_DEFAULTS = {"r": 8, "lora_alpha": 8}
 SUPPORTED_INITS = (True, False, "gaussian", "eva", "orthogonal")  # the others also change the base weights
@@ -227,27 +203,14 @@ def compose_adapter_config(
     alpha, alphas_by_name = most_common_value({name: as_int_if_whole(alpha) for name, alpha in alphas.items()}, modules)
     targets, exclude = shortest_targets(ranks.keys() - parameters, modules - ranks.keys())
     return {
-        "alpha_pattern": alphas_by_name,
-        "auto_mapping": None,
-        "base_model_name_or_path": base.name,
-        "bias": "none",
-        "exclude_modules": exclude,
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "init_lora_weights": True,
-        "lora_alpha": alpha,
-        "lora_dropout": dropout,
-        "modules_to_save": shortest_saved_names(saved, modules - set(saved)) or None,
-        "peft_type": "LORA",
-        "r": rank,
-        "rank_pattern": ranks_by_name,
-        "revision": base.revision,
-        "target_modules": targets,
-        "target_parameters": sorted({suffixes(name)[2] for name in parameters}) or None,
-        "task_type": task,
-        "use_dora": False,
-        "use_rslora": False,
-    } | ({"ensure_weight_tying": True} if tied else {})
+        "alpha_pattern": alphas_by_name, "auto_mapping": None, "base_model_name_or_path": base.name, "bias": "none",
+        "exclude_modules": exclude, "fan_in_fan_out": False, "inference_mode": True, "init_lora_weights": True,
+        "lora_alpha": alpha, "lora_dropout": dropout,
+        "modules_to_save": shortest_saved_names(saved, modules - set(saved)) or None, "peft_type": "LORA", "r": rank,
+        "rank_pattern": ranks_by_name, "revision": base.revision, "target_modules": targets,
+        "target_parameters": sorted({suffixes(name)[2] for name in parameters}) or None, "task_type": task,
+        "use_dora": False, "use_rslora": False,
+    } | ({"ensure_weight_tying": True} if tied else {})  # fmt: skip
 
 
 def most_common_value(values: Mapping[str, Number], modules: set[str]) -> tuple[Number, dict[str, Number]]:

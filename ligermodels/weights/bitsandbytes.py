@@ -154,12 +154,7 @@ def tensors_of(name: str, part: Mapping[str, Tensor], shape: tuple[int, ...], dt
 def quantisation_config(dtype: torch.dtype, skipped: list[str]) -> dict[str, Any]:
     """The quantization_config of a config.json. skipped: the linears that are not quantised, by their Hub names."""
     return {
-        "quant_method": "bitsandbytes",
-        "load_in_4bit": True,
-        "load_in_8bit": False,
-        "bnb_4bit_quant_type": "nf4",
-        "bnb_4bit_use_double_quant": True,
-        "bnb_4bit_compute_dtype": str(dtype).removeprefix("torch."),
-        "bnb_4bit_quant_storage": "uint8",
-        "llm_int8_skip_modules": skipped,
-    }
+        "quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": str(dtype).removeprefix("torch."),
+        "bnb_4bit_quant_storage": "uint8", "llm_int8_skip_modules": skipped,
+    }  # fmt: skip

@@ -40,28 +40,14 @@ from ligermodels.weights.writing import Blocks, Entry, write_folder, write_json,
 
 BLOCK_BYTES = 16 * 2**20
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model*",
-    "tekken.json",
-    "chat_template.jinja",
-    "chat_template.json",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "vocab.txt", "merges.txt", "tokenizer.model*", "tekken.json", "chat_template.jinja", "chat_template.json",
     "additional_chat_templates/*.jinja",
-)
+)  # fmt: skip
 COPIED_FILES = (
-    GENERATION_CONFIG_FILE,
-    *TOKENIZER_FILES,
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
-    "LICENSE*",
-    "USE_POLICY*",
-)
+    GENERATION_CONFIG_FILE, *TOKENIZER_FILES, "preprocessor_config.json", "processor_config.json",
+    "video_preprocessor_config.json", "LICENSE*", "USE_POLICY*",
+)  # fmt: skip
 EXPORTED_FILES = (CONFIG_FILE, "*.safetensors", INDEX_FILE, *COPIED_FILES)
 
 

@@ -166,9 +166,6 @@ def fp8_tensors_of(name: str, part: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def fp8_config(block: tuple[int, int], skipped: list[str]) -> dict[str, Any]:
     """The quantization_config of a config.json. skipped: the linears that are not quantised, by their Hub names."""
     return {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": list(block),
+        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(block),
         "modules_to_not_convert": skipped,
-    }
+    }  # fmt: skip
