@@ -43,7 +43,7 @@ class HubError(InputError):
 
 
 def exhausted_memory(error: BaseException) -> str | None:
-    """Where memory ran out, "GPU" or "host", if that is what the error means."""
+    """Says where memory ran out, "GPU" or "host", if that is what the error means."""
     if isinstance(error, RuntimeError) and type(error).__name__ == "OutOfMemoryError":  # torch's; not imported for it
         return "GPU"
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):

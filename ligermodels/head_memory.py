@@ -51,7 +51,7 @@ def loss_bytes(
 
 
 def low_memory_bytes(tokens: int, hidden: int, vocab: int, dtype: torch.dtype, trained: bool) -> int:
-    """Both gradients in `dtype` and a buffer of logits."""
+    """Counts both gradients in `dtype` and a buffer of logits."""
     inputs, weight = (torch.empty(rows, hidden, dtype=dtype, device="meta") for rows in (tokens, vocab))
     return inputs.nbytes + weight.nbytes * trained + low_memory_buffer(inputs, weight)[0] * dtype.itemsize
 

@@ -21,9 +21,9 @@ def saved_by_patch(model: CausalLM, size: int) -> int:
 
 
 def saved_by_patch_of_features(model: VisionLanguageModel, size: int) -> int:
-    """Of the patch embedding its input, of the projector its norm's input and output, which fc1 reads, and fc1's
-    output; the features, which insertion keeps. A projector that pools keeps what it pools before and after its norm,
-    the tower's own norm its input."""
+    """Counts the patch embedding's input, the projector's norm's input and output, which fc1 reads, and fc1's output; the
+    features, which insertion keeps. A projector that pools keeps what it pools before and after its norm, the tower's
+    own norm its input."""
     vision = model.config.vision
     embedding = vision.pixels_per_patch * size if model.visual.patch_embed.weight.requires_grad else 0
     if not (is_trained(model.projector) or is_trained(model.visual)):
@@ -49,8 +49,8 @@ def saved_by_merger(vision: VisionConfig, size: int) -> int:
 
 
 def saved_by_patch_of_tiles(model: TiledVisionLanguageModel, size: int) -> int:
-    """Of a tower over tiles the pixels, the learned positions before their gate, and the inputs of both norms around
-    the blocks; the projector's input, if it is trained, and the states that cross-attention reads."""
+    """Counts a tower's pixels, learned positions before their gate, and the inputs of both norms around the blocks; the
+    projector's input, if it is trained, and the states that cross-attention reads."""
     vision, saved = model.config.vision, model.config.hidden_size * size
     if is_trained(model.visual):
         saved += vision.pixels_per_patch * size + 3 * vision.hidden_size * size + 4 * FP32_BYTES

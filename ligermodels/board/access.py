@@ -30,7 +30,7 @@ class Refusal(Exception):
 
 
 class Access(NamedTuple):
-    """Where the board listens. token: None on this machine alone."""
+    """Says where the board listens. token: None on this machine alone."""
 
     host: str
     port: int
@@ -38,7 +38,7 @@ class Access(NamedTuple):
 
     @classmethod
     def at(cls, host: str, port: int) -> "Access":
-        """With a new token for a host that other machines reach."""
+        """Makes a new token for a host that other machines reach."""
         host = f"[{host}]" if ":" in host and not host.startswith("[") else host  # IPv6
         return cls(host, port, None if host in LOOPBACK else secrets.token_urlsafe(24))
 

@@ -17,7 +17,7 @@ HEARTBEAT = 15.0  # seconds; a page that has left is noticed by it
 
 
 def run_routes(library: Library) -> dict[tuple[str, str], Route]:
-    """Those that read the runs."""
+    """Returns the routes that read the runs."""
 
     def run_of(request: PageRequest) -> WatchedRun:
         run = library.runs.get(request.query.get("run", ""))

@@ -131,7 +131,7 @@ class WatchedRun:
         return (self.steps - step) * tokens / speed
 
     def warnings(self) -> list[dict[str, Any]]:
-        """Those of the run, and what is wrong with its files."""
+        """Lists the warnings of the run, and what is wrong with its files."""
         said = self.status.get("warnings")
         found = [
             {"step": whole(entry.get("step")), "text": text(entry.get("text"))}

@@ -195,7 +195,7 @@ def in_steps(rows: np.ndarray) -> np.ndarray:
 
 
 def extended(kept: dict[str, np.ndarray], new: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Both together; a number with more than 2 KEPT rows is reduced to KEPT."""
+    """Joins both; a number with more than 2 KEPT rows is reduced to KEPT."""
     joined = {
         name: in_steps(np.concatenate([kept[name], rows])) if name in kept else rows for name, rows in new.items()
     }

@@ -83,7 +83,7 @@ class Memory(NamedTuple):
 
     @property
     def peaks(self) -> dict[str, dict[str, int]]:
-        """By use, the parts that its peak has."""
+        """Maps each use to the parts that its peak has."""
         training = {label: at_peak(step) for label, step in self.training.items()}
         return training | {"generate": dict(vars(self.generating))}
 

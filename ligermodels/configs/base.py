@@ -124,7 +124,7 @@ class Config:
         return copy.deepcopy(dict(self.raw) | fields)
 
     def untied(self) -> Self:
-        """The same for a model whose embedding and head are two parameters."""
+        """Returns the config of a model whose embedding and head are two parameters."""
         raw = dict(self.raw) | {"tie_word_embeddings": False}
         if "text_config" in raw:
             raw["text_config"] = dict(raw["text_config"] or {}) | {"tie_word_embeddings": False}

@@ -42,7 +42,7 @@ class PixtralVisionConfig(AxialVisionConfig, FeatureLayerConfig):
 
     @property
     def norm_eps(self) -> float:
-        """Not a field of the files."""
+        """The files have no field for it."""
         return 1e-5
 
     def validate(self) -> None:

@@ -87,6 +87,6 @@ def scheme_of(raw: Mapping[str, Any]) -> str | None:
 
 
 def read_scaled(raw: Mapping[str, Any]) -> Scaled | None:
-    """As `read_quantisation`, of weights that are read as values and their scales alone."""
+    """Reads what `read_quantisation` does, of weights that are stored as values and their scales alone."""
     found = read_quantisation(raw)
     return None if isinstance(found, Nf4Weights) else found

@@ -51,7 +51,7 @@ class Rope:
 
     @property
     def position_axes(self) -> tuple[int, ...]:
-        """Of each rotated pair, the axis of the positions that it turns with; empty if positions have one axis.
+        """Returns the axis of the positions that each rotated pair turns with; empty if positions have one axis.
 
         mrope_section is the number of pairs of each axis. They stand in blocks, or interleaved: pair j then turns with
         axis j % 3 as long as that has pairs left, and with the first axis behind them.

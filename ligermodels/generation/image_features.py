@@ -51,7 +51,7 @@ class CrossFeatures(NamedTuple):
     sees: Tensor
 
     def moved(self, new_places: Callable[[Tensor], Tensor]) -> "CrossFeatures":
-        """The same for tokens that stand elsewhere."""
+        """Moves the tokens to where they stand elsewhere."""
         return self._replace(places=new_places(self.places))
 
     def insert(self, embeddings: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ class CrossFeatures(NamedTuple):
 def cross_features(
     values: Tensor, spans: Sequence[TileSpan], tokens: int, last: Sequence[Sequence[int]], device: torch.device
 ) -> CrossFeatures:
-    """Of spans of a batch of so many tokens, in ascending order; last: the tiles seen behind each row or document."""
+    """Builds the features of spans of a batch, in ascending order; last: the tiles seen behind each row or document."""
     per_tile = values.shape[1]
     keys = [len(span.tiles) * per_tile for span in spans]
     starts = [0, *(span.first for span in spans[1:]), tokens]
@@ -116,7 +116,7 @@ class CrossPrompt(NamedTuple):
 def cross_features_of_pieces(
     prompts: Sequence[CrossPrompt | None], pieces: Sequence[tuple[int, int]], device: torch.device
 ) -> CrossFeatures:
-    """Those of a packed row of pieces of prompts, of which one or more have images; pieces: [start, stop) of each."""
+    """Builds the features of a packed row of pieces of prompts, some with images; pieces: [start, stop) of each."""
     spans: list[TileSpan] = []
     values: list[Tensor] = []
     last: list[tuple[int, ...]] = []
@@ -146,7 +146,7 @@ class SeenAhead(NamedTuple):
     counts: Tensor
 
     def to_cpu(self) -> "SeenAhead":
-        """The same on the CPU, by place."""
+        """Copies to the CPU, in the order of the places."""
         order = self.places.argsort()
         return SeenAhead(self.places[order].cpu(), self.counts[order].cpu())
 
@@ -164,7 +164,7 @@ class ImageFeatures(NamedTuple):
     ahead: SeenAhead | None = None
 
     def moved(self, new_places: Callable[[Tensor], Tensor]) -> "ImageFeatures":
-        """The same for tokens that stand elsewhere."""
+        """Moves the tokens to where they stand elsewhere."""
         ahead = self.ahead and self.ahead._replace(places=new_places(self.ahead.places))
         return self._replace(places=new_places(self.places), ahead=ahead)
 
@@ -217,7 +217,7 @@ class PromptImages(NamedTuple):
 
 
 def no_features(features: ImageFeatures) -> ImageFeatures:
-    """The same for no token, which depends on the features all the same: their gradients are then zeros."""
+    """Keeps no token, and depends on the features all the same: their gradients are then zeros."""
     places = torch.empty(0, dtype=torch.int64, device=features.values.device)
     return ImageFeatures(features.values[:0], places, tuple(values[:0] for values in features.deepstack))  # no `ahead`
 

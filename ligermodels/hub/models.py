@@ -335,7 +335,7 @@ def refuse_without_config(name: str, folder: Path, token: str | None) -> None:
 
 
 def local_model_folder(name_or_folder: str | Path, revision: str | None) -> Path | None:
-    """As `local_folder`. Raises CheckpointError if the folder contains only an adapter, or models in subfolders."""
+    """Finds a folder as `local_folder` does. Raises CheckpointError for an adapter alone, or models in subfolders."""
     folder = local_folder(name_or_folder, revision)
     if folder is not None:
         refuse_other_folders(folder)

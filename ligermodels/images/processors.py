@@ -95,7 +95,7 @@ class ImageProcessor:
         return None
 
     def with_token_range(self, fewest: int, most: int) -> "ImageProcessor":
-        """The same for images of so many tokens. Raises InputError for a processor whose images have no free size."""
+        """Returns a processor for images of so many tokens. Raises InputError where images have no free size."""
         raise InputError("the images of this model have no free size, and so a fixed number of tokens; leave it out")
 
     def collate(self, rows: Sequence[Sequence[Prepared]], tokens: Tensor) -> dict[str, Tensor]:

@@ -51,7 +51,7 @@ def resize(image: Tensor, size: tuple[int, int], how: Filter) -> Tensor:
 
 
 def resize_by_pillow(image: Tensor, size: tuple[int, int], how: Filter) -> Tensor:
-    """The same as Pillow rounds it, and so transformers without torchvision."""
+    """Resizes as Pillow rounds, and so transformers without torchvision."""
     module, (height, width) = pillow(), size
     picture = module.fromarray(image.permute(1, 2, 0).contiguous().numpy())
     resized = picture.resize((width, height), module.Resampling[how.upper()])

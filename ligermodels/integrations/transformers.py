@@ -225,7 +225,7 @@ class TransformersModel(AdaptableModule, PreTrainedModel, GenerationMixin):
         return self
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As nn.Module's, but also takes the Hub's names; if not strict, also some of them, of any part of a model."""
+        """Loads as nn.Module does, but also takes the Hub's names; if not strict, also some of them, of any part."""
         if not strict:
             pack_some(self.bare, state_dict := dict(state_dict))
         result = super().load_state_dict(state_dict, strict, assign)
@@ -255,7 +255,7 @@ class TransformersModel(AdaptableModule, PreTrainedModel, GenerationMixin):
         self.bare.set_output_embeddings(as_fused_head(new_embeddings))
 
     def resize_token_embeddings(self, *arguments: Any, **options: Any) -> nn.Embedding:
-        """As in transformers. The configuration and what `save_pretrained` writes have the new size."""
+        """Resizes as transformers does. The configuration and what `save_pretrained` writes have the new size."""
         embeddings = super().resize_token_embeddings(*arguments, **options)
         self.update_bare_config()
         return embeddings
@@ -263,7 +263,7 @@ class TransformersModel(AdaptableModule, PreTrainedModel, GenerationMixin):
     def activation_checkpointing_enable(
         self, activation_checkpointing_kwargs: Mapping[str, Any] | None = None, **options: Any
     ) -> None:
-        """As `CausalLM.activation_checkpointing_enable`."""
+        """Does what `CausalLM.activation_checkpointing_enable` does."""
         self.bare.activation_checkpointing_enable(activation_checkpointing_kwargs, **options)
 
     def gradient_checkpointing_enable(

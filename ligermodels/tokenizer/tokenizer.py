@@ -85,7 +85,7 @@ class Tokenizer:
         return [encoding.ids for encoding in encodings]
 
     def encode_with_offsets(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[Encoding]:
-        """As `encode_batch`, with the offsets of the tokens in characters of their text."""
+        """Encodes as `encode_batch` does, with the offsets of the tokens in characters of their text."""
         texts = list(texts)
         return self.call_encoder(self.tokenizer.encode_batch, texts, texts, add_special_tokens=add_special_tokens)
 

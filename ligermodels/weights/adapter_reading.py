@@ -65,7 +65,7 @@ class AdapterSettings:
     unties: bool
 
     def with_dtype(self, dtype: torch.dtype) -> "AdapterSettings":
-        """The same with LoRA parameters of this dtype."""
+        """Returns the settings with LoRA parameters of this dtype."""
         return replace(self, linears={name: replace(lora, dtype=dtype) for name, lora in self.linears.items()})
 
 

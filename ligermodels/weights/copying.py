@@ -53,7 +53,7 @@ def unchanged_tensors(
     pieces: Sequence[Piece], blocks: Iterator[Blocks], stored: Mapping[str, StoredTensor], scheme: Scaled | None,
     sharded: bool,
 ) -> dict[str, StoredTensor]:  # fmt: skip
-    """Those of the stored tensors whose values the model still has; quantised ones only if all of them are unchanged.
+    """Finds the stored tensors whose values the model still has; quantised ones only if all of them are unchanged.
 
     pieces, blocks: the pieces of the stored tensors, and the model's values of each; an iterator of collectives if the
     parameters are sharded, so that every rank must call. Warns if quantised tensors have changed.

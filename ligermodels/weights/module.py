@@ -154,11 +154,11 @@ class HubModule(nn.Module):
         return ()
 
     def kept_layers(self) -> KeptLayers | None:
-        """Those of `kept_tensors` that are numbered layers."""
+        """Lists those of `kept_tensors` that are numbered layers."""
         return None
 
     def kept_of(self, tensors: Iterable[str]) -> list[str]:
-        """Those of a checkpoint's tensors that are `kept_tensors`."""
+        """Lists those of a checkpoint's tensors that are `kept_tensors`."""
         patterns = self.kept_tensors()
         return [name for name in tensors if any(name_translator(pattern, name) is not None for pattern in patterns)]
 

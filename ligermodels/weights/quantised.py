@@ -44,7 +44,7 @@ class Scale(Protocol):
 
 @dataclass(frozen=True)
 class Fp8Scale:
-    """Of an FP8 tensor: values, fp32, and the rows and columns that share one, None for all."""
+    """The scale of an FP8 tensor: values, fp32, and the rows and columns that share one, None for all."""
 
     values: Tensor
     block: tuple[int, int] | None
@@ -67,7 +67,7 @@ class Fp8Scale:
 
 @dataclass(frozen=True)
 class Mxfp4Scale:
-    """Of an MXFP4 tensor: exponents uint8, one for each block of the last dimension."""
+    """The scale of an MXFP4 tensor: exponents uint8, one for each block of the last dimension."""
 
     exponents: Tensor
 
@@ -101,7 +101,7 @@ def quantised(tensors: Mapping[str, StoredTensor]) -> list[str]:
 
 
 def by_element(tensors: Mapping[str, StoredTensor], scheme: Scaled | None) -> dict[str, StoredTensor]:
-    """The same tensors, those in MXFP4 with the shape of their elements."""
+    """Returns the tensors, those in MXFP4 with the shape of their elements."""
     if not isinstance(scheme, Mxfp4):
         return dict(tensors)
     return {name: elements_of(stored) if is_mxfp4(name, stored) else stored for name, stored in tensors.items()}

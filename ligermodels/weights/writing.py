@@ -140,7 +140,7 @@ def write_atomically(folder: Path, writers: Iterable[Callable[[Path], None]], re
 
 @contextmanager
 def atomic_folder(folder: Path, replace: bool = False) -> Iterator[Path]:
-    """As `atomic_path`, for a folder: the temporary one exists."""
+    """Does for a folder what `atomic_path` does for a file: the temporary one exists."""
     with atomic_path(folder, replace) as temporary:
         temporary.mkdir()
         yield temporary
