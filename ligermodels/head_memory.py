@@ -57,8 +57,8 @@ def low_memory_bytes(tokens: int, hidden: int, vocab: int, dtype: torch.dtype, t
 
 
 def recomputed_bytes(tokens: int, hidden: int, vocab: int, dtype: torch.dtype) -> int:
-    """Of log-probabilities whose backward computes the logits again: both gradients in `dtype`, fp32 sums of the rows'
-    and a part of the fp32 logits, or those of the forward."""
+    """Counts what log-probabilities take whose backward computes the logits again: both gradients in `dtype`, fp32 sums
+    of the rows' and a part of the fp32 logits, or those of the forward."""
     rows, gradient = min(tokens, MAX_BACKWARD_ROWS), vocab * hidden * dtype.itemsize
     summed = vocab * hidden * FP32.itemsize if tokens > rows else gradient
     beside = (rows * hidden + vocabulary_buffer(rows, vocab, FP32)) * FP32.itemsize

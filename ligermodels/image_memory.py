@@ -21,9 +21,9 @@ def saved_by_patch(model: CausalLM, size: int) -> int:
 
 
 def saved_by_patch_of_features(model: VisionLanguageModel, size: int) -> int:
-    """Counts the patch embedding's input, the projector's norm's input and output, which fc1 reads, and fc1's output; the
-    features, which insertion keeps. A projector that pools keeps what it pools before and after its norm, the tower's
-    own norm its input."""
+    """Counts the patch embedding's input, the input and output of the projector's norm, which fc1 reads, fc1's output,
+    and the features, which insertion keeps. A projector that pools keeps what it pools before and after its norm, the
+    tower's own norm its input."""
     vision = model.config.vision
     embedding = vision.pixels_per_patch * size if model.visual.patch_embed.weight.requires_grad else 0
     if not (is_trained(model.projector) or is_trained(model.visual)):
