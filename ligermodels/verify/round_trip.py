@@ -38,8 +38,8 @@ def tensors_check(model: CausalLM, folder: Path, written: Path) -> Check:
     changed = sorted(name for name in expected.keys() | after.keys() if expected.get(name) != after.get(name))
     missing = f"; not written, because tied or stale: {shortened(sorted(left_out))}" if left_out else ""
     return Check(
-        "tensors after a round trip", not changed, differing(changed, len(after)) + missing, "the same names and the same SHA-256 of the bytes",
-        {"before": before, "after": after if changed else "the same"},
+        "tensors after a round trip", not changed, differing(changed, len(after)) + missing,
+        "the same names and the same SHA-256 of the bytes", {"before": before, "after": after if changed else "the same"},
     )  # fmt: skip
 
 
@@ -67,13 +67,8 @@ def flatten_fields(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any
 def files_check(folder: Path, written: Path) -> Check:
     """Compares the bytes of all copied files."""
     names = sorted({str(file.relative_to(folder)) for pattern in COPIED_FILES for file in folder.glob(pattern)})
-    unchanged = {
-        name for name in names if (written / name).exists() and filecmp.cmp(written / name, folder / name, False)
-    }
-    changed, criterion = (
-        [name for name in names if name not in unchanged],
-        "tokenizer, templates, licence: the same bytes",
-    )
+    _, different, missing = filecmp.cmpfiles(folder, written, names, shallow=False)
+    changed, criterion = sorted([*different, *missing]), "tokenizer, templates, licence: the same bytes"
     return Check("other files after a round trip", not changed, differing(changed, len(names)), criterion)
 
 
