@@ -5,7 +5,7 @@ series.py       the numbers of a metrics.jsonl: bounded memory, and fast to draw
 runs.py  library.py         a run: state, settings, texts, checkpoints; all runs, kept up to date by a thread
 access.py       which requests are answered
 server.py       the HTTP server
-routes.py  actions.py       what each address answers: those that read; those that do something
+actions.py      what each address answers
 form.py  processes.py       the form of TrainConfig; starting, stopping and resuming runs
 workers.py  answers.py      the processes that plan runs and that chat
 static/         the page: HTML, CSS and ES modules, without a build step
@@ -19,7 +19,6 @@ from ligermodels.board.access import Access
 from ligermodels.board.actions import Actions
 from ligermodels.board.folders import open_folders
 from ligermodels.board.library import Library
-from ligermodels.board.routes import run_routes
 from ligermodels.board.server import listen
 
 
@@ -30,4 +29,4 @@ def open_board(folders: Sequence[Path], host: str, port: int, say: Callable[[str
     """
     opened = open_folders(folders)
     with Library(opened[:1]) as library, Actions(library, opened) as actions:
-        listen(Access.at(host, port), run_routes(library) | actions.routes(), say)
+        listen(Access.at(host, port), actions.routes(), say)

@@ -216,3 +216,14 @@ def reduced(rows: np.ndarray, most: int) -> np.ndarray:
     steps, means = (np.add.reduceat(rows[:, i] * rows[:, COUNT], starts) / counts for i in (STEP, MEAN))
     low, high = np.minimum.reduceat(rows[:, LOW], starts), np.maximum.reduceat(rows[:, HIGH], starts)
     return np.stack([steps, low, high, means, counts], 1)
+
+
+def curve_text(rows: np.ndarray) -> str:
+    """Steps, lowest, highest and mean values; the last three as one where each row is a single value.
+
+    Written here because it is by far the most that is sent: digits that are not seen in a curve are left out.
+    """
+    values = [rows[:, MEAN]] if np.array_equal(rows[:, LOW], rows[:, HIGH]) else [rows[:, i] for i in (LOW, HIGH, MEAN)]
+    parts = [",".join(map("{:.10g}".format, rows[:, STEP].tolist()))]
+    parts += [",".join(map("{:.6g}".format, column.tolist())) for column in values]
+    return "[" + ",".join(f"[{part}]" for part in parts) + "]"

@@ -1,5 +1,5 @@
 """The board's server: Python's http.server, a thread per request, answers as JSON, as a file of the page, or as a
-stream of events. What an address answers is in routes.py."""
+stream of events. What an address answers is in actions.py."""
 
 import json
 import math

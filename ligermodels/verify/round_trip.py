@@ -37,10 +37,9 @@ def tensors_check(model: CausalLM, folder: Path, written: Path) -> Check:
     expected = {name: digest for name, digest in before.items() if name not in left_out}
     changed = sorted(name for name in expected.keys() | after.keys() if expected.get(name) != after.get(name))
     missing = f"; not written, because tied or stale: {shortened(sorted(left_out))}" if left_out else ""
-    return Check(
-        "tensors after a round trip", not changed, differing(changed, len(after)) + missing,
-        "the same names and the same SHA-256 of the bytes", {"before": before, "after": after if changed else "the same"},
-    )  # fmt: skip
+    result, criterion = differing(changed, len(after)) + missing, "the same names and the same SHA-256 of the bytes"
+    hashes = {"before": before, "after": after if changed else "the same"}
+    return Check("tensors after a round trip", not changed, result, criterion, hashes)
 
 
 def config_check(folder: Path, written: Path) -> Check:
@@ -49,10 +48,8 @@ def config_check(folder: Path, written: Path) -> Check:
     changed = sorted(key for key, value in before.items() if value is not None and after.get(key) != value)
     added = sorted(key for key in after if before.get(key) is None and after[key] is not None)
     result = f"{differing(changed, len(before))}; added: {shortened(added) if added else 'none'}"
-    return Check(
-        "config.json after a round trip", not changed, result,
-        "every field unchanged; fields may be added for other readers",
-    )  # fmt: skip
+    criterion = "every field unchanged; fields may be added for other readers"
+    return Check("config.json after a round trip", not changed, result, criterion)
 
 
 def flatten_fields(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
