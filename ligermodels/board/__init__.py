@@ -3,8 +3,7 @@
 folders.py      which files may be read, and what the folders hold
 series.py       the numbers of a metrics.jsonl: bounded memory, and fast to draw
 runs.py  library.py         a run: state, settings, texts, checkpoints; all runs, kept up to date by a thread
-access.py       which requests are answered
-server.py       the HTTP server
+server.py       the HTTP server; which requests are answered
 actions.py      what each address answers
 form.py  processes.py       the form of TrainConfig; starting, stopping and resuming runs
 workers.py  answers.py      the processes that plan runs and that chat
@@ -15,11 +14,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ligermodels.board.access import Access
 from ligermodels.board.actions import Actions
 from ligermodels.board.folders import open_folders
 from ligermodels.board.library import Library
-from ligermodels.board.server import listen
+from ligermodels.board.server import Access, listen
 
 
 def open_board(folders: Sequence[Path], host: str, port: int, say: Callable[[str], Any]) -> None:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ligermodels.board.access import Refusal
 from ligermodels.board.folders import Place, names_inside, walk
 from ligermodels.board.form import (
     RUN_NAME,
@@ -24,7 +23,7 @@ from ligermodels.board.library import Library
 from ligermodels.board.processes import Processes
 from ligermodels.board.runs import WatchedRun
 from ligermodels.board.series import MAX_NAMES, curve_text
-from ligermodels.board.server import Encoded, Events, PageRequest, Route
+from ligermodels.board.server import Encoded, Events, PageRequest, Refusal, Route
 from ligermodels.board.workers import Answerer
 from ligermodels.errors import InputError
 from ligermodels.generation.sampling import SamplingOptions

@@ -33,7 +33,7 @@ GROUP_NOTES = {
 }
 
 
-def add_to(commands: Commands) -> None:
+def add_train_command(commands: Commands) -> None:
     parser = commands.add_parser(
         "train", help="train a model from new or pretrained weights", description="Trains a decoder language model.",
         usage="ligermodels train --model MODEL | --adapter FOLDER | --resume FOLDER [flags]", epilog=EXAMPLES,

@@ -5,11 +5,10 @@ import json
 import threading
 from contextlib import contextmanager
 
-from ligermodels.board.access import Access
 from ligermodels.board.actions import Actions
 from ligermodels.board.folders import open_folders
 from ligermodels.board.library import Library
-from ligermodels.board.server import Server
+from ligermodels.board.server import Access, Server
 
 
 class Board:
