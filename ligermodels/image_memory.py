@@ -1,6 +1,5 @@
 """What images keep for the backward pass of a training step, beside the blocks; part of the plan of `memory.py`."""
 
-from ligermodels.configs.vision import VisionConfig
 from ligermodels.layers.block import Block
 from ligermodels.layers.cross_attention import CrossAttention
 from ligermodels.layers.decoder import CausalLM
@@ -31,7 +30,9 @@ def saved_by_patch_of_features(model: VisionLanguageModel, size: int) -> int:
     features = model.config.hidden_size * size // vision.patches_per_feature
     if isinstance(model.projector, LinearProjector):  # the states' sum, which linear_1 reads, and its output
         normed = vision.hidden_size * size + 2 * FP32_BYTES if is_trained(model.visual) else 0
-        merged = saved_by_merger(vision, size) if isinstance(model.projector, MergingProjector) else 0
+        merged = 0
+        if isinstance(model.projector, MergingProjector):  # its rstd, its norm's output, what becomes of a square
+            merged = FP32_BYTES + vision.hidden_size * size + vision.hidden_size * size // vision.patches_per_feature
         return embedding + normed + merged + model.projector.linear_1.in_features * size + 2 * features
     if isinstance(model.projector, SquareProjector | PatchProjector):  # what the norm makes, which proj reads
         normed = vision.hidden_size * size + 2 * FP32_BYTES if is_trained(model.visual) else 0
@@ -41,11 +42,6 @@ def saved_by_patch_of_features(model: VisionLanguageModel, size: int) -> int:
         normed = vision.hidden_size * size + 2 * FP32_BYTES if is_trained(model.visual) else 0
         return embedding + normed + pooled + features
     return embedding + (1 + len(model.deepstack)) * (3 * vision.hidden_size * size + features)
-
-
-def saved_by_merger(vision: VisionConfig, size: int) -> int:
-    """Bytes per patch beside the states' sum: its rstd, its norm as the merger reads it, what becomes of a square."""
-    return FP32_BYTES + vision.hidden_size * size + vision.hidden_size * size // vision.patches_per_feature
 
 
 def saved_by_patch_of_tiles(model: TiledVisionLanguageModel, size: int) -> int:

@@ -3,7 +3,7 @@
 import argparse
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -143,6 +143,7 @@ def draw_memory(peaks: Mapping[str, Mapping[str, int]], picture: Path, title: st
     try:
         import matplotlib
         from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
     except ImportError as error:
         raise InputError("info --plot: matplotlib is missing; pip install matplotlib") from error
     longest = max(sum(parts.values()) for parts in peaks.values())
@@ -164,19 +165,10 @@ def draw_memory(peaks: Mapping[str, Mapping[str, int]], picture: Path, title: st
         ticks = [*range(0, round(longest * 1.1), step)]
         axes.set_xticks(ticks, [memory_size(size) for size in ticks])
         axes.set_title(title, fontsize=12, fontweight="bold")
-        figure.legend(handles=legend(used_parts(list(peaks.values()))), loc="outside lower center", ncols=8)
+        used = (name for name in PART_COLOURS if any(parts.get(name) for parts in peaks.values()))
+        handles = [Patch(color=PART_COLOURS[name], label=name) for name in used]
+        figure.legend(handles=handles, loc="outside lower center", ncols=8)
         try:
             figure.savefig(picture, dpi=140)
         except (OSError, ValueError) as error:
             raise InputError(f"--plot {picture}: cannot be written: {error}") from error
-
-
-def used_parts(bars: Sequence[Mapping[str, int]]) -> list[str]:
-    """The parts that a bar has, in the order of their colours."""
-    return [name for name in PART_COLOURS if any(parts.get(name) for parts in bars)]
-
-
-def legend(names: Sequence[str]) -> list:
-    from matplotlib.patches import Patch
-
-    return [Patch(color=PART_COLOURS[name], label=name) for name in names]

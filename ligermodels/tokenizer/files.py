@@ -97,7 +97,8 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = config.get("split_special_tokens", bool, False)
-    refuse_clean_up(tokenizer, config)
+    if config.get("clean_up_tokenization_spaces", bool, False) and not isinstance(tokenizer.model, BPE):  # of BPE none
+        raise config.error("clean_up_tokenization_spaces", True, "must be false, because it alters the decoded text")
     named = add_tokens(folder, tokenizer, config, padding.get("pad_token"))
     if not has_json:
         add_bos_and_eos(tokenizer, config, named)
@@ -189,15 +190,6 @@ def checked_call(file: Path, fault: str, call: Callable[..., T], *arguments: Any
         if not (isinstance(error, Exception) or type(error).__name__ == "PanicException"):
             raise
         raise CheckpointError(f"{file}: {fault}: {first_line(error)}") from error
-
-
-def refuse_clean_up(tokenizer: tokenizers.Tokenizer, config: JsonFields) -> None:
-    """Raises CheckpointError if clean_up_tokenization_spaces, which removes spaces before punctuation, has an effect.
-
-    It has none for BPE.
-    """
-    if config.get("clean_up_tokenization_spaces", bool, False) and not isinstance(tokenizer.model, BPE):
-        raise config.error("clean_up_tokenization_spaces", True, "must be false, because it alters the decoded text")
 
 
 def add_tokens(

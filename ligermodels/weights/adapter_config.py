@@ -200,7 +200,8 @@ def compose_adapter_config(
     head are among them as one parameter. task: PEFT's name of what the model is for.
     """
     rank, ranks_by_name = most_common_value(ranks, modules)
-    alpha, alphas_by_name = most_common_value({name: as_int_if_whole(alpha) for name, alpha in alphas.items()}, modules)
+    whole = {name: int(alpha) if alpha == int(alpha) else alpha for name, alpha in alphas.items()}  # as readers expect
+    alpha, alphas_by_name = most_common_value(whole, modules)
     targets, exclude = shortest_targets(ranks.keys() - parameters, modules - ranks.keys())
     return {
         "alpha_pattern": alphas_by_name, "auto_mapping": None, "base_model_name_or_path": base.name, "bias": "none",
@@ -221,11 +222,6 @@ def most_common_value(values: Mapping[str, Number], modules: set[str]) -> tuple[
         names = {name for name in values if values[name] == value}
         by_name |= dict.fromkeys(shortest_targets(names, modules - names)[0], value)
     return usual, by_name
-
-
-def as_int_if_whole(x: float) -> int | float:
-    """x as an int if it is a whole number: other readers expect an int."""
-    return int(x) if x == int(x) else x
 
 
 def shortest_targets(names: Iterable[str], others: Iterable[str]) -> tuple[list[str], str | None]:

@@ -250,19 +250,15 @@ def parameter_tensors(
 def box_blocks(piece: Piece, parameter: Tensor, updates: Sequence[Update], dtype: torch.dtype) -> Blocks:
     """The rows of the box of a piece, block by block."""
     if parameter.ndim == 3 and updates:
+        of_expert = replace(piece, index=piece.index[1:], shape=piece.shape[-2:])
         matrices = (
-            tensor_blocks(expert_piece(piece), parameter[expert], updates[expert], dtype)
+            tensor_blocks(of_expert, parameter[expert], updates[expert], dtype)
             for expert in range(piece.index[0].start, piece.index[0].stop)
         )
         if len(piece.shape) == 3:  # rows of the tensor are then whole matrices
             return (torch.cat(list(blocks))[None] for blocks in matrices)
         return itertools.chain.from_iterable(matrices)
     return tensor_blocks(piece, parameter, updates[0] if updates else None, dtype)
-
-
-def expert_piece(stacked: Piece) -> Piece:
-    """The piece of one expert's matrix, from a piece of a stacked parameter."""
-    return replace(stacked, index=stacked.index[1:], shape=stacked.shape[-2:])
 
 
 def tensor_blocks(piece: Piece, parameter: Tensor, update: Update | None, dtype: torch.dtype) -> Blocks:
