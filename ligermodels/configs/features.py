@@ -160,6 +160,13 @@ class MoEConfig(Config):
     experts_field: ClassVar[str] = "num_local_experts"
     experts_optional: ClassVar[bool] = False  # whether layers without experts are dense
 
+    @property
+    def expert_sizes(self) -> dict[str, int]:
+        """The sizes of the routed experts, as `MoE` takes them."""
+        width = getattr(self, "moe_intermediate_size", self.intermediate_size)
+        experts = getattr(self, self.experts_field)
+        return {"intermediate_size": width, "num_experts": experts, "experts_per_token": self.num_experts_per_tok}
+
     def validate(self) -> None:
         super().validate()
         num_experts = getattr(self, self.experts_field)
