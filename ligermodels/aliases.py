@@ -82,12 +82,9 @@ TRAIN_ALIASES, GENERATE_ALIASES = tuple(read_aliases("train")), tuple(read_alias
 
 
 def alias_hint(
-    name: str,
-    values: Sequence[str],
-    aliases: Sequence[Alias],
-    known: Collection[str],
+    name: str, values: Sequence[str], aliases: Sequence[Alias], known: Collection[str],
     spelled: Callable[[str, str | None], str],
-) -> str:
+) -> str:  # fmt: skip
     """The end of a message about a flag that does not exist: what it is called here; empty if that is not known.
 
     name: as it was given, with its values. known: the flags that can be given there, with underscores. spelled: a flag

@@ -150,28 +150,12 @@ def count_parameters(model: CausalLM) -> Parameters:
 
 
 def training_memory(
-    model: CausalLM,
-    batch_size: int,
-    sequence_length: int,
-    dtype: torch.dtype,
-    *,
-    checkpointed_blocks: int = 0,
-    kept_tensors: int | None = 0,
-    shards: int = 1,
-    optimizer_states: int | None = None,
-    offloaded_states: int = 0,
-    room_for_inputs: int = 0,
-    keep_unsharded: bool = False,
-    replicate_quantised: bool = False,
-    beside: int = 0,
-    patches: int = 0,
-    context: int = 1,
-    expert_ranks: int = 1,
-    head_op: str = "linear_cross_entropy",
-    low_memory_loss: bool = False,
-    step_in_backward: bool = False,
-    micro_batches: int = 1,
-) -> TrainingMemory:
+    model: CausalLM, batch_size: int, sequence_length: int, dtype: torch.dtype, *, checkpointed_blocks: int = 0,
+    kept_tensors: int | None = 0, shards: int = 1, optimizer_states: int | None = None, offloaded_states: int = 0,
+    room_for_inputs: int = 0, keep_unsharded: bool = False, replicate_quantised: bool = False, beside: int = 0,
+    patches: int = 0, context: int = 1, expert_ranks: int = 1, head_op: str = "linear_cross_entropy",
+    low_memory_loss: bool = False, step_in_backward: bool = False, micro_batches: int = 1,
+) -> TrainingMemory:  # fmt: skip
     """The memory of a training step with micro-batches of [batch_size, sequence_length] tokens, computed in `dtype`.
 
     model: unsharded, with its parameters in the dtype in which they are stored; frozen parameters are not trained.

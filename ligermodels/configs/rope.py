@@ -81,11 +81,9 @@ class QueryScale:
 
 
 def read_rope(
-    raw: Mapping[str, Any],
-    default_theta: float,
-    default_partial: float = 1.0,
+    raw: Mapping[str, Any], default_theta: float, default_partial: float = 1.0,
     old_names: Mapping[str, str] = OLD_ROPE_TYPES,
-) -> Rope:
+) -> Rope:  # fmt: skip
     """The one rotary embedding of all layers.
 
     rope_scaling takes precedence over rope_parameters. Keys missing there are read from the top level.

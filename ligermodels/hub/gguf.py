@@ -27,13 +27,9 @@ TOWER_FILES = "mmproj"  # in the names of files that have a vision tower alone
 
 
 def export_gguf(
-    model: CausalLM,
-    file: str | Path,
-    *,
-    gguf_type: str | None = None,
-    tokenizer: Tokenizer | None = None,
+    model: CausalLM, file: str | Path, *, gguf_type: str | None = None, tokenizer: Tokenizer | None = None,
     overwrite: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """Exports a model with its tokenizer and chat template to a GGUF file. LoRA is merged; the model is not changed.
 
     If the model is sharded by FSDP2, every rank must call; rank 0 writes, and at most one parameter is gathered at a

@@ -46,16 +46,10 @@ MIN_TENSORS_PER_LAYER = 4  # in any layout: a norm, the input and output of atte
 
 
 def load(
-    name_or_folder: str | Path,
-    *,
-    dtype: torch.dtype | str | None = None,
-    device: int | str | torch.device = "cpu",
-    revision: str | None = None,
-    token: str | None = None,
-    allow_unexpected: bool = False,
-    reward_model: bool = False,
+    name_or_folder: str | Path, *, dtype: torch.dtype | str | None = None, device: int | str | torch.device = "cpu",
+    revision: str | None = None, token: str | None = None, allow_unexpected: bool = False, reward_model: bool = False,
     quantize: str | None = None,
-) -> CausalLM:
+) -> CausalLM:  # fmt: skip
     """Loads a model with the weights of a Hub repository or a folder, in evaluation mode.
 
     A checkpoint of a sequence classification with one label becomes a `RewardModel`.
@@ -77,14 +71,9 @@ def load(
 
 
 def load_folder(
-    folder: Path,
-    raw: dict[str, Any],
-    dtype: torch.dtype | None = None,
-    device: int | str | torch.device = "cpu",
-    allow_unexpected: bool = False,
-    reward_model: bool = False,
-    quantize: str | None = None,
-) -> CausalLM:
+    folder: Path, raw: dict[str, Any], dtype: torch.dtype | None = None, device: int | str | torch.device = "cpu",
+    allow_unexpected: bool = False, reward_model: bool = False, quantize: str | None = None,
+) -> CausalLM:  # fmt: skip
     """`load` of a folder, with `raw` in place of the content of its config.json."""
     generation_config = read_generation_config(folder)
     architecture, config = select_architecture(raw, folder / CONFIG_FILE, reward_model=reward_model)
@@ -134,12 +123,9 @@ def quantise_on_meta(model: CausalLM, folder: Path, quantize: str | None) -> boo
 
 
 def load_tokenizer(
-    name_or_folder: str | Path,
-    *,
-    adapter: str | Path | None = None,
-    revision: str | None = None,
+    name_or_folder: str | Path, *, adapter: str | Path | None = None, revision: str | None = None,
     token: str | None = None,
-) -> Tokenizer:
+) -> Tokenizer:  # fmt: skip
     """Loads the tokenizer of a Hub repository or a folder.
 
     adapter: a LoRA adapter in PEFT's format that will be used with the model, a Hub repository or a folder. If it
@@ -170,14 +156,10 @@ def load_processor(name_or_folder: str | Path, *, revision: str | None = None, t
 
 
 def create(
-    architecture_or_config: str | Path | dict[str, Any],
-    *,
-    size: str | None = None,
-    dtype: torch.dtype | str = torch.float32,
-    device: str | torch.device = "cpu",
-    seed: int = 0,
+    architecture_or_config: str | Path | dict[str, Any], *, size: str | None = None,
+    dtype: torch.dtype | str = torch.float32, device: str | torch.device = "cpu", seed: int = 0,
     reward_model: bool = False,
-) -> CausalLM:
+) -> CausalLM:  # fmt: skip
     """Creates a model with random weights, in training mode. On the meta device it has no weights.
 
     architecture_or_config: a name from `list_architectures()`, together with a preset `size`; or a config.json as a
@@ -195,14 +177,9 @@ def create(
 
 
 def export(
-    model: CausalLM,
-    folder: str | Path,
-    *,
-    dtype: torch.dtype | str | None = None,
-    max_shard_size: int | str = MAX_SHARD_SIZE,
-    also: Callable[[Path], None] | None = None,
-    overwrite: bool = False,
-) -> None:
+    model: CausalLM, folder: str | Path, *, dtype: torch.dtype | str | None = None,
+    max_shard_size: int | str = MAX_SHARD_SIZE, also: Callable[[Path], None] | None = None, overwrite: bool = False,
+) -> None:  # fmt: skip
     """Exports a model to a folder that transformers 4 and 5 and vLLM read. LoRA is merged; the model is not changed.
 
     If the model is sharded by FSDP2, every rank must call; rank 0 writes, and at most one parameter is gathered at a

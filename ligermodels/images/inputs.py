@@ -124,14 +124,9 @@ class Processor:
         return self.inputs([prefix.prompt], [sources], add_special_tokens=False, suffixes=completion)
 
     def __call__(
-        self,
-        text: str | Sequence[str],
-        images: Any = None,
-        *,
-        suffix: str | Sequence[str] | None = None,
-        add_special_tokens: bool = True,
-        padding_side: str | None = None,
-    ) -> dict[str, Tensor]:
+        self, text: str | Sequence[str], images: Any = None, *, suffix: str | Sequence[str] | None = None,
+        add_special_tokens: bool = True, padding_side: str | None = None,
+    ) -> dict[str, Tensor]:  # fmt: skip
         """A model's inputs: input_ids and attention_mask int64 [B, T], and those of the images, such as pixel_values.
 
         text: with one placeholder for each image. images: of one text, one or a list; of several, a list for each.

@@ -108,11 +108,9 @@ def parse_url(text: str, field: str) -> ImageSource:
 
 
 def take_images(
-    messages: Sequence[Mapping[str, Any]],
-    beside: Sequence[Any] = (),
-    field: str = "messages",
+    messages: Sequence[Mapping[str, Any]], beside: Sequence[Any] = (), field: str = "messages",
     others: str = "field images",
-) -> tuple[list[dict[str, Any]], list[ImageSource]]:
+) -> tuple[list[dict[str, Any]], list[ImageSource]]:  # fmt: skip
     """Messages as chat templates get them, and their images in order.
 
     beside: the images that parts without one take, in order. field, others: the names of both in errors.

@@ -66,20 +66,12 @@ class Backbone:
         return getattr(self.owner.model, name)
 
     def __call__(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        output_hidden_states: bool | None = None,
-        output_router_logits: bool | None = None,
-        cu_seq_lens_q: Tensor | None = None,
-        cu_seq_lens_k: Tensor | None = None,
-        max_length_q: int | None = None,
-        max_length_k: int | None = None,
-        seq_idx: Tensor | None = None,
-        **options: Any,
-    ) -> MoeModelOutputWithPast:
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None, output_hidden_states: bool | None = None,
+        output_router_logits: bool | None = None, cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None, max_length_q: int | None = None, max_length_k: int | None = None,
+        seq_idx: Tensor | None = None, **options: Any,
+    ) -> MoeModelOutputWithPast:  # fmt: skip
         """Arguments as those of `CausalLM.forward`."""
         refuse_options(options)
         cu_seqlens = hub_offsets(None, cu_seq_lens_q, cu_seq_lens_k, seq_idx)
@@ -129,17 +121,11 @@ class TransformersModel(AdaptableModule, PreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_pretrained(
-        cls,
-        pretrained_model_name_or_path: str | os.PathLike,
-        *,
-        config: PreTrainedConfig | None = None,
-        dtype: torch.dtype | str | None = None,
-        torch_dtype: torch.dtype | str | None = None,
-        device_map: str | int | torch.device | Mapping[str, Any] | None = None,
-        revision: str | None = None,
-        token: str | None = None,
-        **options: Any,
-    ) -> "TransformersModel":
+        cls, pretrained_model_name_or_path: str | os.PathLike, *, config: PreTrainedConfig | None = None,
+        dtype: torch.dtype | str | None = None, torch_dtype: torch.dtype | str | None = None,
+        device_map: str | int | torch.device | Mapping[str, Any] | None = None, revision: str | None = None,
+        token: str | None = None, **options: Any,
+    ) -> "TransformersModel":  # fmt: skip
         """Loads a model with the weights of a Hub repository or a folder, as `ligermodels.load` does.
 
         config: instead of that of the folder. dtype: None or "auto" for that of the configuration or of the weights.
@@ -177,19 +163,11 @@ class TransformersModel(AdaptableModule, PreTrainedModel, GenerationMixin):
         return MODEL_CLASSES[config.model_type]._from_config(config, **options)
 
     def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: GenerationCache | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int = 0,
-        output_router_logits: bool | None = None,
-        return_dict: bool | None = None,
-        **options: Any,
-    ) -> MoeCausalLMOutputWithPast:
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
+        past_key_values: GenerationCache | None = None, inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None, use_cache: bool | None = None, logits_to_keep: int = 0,
+        output_router_logits: bool | None = None, return_dict: bool | None = None, **options: Any,
+    ) -> MoeCausalLMOutputWithPast:  # fmt: skip
         """Arguments and options as those of `CausalLM.forward`; there are no logits in training mode with labels.
 
         past_key_values: a cache that an earlier call returned. use_cache: return a cache; only if True is passed.
@@ -286,12 +264,9 @@ class TransformersModel(AdaptableModule, PreTrainedModel, GenerationMixin):
         return self.is_activation_checkpointing
 
     def prepare_inputs_for_generation(
-        self,
-        input_ids: Tensor,
-        next_sequence_length: int | None = None,
-        past_key_values: GenerationCache | None = None,
-        **kwargs: Any,
-    ) -> dict[str, Any]:
+        self, input_ids: Tensor, next_sequence_length: int | None = None,
+        past_key_values: GenerationCache | None = None, **kwargs: Any,
+    ) -> dict[str, Any]:  # fmt: skip
         switch = self.bare.config.longrope_switch_length
         if past_key_values is not None and switch and past_key_values.length <= switch < input_ids.shape[1]:
             past_key_values.reset()  # the frequencies of all positions change
@@ -310,13 +285,9 @@ class TransformersModel(AdaptableModule, PreTrainedModel, GenerationMixin):
             model_kwargs["past_key_values"] = GenerationCache(max_cache_length)
 
     def save_pretrained(
-        self,
-        save_directory: str | os.PathLike,
-        is_main_process: bool = True,
-        state_dict: Mapping[str, Tensor] | None = None,
-        max_shard_size: int | str = "50GB",
-        **options: Any,
-    ) -> None:
+        self, save_directory: str | os.PathLike, is_main_process: bool = True,
+        state_dict: Mapping[str, Tensor] | None = None, max_shard_size: int | str = "50GB", **options: Any,
+    ) -> None:  # fmt: skip
         """Writes weights, config.json and generation_config.json with the Hub's names, over those in the folder.
 
         If parameters are sharded by FSDP2 and no state dict is passed, every rank must call.

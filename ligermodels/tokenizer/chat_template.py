@@ -110,14 +110,9 @@ def choose_template(
 
 
 def render_chat(
-    template: ChatTemplate,
-    messages: Sequence[Mapping[str, Any]],
-    /,
-    *,
-    add_generation_prompt: bool = False,
-    continue_final_message: bool = False,
-    **variables: Any,
-) -> Rendered:
+    template: ChatTemplate, messages: Sequence[Mapping[str, Any]], /, *, add_generation_prompt: bool = False,
+    continue_final_message: bool = False, **variables: Any,
+) -> Rendered:  # fmt: skip
     """The text of a conversation. variables: further variables of the template.
 
     continue_final_message: end the text after the last message's content, without what the template adds after it.

@@ -182,16 +182,9 @@ def suffixes(name: str) -> list[str]:
 
 
 def compose_adapter_config(
-    ranks: Mapping[str, int],
-    alphas: Mapping[str, float],
-    dropout: float,
-    modules: set[str],
-    parameters: Collection[str],
-    saved: Collection[str],
-    tied: bool,
-    base: BaseModel,
-    task: str,
-) -> dict[str, Any]:
+    ranks: Mapping[str, int], alphas: Mapping[str, float], dropout: float, modules: set[str],
+    parameters: Collection[str], saved: Collection[str], tied: bool, base: BaseModel, task: str,
+) -> dict[str, Any]:  # fmt: skip
     """adapter_config.json for projections with the given ranks and alphas.
 
     The most common rank and alpha are written once; deviating ones are written by name.

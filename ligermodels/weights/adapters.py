@@ -126,13 +126,9 @@ def saved_tensor_name(module: str) -> str:
 
 @torch.no_grad()
 def write_adapter(
-    model: HubModule,
-    layout: Layout,
-    folder: str | Path,
-    base: BaseModel,
-    also: Callable[[Path], None] | None = None,
+    model: HubModule, layout: Layout, folder: str | Path, base: BaseModel, also: Callable[[Path], None] | None = None,
     overwrite: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """Writes the LoRA of `model`, and the modules that are trained as a whole, to `folder` in PEFT's format.
 
     The files of the tokenizer are copied from the folder that the model was loaded from. The folder must be empty or

@@ -60,17 +60,10 @@ class Update(NamedTuple):
 
 @torch.no_grad()
 def export_weights(
-    model: HubModule,
-    folder: str | Path,
-    *,
-    source: str | Path | None = None,
-    dtype: torch.dtype | str | None = None,
-    max_shard_size: int | str = MAX_SHARD_SIZE,
-    also: Callable[[Path], None] | None = None,
-    values: Mapping[str, Tensor] | None = None,
-    copied_files: Iterable[str] = COPIED_FILES,
-    overwrite: bool = False,
-) -> None:
+    model: HubModule, folder: str | Path, *, source: str | Path | None = None, dtype: torch.dtype | str | None = None,
+    max_shard_size: int | str = MAX_SHARD_SIZE, also: Callable[[Path], None] | None = None,
+    values: Mapping[str, Tensor] | None = None, copied_files: Iterable[str] = COPIED_FILES, overwrite: bool = False,
+) -> None:  # fmt: skip
     """Writes `model` to `folder`: weights, config.json, tokenizer files. The folder must be empty or not exist.
 
     model: if its parameters are DTensors, every rank must call; rank 0 writes, and all return when the folder is

@@ -50,13 +50,9 @@ Blocks = Iterable[Tensor]  # consecutive rows of one tensor, on any device
 
 
 def write_folder(
-    folder: Path,
-    write: Callable[[Path], None],
-    tensors: Iterator[Blocks],
-    sharded: bool,
-    also: Callable[[Path], None] | None = None,
-    replaced: Sequence[str] = (),
-) -> None:
+    folder: Path, write: Callable[[Path], None], tensors: Iterator[Blocks], sharded: bool,
+    also: Callable[[Path], None] | None = None, replaced: Sequence[str] = (),
+) -> None:  # fmt: skip
     """Makes `folder` atomically from the files that `write`, then `also`, put into the path they get.
 
     Every rank must call; rank 0 writes.
