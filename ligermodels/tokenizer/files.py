@@ -107,13 +107,10 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
         raise config.error("padding_side", side, "must be 'left' or 'right'")
     longest = config.get("model_max_length", int | float, NO_LIMIT)
     return TokenizerFiles(
-        folder / (TOKENIZER_FILE if has_json else VOCABULARY_FILE),
-        tokenizer,
-        named,
-        side,
+        folder / (TOKENIZER_FILE if has_json else VOCABULARY_FILE), tokenizer, named, side,
         int(longest) if longest < NO_LIMIT else None,
         read_templates(folder, config.file, config.values.get("chat_template")),
-    )
+    )  # fmt: skip
 
 
 def read_vocabulary(folder: Path, name: str, separators: bytes) -> bytes:

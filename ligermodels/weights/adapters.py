@@ -199,13 +199,5 @@ def adapter_config_of(
     saved = [layout.modules[name] for name in model.modules_to_save]
     tied = not tied_modules(model).isdisjoint(model.modules_to_save)
     return compose_adapter_config(
-        ranks,
-        alphas,
-        dropout,
-        hub_module_names(model, layout.rules),
-        parameters,
-        saved,
-        tied,
-        base,
-        model.peft_task,
-    )
+        ranks, alphas, dropout, hub_module_names(model, layout.rules), parameters, saved, tied, base, model.peft_task,
+    )  # fmt: skip

@@ -405,12 +405,9 @@ def refuse_mismatched_tensors(
     names = quantised({name: stored[name] for name in fitting}) if quantisation else []
     scales = [scale_fault(stored, name, quantisation) for name in names if quantisation]
     faults = {
-        "missing": missing,
-        "unexpected": others,
-        "of the wrong shape": shapes,
-        "not floating point (quantized?)": dtypes,
-        "without a fitting scale": list(filter(None, scales)),
-    }
+        "missing": missing, "unexpected": others, "of the wrong shape": shapes,
+        "not floating point (quantized?)": dtypes, "without a fitting scale": list(filter(None, scales)),
+    }  # fmt: skip
     found = [f"{len(names)} {fault}: {shortened(names)}" for fault, names in faults.items() if names]
     if found:
         remedy = "; allow_unexpected=True ignores the unexpected tensors" if others else ""
