@@ -1,7 +1,6 @@
 """adapter_config.json of LoRA in PEFT's format: reads it, refuses unsupported settings, and composes it for an export.
 
-Projections have their Hub names, in full or as a suffix of the name that begins after a dot. Knows field names; must
-not know tensors or layers.
+Projections have their Hub names, in full or as a suffix of the name that begins after a dot.
 """
 
 import re
