@@ -76,10 +76,12 @@ class Library:
 
     def read(self) -> bool:
         """Reads some of what every run has written; returns whether anything is left to read."""
-        changed = [run for run in list(self.runs.values()) if self.update(run)]
-        if changed:
-            self.notify(changed)
-        return any(run.metrics.pending for run in changed)
+        pending = False
+        for run in list(self.runs.values()):
+            if self.update(run):
+                self.notify([run])
+                pending |= run.metrics.pending
+        return pending
 
     def update(self, run: WatchedRun) -> bool:
         """Reads some of what a run has written. One that cannot be read, whatever it holds, keeps no other waiting."""
