@@ -118,8 +118,16 @@ class MetricSeries:
         self.texts += texts[:MAX_TEXTS]
         if records:
             steps = [record["step"] for record in records]
-            self.chunks.append(Chunk(begin, begin + len(data), min(steps), max(steps)))
+            self.note(Chunk(begin, begin + len(data), min(steps), max(steps)))
             self.columns = dict([*extended(self.columns, columns_of(records)).items()][:MAX_NAMES])
+
+    def note(self, chunk: Chunk) -> None:
+        """Adds a chunk; to the last one, where both together are no larger: a run writes line by line."""
+        if self.chunks and chunk.end - self.chunks[-1].begin <= CHUNK_BYTES:
+            last = self.chunks[-1]
+            self.chunks[-1] = Chunk(last.begin, chunk.end, min(last.first, chunk.first), max(last.last, chunk.last))
+        else:
+            self.chunks.append(chunk)
 
     # -- views
 

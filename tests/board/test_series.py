@@ -95,7 +95,17 @@ def test_lines_that_are_added_are_read_alone_and_half_a_line_waits(tmp_path, few
         stream.write("}\n")
     found.update(100)
     assert found.view(["loss"], 2001, 2001, 5)["loss"].tolist() == [[2001, 7, 7, 7, 1]]
-    assert len(found.chunks) == chunks + 1
+    assert len(found.chunks) <= chunks + 1
+
+
+def test_a_file_that_grows_line_by_line_has_few_chunks_and_its_steps_are_exact(tmp_path, few_rows):
+    found = MetricSeries(Place(tmp_path, "m"))
+    for step in range(1, 601):
+        write(tmp_path / "m", 1, first=step)
+        found.update(1)
+    assert len(found.chunks) <= (tmp_path / "m").stat().st_size / 1024
+    rows = found.view(["loss"], 201, 210, 1000)["loss"]
+    assert rows[:, [STEP, MEAN]].tolist() == [[step, 100.0 / step] for step in range(201, 211)]
 
 
 def test_a_file_that_is_replaced_is_read_anew(tmp_path):
