@@ -252,16 +252,12 @@ class TransformersModel(AdaptableModule, PreTrainedModel, GenerationMixin):
     def activation_checkpointing_disable(self) -> None:
         self.bare.activation_checkpointing_disable()
 
-    def gradient_checkpointing_disable(self) -> None:
-        self.activation_checkpointing_disable()
-
     @property
     def is_activation_checkpointing(self) -> bool:
         return any(block.activation_checkpointing for block in self.bare.model.layers)
 
-    @property
-    def is_gradient_checkpointing(self) -> bool:
-        return self.is_activation_checkpointing
+    gradient_checkpointing_disable = activation_checkpointing_disable
+    is_gradient_checkpointing = is_activation_checkpointing
 
     def prepare_inputs_for_generation(
         self, input_ids: Tensor, next_sequence_length: int | None = None,
