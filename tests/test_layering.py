@@ -126,14 +126,12 @@ def test_imports_go_down_only():
         assert not upward, f"{path.relative_to(PACKAGE)} imports {sorted(upward)}"
 
 
-NEARBY = ("errors", "configs.", "layers.", "vision.")
-
-
 def test_an_architecture_imports_layers_and_the_weight_mapping_only():
     for path in (PACKAGE / "architectures").glob("[!_]*.py"):
-        foreign = {n for n in imports_of(path) if not n.startswith(NEARBY) and n != "weights.mapping"}
+        allowed = ("layers.", "vision.", "configs.", "weights.mapping", "errors")
+        foreign = {name for name in imports_of(path) if not name.startswith(allowed)}
         assert not foreign, f"{path.name} imports {sorted(foreign)}"
-        assert 20 <= len(path.read_text().splitlines()) <= 90, path.name
+        assert 20 <= len(path.read_text().splitlines()) <= 250, path.name
 
 
 def test_the_limited_processes_have_nothing_of_the_package():
@@ -208,9 +206,9 @@ def top_level_names(path):
         yield from (target.id for target in targets if isinstance(target, ast.Name))
 
 
-# Each command has both of its functions; the presets of architectures are made from constants of these names; `T` and
+# Each command has its `run`; the presets of architectures are made from constants of these names; `T` and
 # names that begin with an underscore mean nothing outside their file.
-MAY_REPEAT = {"main", "add_to", "run", "BASE", "HUB", "TINY", "SMALL", "TEXT", "TOWER", "MULTIPLIERS", "T"}
+MAY_REPEAT = {"main", "run", "BASE", "HUB", "TINY", "SMALL", "TEXT", "TOWER", "MULTIPLIERS", "T"}
 
 
 def test_a_name_has_one_meaning():

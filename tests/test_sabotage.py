@@ -190,7 +190,10 @@ ROTATIONS = {
         f"{FAMILIES}.gemma3:Gemma3Text.layer", "config.layer_type(index)", '"full_attention"', "gemma3_text"
     ),
     "rope_local_base_freq ignored": Sabotage(
-        "ligermodels.configs.gemma3:Gemma3Config.read_ropes", 'raw.get("rope_local_base_freq") or ', "", "gemma3_text"
+        "ligermodels.architectures.gemma3:Gemma3Config.read_ropes",
+        'raw.get("rope_local_base_freq") or ',
+        "",
+        "gemma3_text",
     ),
     "nested rope_parameters mixed up": Sabotage(
         f"{ROPE_CONFIG}:read_ropes_by_layer_type",
@@ -380,7 +383,7 @@ FAMILIES_OF_2025 = {
     ),
 }
 NORMED_HEADS = "ligermodels.layers.normed_heads"
-GEMMA4_CONFIG = "ligermodels.configs.gemma4:Gemma4Config"
+GEMMA4_CONFIG = "ligermodels.architectures.gemma4:Gemma4Config"
 LAYER_INPUTS = "ligermodels.layers.layer_inputs:LayerInputDecoder.layer_inputs"
 LAYER_INPUT_LAYER = f"{BLOCK}:LayerInputLayer.forward_block"
 GEMMA4 = {

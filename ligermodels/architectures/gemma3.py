@@ -1,14 +1,54 @@
 """Gemma 3: Gemma 2 with QK-norm instead of softcaps, five sliding-window layers to one full, and two kinds of RoPE."""
 
-from typing import ClassVar
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
 
 from ligermodels.configs.base import preset, tiny
-from ligermodels.configs.gemma3 import Gemma3Config, Gemma3MultimodalConfig
+from ligermodels.configs.features import SoftcapConfig
+from ligermodels.configs.multimodal import MultimodalConfig
+from ligermodels.configs.rope import Rope, object_or_empty, read_ropes_by_layer_type
+from ligermodels.configs.vision import SiglipConfig
 from ligermodels.layers.attention import QKNormAttention
 from ligermodels.layers.block import SandwichLayer
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.vision.siglip import SiglipLanguageModel
+
+
+@dataclass(kw_only=True)
+class Gemma3Config(SoftcapConfig):
+    vocab_size: int = 262208
+    hidden_size: int = 2304
+    intermediate_size: int = 9216
+    num_hidden_layers: int = 26
+    num_attention_heads: int = 8
+    num_key_value_heads: int = 4
+    max_position_embeddings: int = 131072
+    sliding_window_pattern: int = 6
+    rope_local_base_freq: float | None = field(default=10_000.0, compare=False)  # `ropes` has it, from either spelling
+
+    def is_sliding(self, layer: int) -> bool:
+        return (layer + 1) % self.sliding_window_pattern != 0
+
+    @classmethod
+    def read_ropes(cls, raw: Mapping[str, Any]) -> dict[str, Rope]:
+        return read_ropes_by_layer_type(raw, 1_000_000.0, raw.get("rope_local_base_freq") or 10_000.0)
+
+
+class Gemma3MultimodalConfig(Gemma3Config, MultimodalConfig):
+    Vision = SiglipConfig
+    default_image_token = 262144
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
+        """Reads text_config. The reference implementation applies no logit softcap, so the field must not be set."""
+        text = {"model_type": "gemma3_text", "tie_word_embeddings": raw.get("tie_word_embeddings", True)}
+        config = super().from_dict(text | dict(object_or_empty("text_config", raw.get("text_config"))))
+        config.reject_if_set("final_logit_softcapping")
+        config.raw = dict(raw)
+        return config
+
 
 BASE = {"model_type": "gemma3_text"}
 SMALL = {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 128, "sliding_window_pattern": 2}
@@ -45,13 +85,10 @@ class Gemma3(SiglipLanguageModel, Gemma3Text):
     hub_class = "Gemma3ForConditionalGeneration"
     SIZES: ClassVar = {
         "tiny": {
-            "model_type": "gemma3",
-            "image_token_index": 1023,
-            "mm_tokens_per_image": 16,
-            "text_config": tiny(BASE) | SMALL,
-            "vision_config": preset(SIGLIP, 64, 128, 2, 4, 4) | {"image_size": 112},
+            "model_type": "gemma3", "image_token_index": 1023, "mm_tokens_per_image": 16,
+            "text_config": tiny(BASE) | SMALL, "vision_config": preset(SIGLIP, 64, 128, 2, 4, 4) | {"image_size": 112},
         },
         "4b": MULTIMODAL | {"text_config": preset(LONG, 2560, 10240, 34, 8, 4)},
         "27b": MULTIMODAL
         | {"text_config": preset(LONG, 5376, 21504, 62, 32, 16) | {"head_dim": 128, "query_pre_attn_scalar": 168}},
-    }
+    }  # fmt: skip

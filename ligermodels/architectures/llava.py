@@ -4,11 +4,16 @@ Pixtral has the same model_type: Mistral and a tower that takes images of any si
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
 from ligermodels.configs.base import preset, tiny
-from ligermodels.configs.llava import LlavaConfig, PixtralConfig, has_pixtral_tower
-from ligermodels.configs.vision import ClipConfig
+from ligermodels.configs.fields import check_choice
+from ligermodels.configs.mistral import MistralConfig
+from ligermodels.configs.multimodal import LinearProjectorConfig
+from ligermodels.configs.pixtral import PIXTRAL, PixtralVisionConfig
+from ligermodels.configs.rope import object_or_empty
+from ligermodels.configs.vision import ClipConfig, VisionConfig
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.decoder import CausalLM
@@ -18,6 +23,41 @@ from ligermodels.vision.hub_names import LinearProjector
 from ligermodels.vision.patch_positions import Grid, PatchLayout, class_token_layout
 from ligermodels.vision.pixtral import PixtralLanguageModel
 from ligermodels.vision.tower import VisionTower
+
+
+@dataclass(kw_only=True)
+class LlavaConfig(LinearProjectorConfig):
+    """text_type, tower_type: model_type of the text model and of the tower."""
+
+    Vision: ClassVar[type[VisionConfig]] = ClipConfig
+    text_type: ClassVar[str] = "llama"
+    tower_type: ClassVar[str] = "clip_vision_model"
+    default_image_token = 32000
+    default_projector_bias = True
+    text_may_tie = True
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
+        """Raises ConfigError for another text model or another tower."""
+        text, vision = (object_or_empty(name, raw.get(name)) for name in ("text_config", "vision_config"))
+        check_choice("text_config: model_type", text.get("model_type", "llama"), [cls.text_type])
+        check_choice("vision_config: model_type", vision.get("model_type", "clip_vision_model"), [cls.tower_type])
+        return super().from_dict({**raw, "text_config": {"model_type": cls.text_type, **text}})
+
+
+@dataclass(kw_only=True)
+class PixtralConfig(MistralConfig, LlavaConfig):
+    Vision = PixtralVisionConfig
+    text_type = "mistral"
+    tower_type = PIXTRAL
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
+        """Raises ConfigError if features are left out, as if there were a class token."""
+        name = "vision_feature_select_strategy"
+        check_choice(name, raw.get(name, "default"), ["full"])
+        return super().from_dict(raw)
+
 
 BASE = {"model_type": "llava", "image_token_index": 32000, "vision_feature_layer": -2}
 PATCHES = {"model_type": "clip_vision_model", "patch_size": 14, "projection_dim": 768}
@@ -52,7 +92,8 @@ class Llava(PictureLanguageModel):
 
     @classmethod
     def of_config(cls, raw: Mapping[str, Any]) -> type[CausalLM]:
-        return Pixtral if has_pixtral_tower(raw) else cls
+        tower = object_or_empty("vision_config", raw.get("vision_config"))
+        return Pixtral if tower.get("model_type") == PIXTRAL else cls
 
     def layer(self, config: LlavaConfig, index: int) -> DecoderLayer:
         attention = Attention(config, qkv_bias=config.attention_bias, o_bias=config.attention_bias)

@@ -1,15 +1,46 @@
 """Mistral Small 3, Devstral Small 2, Ministral 3: Mistral or Ministral 3 with images of any size, in merged patches."""
 
-from typing import ClassVar
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
 from ligermodels.configs.base import preset, tiny
-from ligermodels.configs.mistral3 import Mistral3Config
-from ligermodels.configs.pixtral import PixtralVisionConfig
+from ligermodels.configs.fields import check_choice
+from ligermodels.configs.mistral import Ministral3Config
+from ligermodels.configs.multimodal import LinearProjectorConfig
+from ligermodels.configs.pixtral import Mistral3VisionConfig, PixtralVisionConfig
+from ligermodels.configs.rope import object_or_empty
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.vision.pixtral import MergingProjector, PixtralLanguageModel
 from ligermodels.weights.mapping import Rename, Rule
+
+# The defaults of a text_config, by its model_type.
+TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "ministral3": {},
+    "mistral": {
+        "vocab_size": 32000, "num_hidden_layers": 32, "head_dim": None, "max_position_embeddings": 131072,
+        "sliding_window": 4096, "rms_norm_eps": 1e-6, "pad_token_id": None, "rope_theta": 10000.0,
+    },
+}  # fmt: skip
+
+
+@dataclass(kw_only=True)
+class Mistral3Config(Ministral3Config, LinearProjectorConfig):
+    Vision = Mistral3VisionConfig
+    default_image_token = 10
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
+        """Reads text_config. Files of version 4 that do not name tie_word_embeddings store a head of their own."""
+        text = object_or_empty("text_config", raw.get("text_config"))
+        kind = text.get("model_type", "mistral")
+        check_choice("text_config: model_type", kind, TEXT_DEFAULTS)
+        config = super().from_dict({**raw, "text_config": {**TEXT_DEFAULTS[kind], "model_type": kind, **text}})
+        config.raw = dict(raw)
+        return config
+
 
 BASE = {"model_type": "mistral3", "tie_word_embeddings": False}
 PIXTRAL_PATCHES = {"model_type": "pixtral", "patch_size": 14, "hidden_act": "silu"}

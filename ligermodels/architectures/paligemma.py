@@ -1,12 +1,89 @@
 """PaliGemma 1 and 2: Gemma or Gemma 2 with pictures that SigLIP encodes, and prompts that are seen as a whole."""
 
-from typing import ClassVar
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
 from ligermodels.configs.base import preset, tiny
-from ligermodels.configs.paligemma import Paligemma2Config, PaligemmaConfig
+from ligermodels.configs.fields import check_choice
+from ligermodels.configs.gemma import Gemma2Config, GemmaConfig
+from ligermodels.configs.multimodal import MultimodalConfig
+from ligermodels.configs.rope import object_or_empty
+from ligermodels.configs.vision import SiglipConfig, vision_fields
+from ligermodels.errors import ConfigError
 from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.gemma import gemma2_block, gemma_block
 from ligermodels.vision.prefix_lm import PrefixLanguageModel
+
+DEFAULT_TEXT = {
+    "model_type": "gemma", "hidden_size": 2048, "num_hidden_layers": 18, "intermediate_size": 16384,
+    "num_attention_heads": 8, "num_key_value_heads": 1, "vocab_size": 257152,
+}  # fmt: skip
+
+
+def paligemma_text(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of the text model. Raises ConfigError for another than Gemma and Gemma 2."""
+    text = dict(object_or_empty("text_config", raw.get("text_config")) or DEFAULT_TEXT)
+    check_choice("text_config: model_type", text.setdefault("model_type", "gemma"), ["gemma", "gemma2"])
+    text["tie_word_embeddings"] = raw.get("tie_word_embeddings", True)
+    text.pop("use_bidirectional_attention", None)  # of prompts: true, whatever the file says
+    return text
+
+
+@dataclass(kw_only=True)
+class PaligemmaVisionConfig(SiglipConfig):
+    """Every patch has a feature. projection_dim: the size of a feature, a field of the whole config.json."""
+
+    projection_dim: int = 2048
+
+    @classmethod
+    def of_model(cls, raw: Mapping[str, Any]) -> Self:
+        outer = {name: raw[name] for name in ("projection_dim",) if name in raw}
+        vision = {name: value for name, value in vision_fields(raw).items() if name != "projection_dim"}
+        config = cls.from_dict({**vision, **outer, "mm_tokens_per_image": 1})
+        config.mm_tokens_per_image, config.spatial_merge_size = config.table_side**2, 1
+        return config
+
+    def check_features(self, hidden_size: int) -> None:
+        if self.projection_dim != hidden_size:
+            raise ConfigError(
+                f"config.json: projection_dim {self.projection_dim} must be the hidden_size of the text model, "
+                f"{hidden_size}"
+            )
+
+
+class Paligemma2Config(Gemma2Config, MultimodalConfig):
+    Vision = PaligemmaVisionConfig
+    default_image_token = 256000
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
+        config = super().from_dict(paligemma_text(raw))
+        config.raw = dict(raw)
+        return config
+
+    @property
+    def shortest_window(self) -> int | None:
+        """The tokens that a layer with a sliding window sees; None if no layer has one."""
+        windows = (self.window(layer) for layer in range(self.num_hidden_layers))
+        return min((window for window in windows if window is not None), default=None)
+
+
+class PaligemmaConfig(GemmaConfig, MultimodalConfig):
+    Vision = PaligemmaVisionConfig
+    default_image_token = 256000
+    shortest_window = None
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any]) -> Any:
+        """A `Paligemma2Config` for a text_config of Gemma 2. Raises ConfigError for another text model."""
+        text = paligemma_text(raw)
+        if text["model_type"] == "gemma2":
+            return Paligemma2Config.from_dict(raw)
+        config = super().from_dict(text)
+        config.raw = dict(raw)
+        return config
+
 
 BASE = {"model_type": "paligemma", "image_token_index": 257152}
 SIGLIP_PATCHES = {"model_type": "siglip_vision_model", "vision_use_head": False, "patch_size": 14}

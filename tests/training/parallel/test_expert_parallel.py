@@ -80,7 +80,7 @@ def test_a_rank_needs_memory_for_its_experts_and_for_the_rows_that_it_receives()
     alone, shared = (training_memory(model, **sizes, shards=4, expert_ranks=ranks) for ranks in (1, 2))
     more = 2 * EXPERTS * (1 / 2 - 1 / 4)  # of both blocks
     assert shared.weights - alone.weights == shared.gradients - alone.gradients == 2 * more
-    assert shared.optimizer_states - alone.optimizer_states == 4 * more
+    assert shared.optimizer_states - alone.optimizer_states == 6 * more  # bf16 moments and 16 low bits of the weight
     slots = 2 * 64 * 2  # of both blocks
     assert shared.activations - alone.activations == slots * (32 * 2 + 20)
     assert alone.unsharded_at_end - shared.unsharded_at_end == (2 + 2) * 2 * EXPERTS

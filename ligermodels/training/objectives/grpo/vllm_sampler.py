@@ -20,9 +20,7 @@ from ligermodels import distributed
 from ligermodels.errors import InputError, first_line
 from ligermodels.generation.requests import GeneratedSample, Request, Sample
 from ligermodels.generation.sampling import SamplingOptions
-from ligermodels.generation.stop_strings import StopStrings
-from ligermodels.generation.stop_tokens import model_stop_tokens
-from ligermodels.generation.texts import RowText
+from ligermodels.generation.texts import RowText, StopStrings, model_stop_tokens
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.optional_packages import import_package
 from ligermodels.tokenizer import Tokenizer
