@@ -1,6 +1,6 @@
 """Ranks and collectives: this process's rank, the process group, sums over ranks, and errors that all ranks raise.
 
-Every function also works in a single process without torchrun. Must not know models, files or data.
+Every function also works in a single process without torchrun.
 """
 
 import gc
@@ -131,28 +131,27 @@ def wait_for_all() -> None:
         dist.barrier()
 
 
-def total(x: Tensor) -> Tensor:
-    """The sum of `x` over all ranks, as a new tensor on every rank."""
+def reduced_over_ranks(x: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+    """A new tensor, the same on every rank."""
     x = x.clone()
     if dist.is_initialized():
-        dist.all_reduce(x)
+        dist.all_reduce(x, op=operation)
     return x
+
+
+def total(x: Tensor) -> Tensor:
+    """The sum of `x` over all ranks, as a new tensor on every rank."""
+    return reduced_over_ranks(x, dist.ReduceOp.SUM)
 
 
 def smallest(x: Tensor) -> Tensor:
     """The minimum of `x` over all ranks, as a new tensor on every rank."""
-    x = x.clone()
-    if dist.is_initialized():
-        dist.all_reduce(x, op=dist.ReduceOp.MIN)
-    return x
+    return reduced_over_ranks(x, dist.ReduceOp.MIN)
 
 
 def largest(x: Tensor) -> Tensor:
     """The maximum of `x` over all ranks, as a new tensor on every rank."""
-    x = x.clone()
-    if dist.is_initialized():
-        dist.all_reduce(x, op=dist.ReduceOp.MAX)
-    return x
+    return reduced_over_ranks(x, dist.ReduceOp.MAX)
 
 
 def gather_objects(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:

@@ -1,7 +1,7 @@
 """The errors that mean "the input cannot be used": one line with file, field and remedy.
 
 Command lines print such an error and exit with status 2, and do the same where memory runs out. Any other exception is
-a bug and keeps its traceback. Must not know anything of the package.
+a bug and keeps its traceback.
 """
 
 import difflib
@@ -43,7 +43,7 @@ class HubError(InputError):
 
 
 def exhausted_memory(error: BaseException) -> str | None:
-    """Where memory ran out, "GPU" or "host", if that is what the error means."""
+    """Says where memory ran out, "GPU" or "host", if that is what the error means."""
     if isinstance(error, RuntimeError) and type(error).__name__ == "OutOfMemoryError":  # torch's; not imported for it
         return "GPU"
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):

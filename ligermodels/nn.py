@@ -11,9 +11,8 @@
 | `Experts`                | MixtralExperts, Qwen3MoeExperts                | `gate_up_proj`, `down_proj`         |
 | `MoE`                    | MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock  | `gate.weight`, `experts`            |
 
-Parameter names are those of the modules that they replace, so that `load_state_dict` takes the weights over.
-`device` and `dtype` are as in torch.nn. Dispatch, dtypes and numerics are those of `ligermodels.ops`. Must not know
-configurations or models.
+Parameter names are those of the modules that they replace, so that `load_state_dict` takes the weights over. `device`
+and `dtype` are as in torch.nn. Dispatch, dtypes and numerics are those of `ligermodels.ops`.
 """
 
 from collections.abc import Sequence
@@ -25,15 +24,9 @@ from torch import Tensor, nn
 from ligermodels import ops
 
 __all__ = [
-    "CrossEntropyLoss",
-    "Experts",
-    "GatedMLP",
-    "LayerNorm",
-    "LinearCrossEntropyLoss",
-    "MoE",
-    "RMSNorm",
+    "CrossEntropyLoss", "Experts", "GatedMLP", "LayerNorm", "LinearCrossEntropyLoss", "MoE", "RMSNorm",
     "RotaryEmbedding",
-]
+]  # fmt: skip
 
 Device = torch.device | str | int | None
 
@@ -49,15 +42,9 @@ class RMSNorm(nn.Module):
     weight: nn.Parameter | None
 
     def __init__(
-        self,
-        hidden_size: int,
-        eps: float = 1e-6,
-        offset: float = 0.0,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-        *,
-        elementwise_affine: bool = True,
-    ) -> None:
+        self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0, device: Device = None,
+        dtype: torch.dtype | None = None, *, elementwise_affine: bool = True,
+    ) -> None:  # fmt: skip
         super().__init__()
         if offset and not elementwise_affine:
             raise ValueError(f"RMSNorm: offset is {offset:g}, but without elementwise_affine there is no weight")
@@ -91,14 +78,9 @@ class LayerNorm(nn.Module):
     bias: nn.Parameter | None
 
     def __init__(
-        self,
-        normalized_shape: int | Sequence[int],
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        bias: bool = True,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, normalized_shape: int | Sequence[int], eps: float = 1e-5, elementwise_affine: bool = True,
+        bias: bool = True, device: Device = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
         if len(shape) != 1:
@@ -139,17 +121,10 @@ class GatedMLP(nn.Module):
     """
 
     def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        activation: str = "silu",
-        bias: bool = False,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-        *,
-        gate_multiplier: float = 1.0,
+        self, hidden_size: int, intermediate_size: int, activation: str = "silu", bias: bool = False,
+        device: Device = None, dtype: torch.dtype | None = None, *, gate_multiplier: float = 1.0,
         down_multiplier: float = 1.0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.activation = activation
         self.gate_multiplier, self.down_multiplier = gate_multiplier, down_multiplier
@@ -266,19 +241,10 @@ class CrossEntropyLoss(nn.Module):
     class_weight: Tensor | None
 
     def __init__(
-        self,
-        *,
-        class_weight: Tensor | None = None,
-        ignore_index: int = -100,
-        reduction: str = "mean",
-        label_smoothing: float = 0.0,
-        softcap: float | None = None,
-        logit_scale: float = 1.0,
-        z_loss: float = 0.0,
-        token_scaling: bool = False,
-        inplace: bool = False,
-        metrics: bool = False,
-    ) -> None:
+        self, *, class_weight: Tensor | None = None, ignore_index: int = -100, reduction: str = "mean",
+        label_smoothing: float = 0.0, softcap: float | None = None, logit_scale: float = 1.0, z_loss: float = 0.0,
+        token_scaling: bool = False, inplace: bool = False, metrics: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.register_buffer("class_weight", class_weight)
         self.metrics = metrics
@@ -307,19 +273,10 @@ class LinearCrossEntropyLoss(nn.Module):
     class_weight: Tensor | None
 
     def __init__(
-        self,
-        *,
-        class_weight: Tensor | None = None,
-        ignore_index: int = -100,
-        reduction: str = "mean",
-        label_smoothing: float = 0.0,
-        softcap: float | None = None,
-        logit_scale: float = 1.0,
-        z_loss: float = 0.0,
-        token_scaling: bool = False,
-        low_memory: bool = False,
-        metrics: bool = False,
-    ) -> None:
+        self, *, class_weight: Tensor | None = None, ignore_index: int = -100, reduction: str = "mean",
+        label_smoothing: float = 0.0, softcap: float | None = None, logit_scale: float = 1.0, z_loss: float = 0.0,
+        token_scaling: bool = False, low_memory: bool = False, metrics: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.register_buffer("class_weight", class_weight)
         self.metrics = metrics
@@ -346,14 +303,9 @@ class Experts(nn.Module):
     [E, H, I]. Each expert starts as torch.nn.Linear does. activation: "silu", "gelu" or "gelu_tanh"."""
 
     def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        num_experts: int,
-        activation: str = "silu",
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, hidden_size: int, intermediate_size: int, num_experts: int, activation: str = "silu",
+        device: Device = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.activation = activation
         gate_up = torch.empty(num_experts, 2 * intermediate_size, hidden_size, device=device, dtype=dtype)
@@ -386,16 +338,9 @@ class MoE(nn.Module):
     """
 
     def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        num_experts: int,
-        experts_per_token: int,
-        normalize: bool = True,
-        activation: str = "silu",
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+        self, hidden_size: int, intermediate_size: int, num_experts: int, experts_per_token: int,
+        normalize: bool = True, activation: str = "silu", device: Device = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.experts_per_token = experts_per_token
         self.normalize = normalize

@@ -58,7 +58,7 @@ Requirements: torch and triton as in pyproject.toml; NVIDIA Ampere or newer, or 
 Numerics: sums in fp32, one rounding at the end, weight gradients without atomics and bit-identical from run to run.
 Double backward is refused with a RuntimeError: `torch.func` differentiates twice, on the reference implementation.
 
-Must not know any model. `docs/kernels.md` has examples, `ligermodels.nn` the modules that own weights.
+`docs/kernels.md` has examples, `ligermodels.nn` the modules that own weights.
 """
 
 import torch
@@ -107,60 +107,16 @@ from ligermodels.kernels.quant.nf4 import nf4_weight
 from ligermodels.kernels.quant.quantised_weight import QuantisedWeight, frozen_linear
 
 __all__ = [
-    "CacheSlots",
-    "CrossEntropyOutput",
-    "DivergenceOutput",
-    "GroupedLowRank",
-    "LogProbs",
-    "LogProbsLoss",
-    "LowRank",
-    "QuantisedWeight",
-    "activated_linear",
-    "adamw8bit_",
-    "adamw_",
-    "add_rms_norm",
-    "apply_rope",
-    "apply_rotary_pos_emb",
-    "attention",
-    "causal_conv",
-    "causal_conv_state",
-    "causal_conv_step_",
-    "cross_entropy",
-    "cross_entropy_with_metrics",
-    "decode_attention",
-    "experts",
-    "frozen_linear",
-    "gated_activation",
-    "gated_delta_rule",
-    "gated_delta_step_",
-    "gated_linear",
-    "gated_rms_norm",
-    "gather_keys",
-    "geglu",
-    "layer_norm",
-    "layer_norm_linear",
-    "linear_cross_entropy",
-    "linear_cross_entropy_with_metrics",
-    "linear_divergence",
-    "linear_logprobs",
-    "linear_logprobs_loss",
-    "low_rank_linear",
-    "mamba2_scan",
-    "mamba2_step_",
-    "nf4_weight",
-    "norm_linear",
-    "plain_activation",
-    "qk_norm_rope",
-    "qk_norm_rope_write_cache",
-    "rms_norm",
-    "rope_",
-    "rope_write_cache_",
-    "route",
-    "sample",
-    "sigmoid_gate",
-    "swiglu",
+    "CacheSlots", "CrossEntropyOutput", "DivergenceOutput", "GroupedLowRank", "LogProbs", "LogProbsLoss", "LowRank",
+    "QuantisedWeight", "activated_linear", "adamw8bit_", "adamw_", "add_rms_norm", "apply_rope", "apply_rotary_pos_emb",
+    "attention", "causal_conv", "causal_conv_state", "causal_conv_step_", "cross_entropy", "cross_entropy_with_metrics",
+    "decode_attention", "experts", "frozen_linear", "gated_activation", "gated_delta_rule", "gated_delta_step_",
+    "gated_linear", "gated_rms_norm", "gather_keys", "geglu", "layer_norm", "layer_norm_linear", "linear_cross_entropy",
+    "linear_cross_entropy_with_metrics", "linear_divergence", "linear_logprobs", "linear_logprobs_loss",
+    "low_rank_linear", "mamba2_scan", "mamba2_step_", "nf4_weight", "norm_linear", "plain_activation", "qk_norm_rope",
+    "qk_norm_rope_write_cache", "rms_norm", "rope_", "rope_write_cache_", "route", "sample", "sigmoid_gate", "swiglu",
     "write_cache",
-]
+]  # fmt: skip
 
 
 def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""The look of all pictures: colours, and the style of axes for matplotlib. Must not know what is drawn."""
+"""The look of all pictures: colours, and the style of axes for matplotlib."""
 
 from typing import Any
 

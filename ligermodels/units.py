@@ -1,4 +1,11 @@
-"""Numbers formatted for people. Must not know what they measure."""
+"""Numbers as people write and read them."""
+
+import re
+
+from ligermodels.errors import InputError
+
+MAX_SHARD_SIZE = "5GB"
+SIZE_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])(I?)B", re.IGNORECASE)
 
 
 def counted(count: int, noun: str) -> str:
@@ -40,3 +47,14 @@ def duration(seconds: float) -> str:
 def is_whole_number(text: str) -> bool:
     """Whether a text is a whole number from 0 on in at most 18 digits; Python refuses to parse thousands of them."""
     return text.isascii() and text.isdecimal() and len(text) <= 18
+
+
+def size_in_bytes(size: int | str) -> int:
+    """A number of bytes: the number itself, or parsed from "500MB" (10⁶) or "2GiB" (2³⁰). Raises InputError."""
+    found = SIZE_PATTERN.fullmatch(size.strip()) if isinstance(size, str) else None
+    if found:
+        number, unit, binary = found.groups()
+        size = int(float(number) * (1024 if binary else 1000) ** ("KMGT".index(unit.upper()) + 1))
+    if isinstance(size, str) or size <= 0:
+        raise InputError(f"max_shard_size is {size!r}; must be a number of bytes above zero, such as 5GB or 2GiB")
+    return size

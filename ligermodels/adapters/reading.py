@@ -1,7 +1,4 @@
-"""Strictly reads LoRA adapters in PEFT's format: every tensor has a place in the model, and none is missing.
-
-Knows files and names; must not know layers.
-"""
+"""Strictly reads LoRA adapters in PEFT's format: every tensor has a place in the model, and none is missing."""
 
 import itertools
 import re
@@ -68,7 +65,7 @@ class AdapterSettings:
     unties: bool
 
     def with_dtype(self, dtype: torch.dtype) -> "AdapterSettings":
-        """The same with LoRA parameters of this dtype."""
+        """Returns the settings with LoRA parameters of this dtype."""
         return replace(self, linears={name: replace(lora, dtype=dtype) for name, lora in self.linears.items()})
 
 

@@ -6,7 +6,7 @@ The caller says which projections exist and which columns they have in packed li
 is stored as one update of rank E r: A [E r, in] is one expert after another; in B [out, r E] the experts alternate
 column by column. A module that is trained as a whole (`modules_to_save`) has the tensor
 `base_model.model.<module>.weight`. Of a tied embedding and head both are stored, and `ensure_weight_tying` is set:
-readers that do not know this field get the same logits. Knows files and names; must not know layers.
+readers that do not know this field get the same logits.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -126,13 +126,9 @@ def saved_tensor_name(module: str) -> str:
 
 @torch.no_grad()
 def write_adapter(
-    model: HubModule,
-    layout: Layout,
-    folder: str | Path,
-    base: BaseModel,
-    also: Callable[[Path], None] | None = None,
+    model: HubModule, layout: Layout, folder: str | Path, base: BaseModel, also: Callable[[Path], None] | None = None,
     overwrite: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """Writes the LoRA of `model`, and the modules that are trained as a whole, to `folder` in PEFT's format.
 
     The files of the tokenizer are copied from the folder that the model was loaded from. The folder must be empty or
@@ -203,13 +199,5 @@ def adapter_config_of(
     saved = [layout.modules[name] for name in model.modules_to_save]
     tied = not tied_modules(model).isdisjoint(model.modules_to_save)
     return compose_adapter_config(
-        ranks,
-        alphas,
-        dropout,
-        hub_module_names(model, layout.rules),
-        parameters,
-        saved,
-        tied,
-        base,
-        model.peft_task,
-    )
+        ranks, alphas, dropout, hub_module_names(model, layout.rules), parameters, saved, tied, base, model.peft_task,
+    )  # fmt: skip

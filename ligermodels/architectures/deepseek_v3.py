@@ -34,12 +34,8 @@ BASE = {"model_type": "deepseek_v3", "num_nextn_predict_layers": 0}
 SMALL = {"q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
 TINY = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "n_group": 2, "topk_group": 1}
 LONG_YARN = {
-    "type": "yarn",
-    "factor": 40,
-    "original_max_position_embeddings": 4096,
-    "mscale_all_dim": 1.0,
-    "mscale": 1.0,
-}
+    "type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "mscale_all_dim": 1.0, "mscale": 1.0,
+}  # fmt: skip
 
 
 class DeepseekV3(GroupedRoutingLM):

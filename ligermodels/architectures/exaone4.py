@@ -46,12 +46,9 @@ class Exaone4Config(SlidingWindowConfig):
 BASE = {"model_type": "exaone4", "rms_norm_eps": 1e-5}
 HUB = BASE | {"vocab_size": 102400, "rope_theta": 1000000.0, "bos_token_id": 1, "eos_token_id": 361, "pad_token_id": 0}
 LLAMA3 = {
-    "rope_type": "llama3",
-    "factor": 16.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
-}
+}  # fmt: skip
 
 
 class Exaone4(CausalLM):

@@ -85,13 +85,10 @@ class Gemma3(SiglipLanguageModel, Gemma3Text):
     hub_class = "Gemma3ForConditionalGeneration"
     SIZES: ClassVar = {
         "tiny": {
-            "model_type": "gemma3",
-            "image_token_index": 1023,
-            "mm_tokens_per_image": 16,
-            "text_config": tiny(BASE) | SMALL,
-            "vision_config": preset(SIGLIP, 64, 128, 2, 4, 4) | {"image_size": 112},
+            "model_type": "gemma3", "image_token_index": 1023, "mm_tokens_per_image": 16,
+            "text_config": tiny(BASE) | SMALL, "vision_config": preset(SIGLIP, 64, 128, 2, 4, 4) | {"image_size": 112},
         },
         "4b": MULTIMODAL | {"text_config": preset(LONG, 2560, 10240, 34, 8, 4)},
         "27b": MULTIMODAL
         | {"text_config": preset(LONG, 5376, 21504, 62, 32, 16) | {"head_dim": 128, "query_pre_attn_scalar": 168}},
-    }
+    }  # fmt: skip

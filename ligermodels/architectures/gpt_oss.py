@@ -62,11 +62,8 @@ class GptOss(CausalLM):
     def layer(self, config: GptOssConfig, index: int) -> DecoderLayer:
         bias = config.attention_bias
         attention = Attention(config, qkv_bias=bias, o_bias=bias, window=config.window(index), sinks=True)
-        experts = MoE(
-            config, intermediate_size=config.intermediate_size, num_experts=config.num_local_experts,
-            experts_per_token=config.num_experts_per_tok, normalize=True, bias=True,
-            router=Router(config, config.num_local_experts, bias=True),
-        )  # fmt: skip
+        router = Router(config, config.num_local_experts, bias=True)
+        experts = MoE(config, normalize=True, bias=True, router=router, **config.expert_sizes)
         return DecoderLayer(config, attention, experts)
 
     def rules(self, *weights: Rule) -> tuple[Rule, ...]:

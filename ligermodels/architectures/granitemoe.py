@@ -36,10 +36,7 @@ class GraniteMoe(CausalLM):
     def layer(self, config: GraniteMoeConfig, index: int) -> ScaledLayer:
         bias = config.attention_bias
         attention = Attention(config, qkv_bias=bias, o_bias=bias, scale=config.attention_multiplier)
-        experts = MoE(
-            config, intermediate_size=config.intermediate_size, num_experts=config.num_local_experts,
-            experts_per_token=config.num_experts_per_tok, normalize=True,
-        )  # fmt: skip
+        experts = MoE(config, normalize=True, **config.expert_sizes)
         return ScaledLayer(config, attention, experts, config.residual_multiplier)
 
     def weight_rules(self) -> tuple[Rule, ...]:

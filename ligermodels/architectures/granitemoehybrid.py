@@ -54,11 +54,7 @@ class GraniteMoeHybrid(CausalLM):
         shared = config.shared_intermediate_size
         if not config.num_local_experts:
             return ScaledLayer(config, mixer, GatedMLP(config, intermediate_size=shared), config.residual_multiplier)
-        experts = MoE(
-            config, intermediate_size=config.intermediate_size, num_experts=config.num_local_experts,
-            experts_per_token=config.num_experts_per_tok, normalize=True, shared_intermediate_size=shared,
-            shared_gate=False,
-        )  # fmt: skip
+        experts = MoE(config, normalize=True, shared_intermediate_size=shared, shared_gate=False, **config.expert_sizes)
         return ScaledLayer(config, mixer, experts, config.residual_multiplier)
 
     def attention(self, config: GraniteMoeHybridConfig) -> Attention:

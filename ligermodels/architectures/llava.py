@@ -59,11 +59,6 @@ class PixtralConfig(MistralConfig, LlavaConfig):
         return super().from_dict(raw)
 
 
-def has_pixtral_tower(raw: Mapping[str, Any]) -> bool:
-    """Whether this config.json of LLaVA's is Pixtral's."""
-    return object_or_empty("vision_config", raw.get("vision_config")).get("model_type") == PIXTRAL
-
-
 BASE = {"model_type": "llava", "image_token_index": 32000, "vision_feature_layer": -2}
 PATCHES = {"model_type": "clip_vision_model", "patch_size": 14, "projection_dim": 768}
 TOWER = preset(PATCHES, 1024, 4096, 24, 16, 16) | {"image_size": 336}
@@ -97,7 +92,8 @@ class Llava(PictureLanguageModel):
 
     @classmethod
     def of_config(cls, raw: Mapping[str, Any]) -> type[CausalLM]:
-        return Pixtral if has_pixtral_tower(raw) else cls
+        tower = object_or_empty("vision_config", raw.get("vision_config"))
+        return Pixtral if tower.get("model_type") == PIXTRAL else cls
 
     def layer(self, config: LlavaConfig, index: int) -> DecoderLayer:
         attention = Attention(config, qkv_bias=config.attention_bias, o_bias=config.attention_bias)

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Self
 
 from ligermodels.configs.base import preset, tiny
 from ligermodels.configs.fields import check_choice
-from ligermodels.configs.ministral import Ministral3Config
+from ligermodels.configs.mistral import Ministral3Config
 from ligermodels.configs.multimodal import LinearProjectorConfig
 from ligermodels.configs.pixtral import Mistral3VisionConfig, PixtralVisionConfig
 from ligermodels.configs.rope import object_or_empty
@@ -20,16 +20,10 @@ from ligermodels.weights.mapping import Rename, Rule
 TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "ministral3": {},
     "mistral": {
-        "vocab_size": 32000,
-        "num_hidden_layers": 32,
-        "head_dim": None,
-        "max_position_embeddings": 131072,
-        "sliding_window": 4096,
-        "rms_norm_eps": 1e-6,
-        "pad_token_id": None,
-        "rope_theta": 10000.0,
+        "vocab_size": 32000, "num_hidden_layers": 32, "head_dim": None, "max_position_embeddings": 131072,
+        "sliding_window": 4096, "rms_norm_eps": 1e-6, "pad_token_id": None, "rope_theta": 10000.0,
     },
-}
+}  # fmt: skip
 
 
 @dataclass(kw_only=True)

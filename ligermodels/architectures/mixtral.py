@@ -42,10 +42,7 @@ class Mixtral(CausalLM):
     }
 
     def layer(self, config: MixtralConfig, index: int) -> DecoderLayer:
-        experts = MoE(
-            config, intermediate_size=config.intermediate_size, num_experts=config.num_local_experts,
-            experts_per_token=config.num_experts_per_tok, normalize=True,
-        )  # fmt: skip
+        experts = MoE(config, normalize=True, **config.expert_sizes)
         return DecoderLayer(config, Attention(config, window=config.window(index)), experts)
 
     def weight_rules(self) -> tuple[Rule, ...]:

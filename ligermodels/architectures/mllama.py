@@ -62,7 +62,7 @@ class Mllama(TiledVisionLanguageModel):
 
 
 def tower_rules(outer: str) -> tuple[Rule, ...]:
-    """Of the tower and the projector, with `outer` before the Hub's names."""
+    """Returns the rules of the tower and the projector, with `outer` before the Hub's names."""
     vision = outer + "vision_model"
     blocks = {"blocks": "transformer", "global_blocks": "global_transformer"}
     return (

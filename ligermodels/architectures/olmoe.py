@@ -49,10 +49,7 @@ class Olmoe(CausalLM):
 
     def layer(self, config: OlmoeConfig, index: int) -> DecoderLayer:
         bias = config.attention_bias
-        experts = MoE(
-            config, intermediate_size=config.intermediate_size, num_experts=config.num_experts,
-            experts_per_token=config.num_experts_per_tok, normalize=config.norm_topk_prob,
-        )  # fmt: skip
+        experts = MoE(config, normalize=config.norm_topk_prob, **config.expert_sizes)
         return DecoderLayer(config, JointQKNormAttention(config, qkv_bias=bias, o_bias=bias), experts)
 
     def weight_rules(self) -> tuple[Rule, ...]:

@@ -54,11 +54,8 @@ class Qwen2Moe(CausalLM):
         attention = Attention(config, qkv_bias=config.qkv_bias, window=config.window(index))
         if not config.is_sparse(index):
             return DecoderLayer(config, attention, GatedMLP(config))
-        experts = MoE(
-            config, intermediate_size=config.moe_intermediate_size, num_experts=config.num_experts,
-            experts_per_token=config.num_experts_per_tok, normalize=config.norm_topk_prob,
-            shared_intermediate_size=config.shared_expert_intermediate_size,
-        )  # fmt: skip
+        shared = config.shared_expert_intermediate_size
+        experts = MoE(config, normalize=config.norm_topk_prob, shared_intermediate_size=shared, **config.expert_sizes)
         return DecoderLayer(config, attention, experts)
 
     def weight_rules(self) -> tuple[Rule, ...]:

@@ -62,11 +62,8 @@ class Qwen3_5MoeText(TextPartModel):
     }
 
     def layer(self, config: Qwen3_5MoeConfig, index: int) -> DecoderLayer:
-        experts = MoE(
-            config, intermediate_size=config.moe_intermediate_size, num_experts=config.num_experts,
-            experts_per_token=config.num_experts_per_tok, normalize=True,
-            shared_intermediate_size=config.shared_expert_intermediate_size,
-        )  # fmt: skip
+        shared = config.shared_expert_intermediate_size
+        experts = MoE(config, normalize=True, shared_intermediate_size=shared, **config.expert_sizes)
         return DecoderLayer(config, delta_or_attention(config, index), experts)
 
     def text_layouts(self) -> tuple[tuple[Rule, ...], ...]:

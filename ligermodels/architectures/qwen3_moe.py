@@ -50,10 +50,7 @@ class Qwen3Moe(CausalLM):
         attention = QKNormAttention(config, qkv_bias=bias, o_bias=bias, window=config.window(index))
         if not config.is_sparse(index):
             return DecoderLayer(config, attention, GatedMLP(config))
-        experts = MoE(
-            config, intermediate_size=config.moe_intermediate_size, num_experts=config.num_experts,
-            experts_per_token=config.num_experts_per_tok, normalize=config.norm_topk_prob,
-        )  # fmt: skip
+        experts = MoE(config, normalize=config.norm_topk_prob, **config.expert_sizes)
         return DecoderLayer(config, attention, experts)
 
     def weight_rules(self) -> tuple[Rule, ...]:

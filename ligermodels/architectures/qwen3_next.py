@@ -60,11 +60,8 @@ class Qwen3Next(CausalLM):
         mixer = delta_or_attention(config, index, GroupedGatedDeltaNet)
         if not config.is_sparse(index):
             return DecoderLayer(config, mixer, GatedMLP(config))
-        experts = MoE(
-            config, intermediate_size=config.moe_intermediate_size, num_experts=config.num_experts,
-            experts_per_token=config.num_experts_per_tok, normalize=config.norm_topk_prob,
-            shared_intermediate_size=config.shared_expert_intermediate_size,
-        )  # fmt: skip
+        shared = config.shared_expert_intermediate_size
+        experts = MoE(config, normalize=config.norm_topk_prob, shared_intermediate_size=shared, **config.expert_sizes)
         return DecoderLayer(config, mixer, experts)
 
     def other_weight_rules(self) -> tuple[tuple[Rule, ...], ...]:

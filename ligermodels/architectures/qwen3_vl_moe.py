@@ -57,10 +57,7 @@ class Qwen3VLMoe(Qwen3VisionLanguageModel):
         attention = QKNormAttention(config, qkv_bias=bias, o_bias=bias)
         if not config.is_sparse(index):
             return DecoderLayer(config, attention, GatedMLP(config))
-        experts = MoE(
-            config, intermediate_size=config.moe_intermediate_size, num_experts=config.num_experts,
-            experts_per_token=config.num_experts_per_tok, normalize=True,
-        )  # fmt: skip
+        experts = MoE(config, normalize=True, **config.expert_sizes)
         return DecoderLayer(config, attention, experts)
 
     def text_rules(self) -> tuple[Rule, ...]:

@@ -1,14 +1,12 @@
 """`ligermodels board`: a page over the runs of a folder, on the standard library's HTTP server.
 
 folders.py      which files may be read, and what the folders hold
-series.py       the numbers of a metrics.jsonl in blocks: bounded memory, and fast to draw
+series.py       the numbers of a metrics.jsonl: bounded memory, and fast to draw
 runs.py  library.py         a run: state, settings, texts, checkpoints; all runs, kept up to date by a thread
-access.py       which requests are answered
-server.py       the HTTP server
-routes.py  actions.py       what each address answers: those that read; those that do something
+server.py       the HTTP server; which requests are answered
+actions.py      what each address answers
 form.py  processes.py       the form of TrainConfig; starting, stopping and resuming runs
-models.py       the models that can be talked to
-workers.py  planner.py  talker.py      the processes that plan runs and that chat
+workers.py  answers.py      the processes that plan runs and that chat
 static/         the page: HTML, CSS and ES modules, without a build step
 """
 
@@ -16,12 +14,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ligermodels.board.access import Access
 from ligermodels.board.actions import Actions
 from ligermodels.board.folders import open_folders
 from ligermodels.board.library import Library
-from ligermodels.board.routes import run_routes
-from ligermodels.board.server import listen
+from ligermodels.board.server import Access, listen
 
 
 def open_board(folders: Sequence[Path], host: str, port: int, say: Callable[[str], Any]) -> None:
@@ -31,4 +27,4 @@ def open_board(folders: Sequence[Path], host: str, port: int, say: Callable[[str
     """
     opened = open_folders(folders)
     with Library(opened[:1]) as library, Actions(library, opened) as actions:
-        listen(Access.at(host, port), run_routes(library) | actions.routes(), say)
+        listen(Access.at(host, port), actions.routes(), say)

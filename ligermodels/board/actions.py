@@ -1,10 +1,16 @@
-"""What the page does besides reading runs: it plans, starts, stops and resumes them, and talks to their models."""
+"""What each address answers: it reads runs, plans, starts, stops and resumes them, and talks to their models.
 
+A request names a run by an id that was given out, never by a path.
+"""
+
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from ligermodels.board.access import Refusal
+import numpy as np
+
+from ligermodels.board.folders import Place, names_inside, walk
 from ligermodels.board.form import (
     RUN_NAME,
     checked_name,
@@ -14,21 +20,26 @@ from ligermodels.board.form import (
     refuse_outside,
 )
 from ligermodels.board.library import Library
-from ligermodels.board.models import find_models
 from ligermodels.board.processes import Processes
 from ligermodels.board.runs import WatchedRun
-from ligermodels.board.server import Events, PageRequest, Route
+from ligermodels.board.series import MAX_NAMES, curve_text
+from ligermodels.board.server import Encoded, Events, PageRequest, Refusal, Route
 from ligermodels.board.workers import Answerer
 from ligermodels.errors import InputError
 from ligermodels.generation.sampling import SamplingOptions
-from ligermodels.training.checkpoints.files import step_folder
+from ligermodels.training.checkpoints.files import STEP, step_folder
 from ligermodels.training.planning.contradictions import refuse_contradictions
 from ligermodels.training.run.folder import CHECKPOINTS
 from ligermodels.training.settings.config import TrainConfig
 from ligermodels.training.settings.continuing import with_base_of_adapter
 from ligermodels.training.settings.settings import SETTINGS_FILE, as_json_value, config_from_file
+from ligermodels.weights.adapter_config import ADAPTER_CONFIG_FILE
+from ligermodels.weights.config_file import CONFIG_FILE
 
+MAX_POINTS, MAX_ROWS = 4000, 400_000  # of a curve, of an answer
+HEARTBEAT = 15.0  # seconds; a page that has left is noticed by it
 MAX_MESSAGES, MAX_NEW_TOKENS = 1000, 32_768
+MAX_MODELS = 1000
 TALKERS = 2  # models that answer side by side, each in a process of its own
 SAMPLING = ("temperature", "top_p", "top_k", "seed")
 SPEAKERS = ("system", "user", "assistant")
@@ -43,8 +54,8 @@ class Actions:
     def __init__(self, library: Library, folders: Sequence[Path]) -> None:
         self.library, self.folders = library, list(folders)
         self.processes = Processes(self.folders[0])
-        self.planner = Answerer("ligermodels.board.planner", {"HF_HUB_OFFLINE": "1"})  # a plan downloads nothing
-        self.talkers = [Answerer("ligermodels.board.talker") for _ in range(TALKERS)]
+        self.planner = Answerer("plan", {"HF_HUB_OFFLINE": "1"})  # a plan downloads nothing
+        self.talkers = [Answerer("chat") for _ in range(TALKERS)]
 
     def __enter__(self) -> "Actions":
         return self
@@ -55,6 +66,11 @@ class Actions:
 
     def routes(self) -> dict[tuple[str, str], Route]:
         return {
+            ("GET", "/api/events"): lambda request: Events(changes(self.library)),
+            ("GET", "/api/curves"): self.curves,
+            ("GET", "/api/run"): lambda request: self.run_of(request.query).details(),
+            ("GET", "/api/samples"): lambda request: self.run_of(request.query).samples(),
+            ("GET", "/api/completions"): self.completions,
             ("GET", "/api/form"): lambda request: {"fields": form_fields(), "folder": str(self.folders[0])},
             ("POST", "/api/plan"): self.show_plan,
             ("POST", "/api/start"): self.start,
@@ -65,7 +81,33 @@ class Actions:
             ("POST", "/api/chat"): self.chat,
         }
 
-    # -- runs
+    # -- reading runs
+
+    def run_of(self, given: Mapping[str, Any]) -> WatchedRun:
+        run = self.library.runs.get(str(given.get("run")))
+        if run is None:
+            raise Refusal(404, "there is no such run")
+        return run
+
+    def curves(self, request: PageRequest) -> Encoded:
+        runs = [self.library.runs[id] for id in request.query.get("runs", "").split("\n") if id in self.library.runs]
+        names = request.query.get("names", "").split("\n")[:MAX_NAMES]
+        points = min(MAX_POINTS, MAX_ROWS // max(1, len(runs) * len(names)), int(number_of(request, "points", 1000)))
+        first, last = number_of(request, "first", 0), number_of(request, "last", 2.0**53)
+        parts = []
+        for run in runs:
+            version, views = run.metrics.version, run.metrics.view(names, first, last, max(2, points))
+            drawn = ",".join(f"{json.dumps(name)}:{curve_text(rows)}" for name, rows in views.items() if len(rows))
+            parts.append(f'{json.dumps(run.id)}:{{"version":{version},"curves":{{{drawn}}}}}')
+        return Encoded("{" + ",".join(parts) + "}")
+
+    def completions(self, request: PageRequest) -> dict[str, Any]:
+        run = self.run_of(request.query)
+        span = run.completions_range()
+        step = int(number_of(request, "step", span[1] if span else 0))
+        return {"range": span, "completions": run.completions_at(step) if span else []}
+
+    # -- training
 
     def settings(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """The settings of a form; none of them names anything outside the folders."""
@@ -99,14 +141,8 @@ class Actions:
         self.library.look_again()
         return {"run": f"0:{name}", "process": name}
 
-    def run_of(self, request: PageRequest) -> WatchedRun:
-        run = self.library.runs.get(str(request.body.get("run")))
-        if run is None:
-            raise Refusal(404, "there is no such run")
-        return run
-
     def resume(self, request: PageRequest) -> dict[str, Any]:
-        run = self.run_of(request)
+        run = self.run_of(request.body)
         if run.held:
             raise InputError(f"{run.name}: is running")
         for part in (run.place.path, run.place.path / CHECKPOINTS):
@@ -120,7 +156,7 @@ class Actions:
         if isinstance(name, str) and RUN_NAME.fullmatch(name):
             self.processes.cancel(name)
         else:
-            self.processes.stop(self.run_of(request).place)
+            self.processes.stop(self.run_of(request.body).place)
         return {}
 
     # -- chat
@@ -157,6 +193,28 @@ class Actions:
         return Events(answer_pieces(self.talkers[slot], question))
 
 
+def changes(library: Library) -> Iterator[Mapping[str, Any] | None]:
+    """All runs, then those that have changed, with the ids of all that there are."""
+    version = -1
+    while not library.over.is_set():
+        now = library.version
+        yield {"runs": library.newer_than(version), "ids": [*library.runs]}
+        version = now
+        while not library.over.is_set() and library.wait(version, HEARTBEAT) == version:
+            yield None
+
+
+def number_of(request: PageRequest, name: str, default: float) -> float:
+    """A number of the query. Raises Refusal."""
+    try:
+        value = float(request.query.get(name, default))
+    except ValueError:
+        value = np.nan
+    if not abs(value) <= 2.0**53:
+        raise Refusal(400, f"{name} is not a number")
+    return value
+
+
 def given_messages(body: Mapping[str, Any]) -> list[dict[str, str]]:
     """The messages of a request. Raises Refusal for what is no conversation."""
     messages = body.get("messages", [])
@@ -179,3 +237,37 @@ def answer_pieces(talker: Answerer, question: Mapping[str, Any]) -> Iterator[Map
         yield {"end": True}
     except InputError as error:
         yield {"error": str(error)}
+
+
+class TalkingModel(NamedTuple):
+    """place: of the model's folder, of a checkpoint the folder of its run. step: of a checkpoint."""
+
+    id: str
+    place: Place
+    kind: str
+    step: int | None = None
+
+
+def find_models(folders: Sequence[Path]) -> dict[str, TalkingModel]:
+    """The models, by their ids."""
+    found: dict[str, TalkingModel] = {}
+    for number, root in enumerate(folders):
+        for model in models_below(number, root):
+            if len(found) == MAX_MODELS:
+                return found
+            found[model.id] = model
+    return found
+
+
+def models_below(number: int, root: Path) -> Iterator[TalkingModel]:
+    for place, names in walk(root, {CHECKPOINTS}):
+        if any(name.endswith(".safetensors") for name in names):
+            for file, kind in ((CONFIG_FILE, "model"), (ADAPTER_CONFIG_FILE, "adapter")):
+                if file in names:
+                    yield TalkingModel(f"{number}:{place.relative}", place, kind)
+                    break
+        if SETTINGS_FILE in names:
+            for name in names_inside(place.inside(CHECKPOINTS)):
+                if STEP.fullmatch(name):
+                    step = int(name.removeprefix("step-"))
+                    yield TalkingModel(f"{number}:{place.relative}:{step}", place, "checkpoint", step)

@@ -1,7 +1,7 @@
 """The folders that the board may use: what lies in them, and files opened without leaving them.
 
 A request never has a path: it names what was found here. A file is opened component by component, none of them a
-symbolic link, so that no link, wherever it leads, is followed, also one that is made meanwhile. Must not know runs.
+symbolic link, so that no link, wherever it leads, is followed, also one that is made meanwhile.
 """
 
 import os

@@ -1,6 +1,6 @@
 """The form of a run: the fields of TrainConfig for the page, and the settings that it sends back.
 
-Names of files and folders in settings must lie in the board's folders. Must not know HTTP or processes.
+Names of files and folders in settings must lie in the board's folders.
 """
 
 import os

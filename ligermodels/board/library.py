@@ -1,4 +1,4 @@
-"""The runs of the folders, kept up to date by a thread that reads what they write. Must not know HTTP."""
+"""The runs of the folders, kept up to date by a thread that reads what they write."""
 
 import threading
 import time
@@ -15,7 +15,7 @@ from ligermodels.training.run.folder import ADAPTER, CHECKPOINTS, MODEL
 from ligermodels.training.settings.settings import SETTINGS_FILE
 
 MAX_RUNS = 500  # the newest
-BLOCKS_IN_TURN = 4  # of a run, before the next run's are read
+CHUNKS_IN_TURN = 1  # of a run, before the next run's are read
 PAUSE = 0.5  # seconds between two looks at the files
 SCAN_FACTOR = 20  # the folders are searched anew after this many times what it took
 WITHOUT = {CHECKPOINTS, MODEL, ADAPTER, "tensorboard", "wandb"}  # folders of a run that hold no runs
@@ -76,17 +76,19 @@ class Library:
 
     def read(self) -> bool:
         """Reads some of what every run has written; returns whether anything is left to read."""
-        changed = [run for run in list(self.runs.values()) if self.update(run)]
-        if changed:
-            self.notify(changed)
-        return any(run.metrics.pending for run in changed)
+        pending = False
+        for run in list(self.runs.values()):
+            if self.update(run):
+                self.notify([run])
+                pending |= run.metrics.pending
+        return pending
 
     def update(self, run: WatchedRun) -> bool:
         """Reads some of what a run has written. One that cannot be read, whatever it holds, keeps no other waiting."""
         if run.fault is not None:
             return False
         try:
-            return run.update(BLOCKS_IN_TURN)
+            return run.update(CHUNKS_IN_TURN)
         except Exception as error:
             traceback.print_exc()
             run.fault = f"cannot be read: {type(error).__name__}: {first_line(error)}"

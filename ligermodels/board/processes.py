@@ -1,7 +1,7 @@
 """Runs as processes of their own: started, resumed, and stopped with a checkpoint.
 
 A run lives on when the board ends. It is stopped by the signal that Ctrl-C's sibling SIGTERM sends (run/stopping.py),
-whoever has started it: to the process that has the run's lock open, which no file can make believe. Must not know HTTP.
+whoever has started it: to the process that has the run's lock open, which no file can make believe.
 """
 
 import os

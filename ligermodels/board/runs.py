@@ -1,7 +1,7 @@
 """A run as its files tell of it: what is known of it, read anew where something has changed.
 
 A run trains while a process holds the lock of its folder. One whose run.json says that it trains, with nobody at the
-lock, has died. Must not know HTTP, nor how a run is started.
+lock, has died.
 """
 
 import fcntl
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ligermodels.board.folders import Place, descriptor_of, names_inside, open_inside, read_inside
-from ligermodels.board.series import MetricSeries, noted, parse_lines
+from ligermodels.board.series import CHUNK_BYTES, MetricSeries, parsed_line
 from ligermodels.training.checkpoints.files import STEP
 from ligermodels.training.reporting.metrics import COMPLETIONS_FILE, METRICS_FILE
 from ligermodels.training.run.folder import ADAPTER, CHECKPOINTS, LOCK, MODEL
@@ -51,7 +51,7 @@ class WatchedRun:
         self.completions = MetricSeries(self.place.inside(COMPLETIONS_FILE))
 
     def update(self, most: int) -> bool:
-        """Reads what has changed; of the metrics at most `most` blocks. Returns whether anything has."""
+        """Reads what has changed; of the metrics at most `most` chunks. Returns whether anything has."""
         before = self.held, self.status, self.settings
         self.held = self.lock_is_held()
         if self.has_changed(STATUS_FILE):
@@ -130,7 +130,7 @@ class WatchedRun:
         return (self.steps - step) * tokens / speed
 
     def warnings(self) -> list[dict[str, Any]]:
-        """Those of the run, and what is wrong with its files."""
+        """Lists the warnings of the run, and what is wrong with its files."""
         said = self.status.get("warnings")
         found = [
             {"step": whole(entry.get("step")), "text": text(entry.get("text"))}
@@ -160,24 +160,23 @@ class WatchedRun:
         """The samples of the validations, at most MAX_TEXTS of them, evenly spaced."""
         found = []
         with suppress(OSError), open_inside(self.metrics.place) as stream:
-            for step, place in noted(self.metrics, MAX_TEXTS):
+            for step, place in self.metrics.some_texts(MAX_TEXTS):
                 stream.seek(place)
-                (record,), _ = parse_lines([stream.readline(2**20).rstrip(b"\n")])
+                record = parsed_line(stream.readline(CHUNK_BYTES))
                 if record is not None and record["step"] == step:
                     found.append({"step": step, "text": text(record.get("sample"))})
         return found
 
     def completions_range(self) -> tuple[int, int] | None:
         """The first and the last step with completions."""
-        self.completions.update(2)  # the last block and the first
-        blocks = self.completions.in_order(-math.inf, math.inf)
-        return (blocks[0][1].first, blocks[-1][1].last) if blocks else None
+        self.completions.update(10**6)
+        chunks = self.completions.chunks
+        return (chunks[0].first, chunks[-1].last) if chunks else None
 
     def completions_at(self, step: int) -> list[dict[str, Any]]:
         """The completions of a step, or of the last one before it that has some."""
-        self.completions.update(10**6)
-        blocks = self.completions.in_order(-math.inf, step)
-        records = [record for number, _ in blocks[-2:] for record in self.completions.records_of(number)]
+        chunks = [chunk for chunk in self.completions.chunks if chunk.first <= step]
+        records = self.completions.records_of(chunks[-2:])
         last = max((record["step"] for record in records if record["step"] <= step), default=None)
         shown = [record for record in records if record["step"] == last][:MAX_COMPLETIONS]
         return [{name: bounded_value(value) for name, value in record.items()} for record in shown]

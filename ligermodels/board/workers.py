@@ -21,10 +21,13 @@ Answers = Callable[[Mapping[str, Any], Callable[[], bool]], Iterable[Mapping[str
 
 
 class Answerer:
-    """A process of `module`, started when it is first asked. environment: variables that it has besides ours."""
+    """A process of answers.py, started when it is first asked: to "plan" or to "chat".
 
-    def __init__(self, module: str, environment: Mapping[str, str] | None = None) -> None:
-        self.module, self.environment = module, dict(environment or {})
+    environment: variables that it has besides ours.
+    """
+
+    def __init__(self, task: str, environment: Mapping[str, str] | None = None) -> None:
+        self.task, self.environment = task, dict(environment or {})
         self.process: subprocess.Popen[str] | None = None
         self.turn = threading.Lock()
         self.asked = 0
@@ -57,7 +60,8 @@ class Answerer:
 
     def start(self) -> "subprocess.Popen[str]":
         return subprocess.Popen(
-            [sys.executable, "-m", self.module], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            [sys.executable, "-m", "ligermodels.board.answers", self.task],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
             env=os.environ | self.environment, start_new_session=True,
         )  # fmt: skip
 

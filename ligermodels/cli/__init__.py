@@ -19,16 +19,11 @@ from ligermodels.errors import (
 
 SPINS = "1000"  # some microseconds: most threads of a short operation arrive within them
 INTERRUPTED = 130  # the exit status that a shell reports for SIGINT
-# Command -> its file. Only the file of the given command is imported: `list` does not wait for torch.
+# Command -> its file. Only the file of the given command is imported: `list` waits for no torch.
 COMMANDS = {
-    "train": "train",
-    "list": "listing",
-    "info": "info",
-    "generate": "generate",
-    "export": "export",
-    "verify": "verify",
+    "train": "train", "list": "info", "info": "info", "generate": "generate", "export": "export", "verify": "verify",
     "board": "board",
-}
+}  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,7 +60,7 @@ def build_parser(names: Iterable[str] = COMMANDS) -> Parser:
     root.add_argument("--version", action="version", version=f"ligermodels {__version__}")
     commands = root.add_subparsers(required=True, metavar="command")
     for name in names:
-        import_module(f"{__name__}.{COMMANDS[name]}").add_to(commands)
+        getattr(import_module(f"{__name__}.{COMMANDS[name]}"), f"add_{name}_command")(commands)
     return root
 
 

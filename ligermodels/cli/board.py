@@ -9,7 +9,7 @@ from ligermodels.cli.parsing import print_line
 PORT = 6543
 
 
-def add_to(commands: Commands) -> None:
+def add_board_command(commands: Commands) -> None:
     parser = add_command(
         commands, "board", run, "show runs in a browser while they train; start, stop and try them", "runs --also data"
     )

@@ -17,13 +17,11 @@ from ligermodels.cli.parsing import (
 )
 from ligermodels.errors import InputError
 from ligermodels.hub.names import refuse_mistyped
-from ligermodels.units import byte_size, counted
-from ligermodels.weights.gguf.finding import SUFFIX, is_gguf
-from ligermodels.weights.gguf.types import GGUF_TYPES
-from ligermodels.weights.shard_size import MAX_SHARD_SIZE, size_in_bytes
+from ligermodels.units import MAX_SHARD_SIZE, byte_size, counted, size_in_bytes
+from ligermodels.weights.gguf.finding import GGUF_TYPES, SUFFIX, is_gguf
 
 
-def add_to(commands: Commands) -> None:
+def add_export_command(commands: Commands) -> None:
     parser = add_command(
         commands, "export", run,
         "convert a checkpoint: another dtype, another shard size, with a merged adapter, or to or from GGUF",

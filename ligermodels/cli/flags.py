@@ -48,7 +48,7 @@ class Parser(argparse.ArgumentParser):
         raise InputError(message.removeprefix("argument "))
 
     def parse_command(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """As parse_args. Raises InputError for a flag that the command does not have, and for a list given twice."""
+        """Parses as parse_args does. Raises InputError for an unknown flag, and for a list that is given twice."""
         args, unknown = self.parse_known_args(arguments)
         command = args.parser
         for word in unknown:

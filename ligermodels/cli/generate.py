@@ -9,8 +9,16 @@ from numbers import Real
 
 from ligermodels.aliases import GENERATE_ALIASES, flag_of
 from ligermodels.cli.flags import Commands, add_command, number, positive, whole_number
-from ligermodels.cli.generate_input import CACHE_TOKENS, IMAGE_COMMAND, given_prompt
-from ligermodels.cli.parsing import add_adapter, add_device, add_dtype, add_quantize, add_revision
+from ligermodels.cli.parsing import (
+    CACHE_TOKENS,
+    IMAGE_COMMAND,
+    add_adapter,
+    add_device,
+    add_dtype,
+    add_quantize,
+    add_revision,
+    given_prompt,
+)
 from ligermodels.errors import InputError
 from ligermodels.generation.sampling import RULES, Sampling, SamplingOptions
 from ligermodels.hub.names import refuse_mistyped
@@ -27,7 +35,7 @@ SAMPLING_FLAGS = {
 }
 
 
-def add_to(commands: Commands) -> None:
+def add_generate_command(commands: Commands) -> None:
     parser = add_command(
         commands, "generate", run, "continue a prompt, or hold a conversation",
         'Qwen/Qwen3-8B --chat --system "Answer in one sentence." --temperature 0.7 --top-p 0.95',

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from ligermodels.errors import InputError
 from ligermodels.hub.models import read_preset_or_config, select_architecture
 from ligermodels.images.inputs import Processor, image_tokens, refuse_image_tokens
-from ligermodels.images.prefixes import PREFIX_END
+from ligermodels.images.parts import PREFIX_END
 from ligermodels.tokenizer import Tokenizer
 
 

@@ -9,8 +9,14 @@ from typing import Any
 from ligermodels import hub
 from ligermodels.cli.flags import UNUSABLE_INPUT
 from ligermodels.cli.generate_images import PromptInputs, PromptReader, message_content
-from ligermodels.cli.generate_input import CACHE_TOKENS, IMAGE_COMMAND, lines_of_stdin
-from ligermodels.cli.parsing import chosen_device, load_with_adapter, resolve_model
+from ligermodels.cli.parsing import (
+    CACHE_TOKENS,
+    IMAGE_COMMAND,
+    chosen_device,
+    lines_of_stdin,
+    load_with_adapter,
+    resolve_model,
+)
 from ligermodels.errors import InputError, print_to_stderr, printable
 from ligermodels.generation.capacity import tokens_that_fit
 from ligermodels.generation.decoding import engine_for

@@ -1,4 +1,5 @@
-"""`ligermodels info`: shows a model's parameters, files and memory, without loading its weights."""
+"""`ligermodels info` shows a model's parameters, files and memory, without loading its weights; `ligermodels list` the
+architectures and their presets with numbers of parameters."""
 
 import argparse
 from pathlib import Path
@@ -6,12 +7,12 @@ from pathlib import Path
 from ligermodels.cli.flags import Commands, add_command, positive
 from ligermodels.cli.parsing import add_dtype, add_revision
 from ligermodels.errors import InputError
-from ligermodels.hub.names import refuse_mistyped
+from ligermodels.hub.names import architecture_list, refuse_mistyped
 
 PICTURES = (".png", ".svg", ".pdf")
 
 
-def add_to(commands: Commands) -> None:
+def add_info_command(commands: Commands) -> None:
     parser = add_command(
         commands, "info", run, "show a model's parameters, its files, and the memory for training and generation",
         "Qwen/Qwen3-8B --batch-size 8 --sequence-length 4096",
@@ -38,3 +39,11 @@ def run(args: argparse.Namespace) -> None:
     from ligermodels.cli.info_report import print_report  # imports torch
 
     print_report(args)
+
+
+def add_list_command(commands: Commands) -> None:
+    add_command(commands, "list", print_list, "list the architectures, their preset sizes and parameters", "")
+
+
+def print_list(args: argparse.Namespace) -> None:
+    print(architecture_list(), end="")

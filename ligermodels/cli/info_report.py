@@ -2,8 +2,10 @@
 
 import argparse
 import copy
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -12,6 +14,7 @@ from ligermodels.adapters.lora_targets import add_lora
 from ligermodels.adapters.quantising import quantisable, quantise
 from ligermodels.cli.parsing import print_line
 from ligermodels.configs.features import MoEConfig
+from ligermodels.errors import InputError
 from ligermodels.hub.description import Description, describe
 from ligermodels.memory.model import (
     InferenceMemory,
@@ -21,7 +24,14 @@ from ligermodels.memory.model import (
     inference_memory,
     training_memory,
 )
+from ligermodels.plot_style import BLUE, GREEN, GREY, INK, OCHRE, ORANGE, PINK, PLOT_STYLE, PURPLE, TEAL
 from ligermodels.units import byte_size, counted, memory_size
+
+PART_COLOURS = {
+    "weights": BLUE, "optimizer states": TEAL, "gradients": PURPLE, "activations": ORANGE, "loss": GREEN,
+    "block": OCHRE, "cache": PINK, "prompt": GREY,
+}  # fmt: skip
+MIN_LABEL = 0.05  # of the longest bar: a smaller part has no room for its size
 
 
 def print_report(args: argparse.Namespace) -> None:
@@ -34,8 +44,6 @@ def print_report(args: argparse.Namespace) -> None:
     for label, value in (*fact_lines(described), attention, *memory_lines(described, args, memory)):
         print_line(f"  {label:12} {value}".rstrip())
     if args.plot is not None:
-        from ligermodels.cli.info_plot import draw_memory
-
         draw_memory(memory.peaks, args.plot, f"{args.model}: {setting_of(described, args)}")
         print_line(f"  {'plot':12} {args.plot}")
 
@@ -75,7 +83,7 @@ class Memory(NamedTuple):
 
     @property
     def peaks(self) -> dict[str, dict[str, int]]:
-        """By use, the parts that its peak has."""
+        """Maps each use to the parts that its peak has."""
         training = {label: at_peak(step) for label, step in self.training.items()}
         return training | {"generate": dict(vars(self.generating))}
 
@@ -124,3 +132,43 @@ def memory_lines(described: Description, args: argparse.Namespace, memory: Memor
         yield f"  {label}", f"{memory_size(step.peak):>10} = {lasting} + max({at_loss}, {at_end})"
     parts = " + ".join(f"{name} {memory_size(size)}" for name, size in vars(memory.generating).items())
     yield "  generate", f"{memory_size(memory.generating.peak):>10} = {parts}"
+
+
+def draw_memory(peaks: Mapping[str, Mapping[str, int]], picture: Path, title: str) -> None:
+    """Writes a PNG, SVG or PDF, by the picture's name, with one bar for each use.
+
+    peaks: by use, the bytes of the parts that its peak has. Raises InputError without matplotlib, and where the picture
+    cannot be written.
+    """
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+    except ImportError as error:
+        raise InputError("info --plot: matplotlib is missing; pip install matplotlib") from error
+    longest = max(sum(parts.values()) for parts in peaks.values())
+    with matplotlib.rc_context(PLOT_STYLE | {"axes.grid.axis": "x"}):
+        figure = Figure(figsize=(10, 1.3 + 0.75 * len(peaks)), layout="constrained")
+        axes = figure.subplots()
+        for row, parts in enumerate(peaks.values()):
+            begin = 0
+            for name, size in parts.items():
+                axes.barh(row, size, left=begin, height=0.6, color=PART_COLOURS[name], edgecolor="white", linewidth=1)
+                if size > MIN_LABEL * longest:
+                    axes.text(begin + size / 2, row, memory_size(size), ha="center", va="center", color="white")
+                begin += size
+            axes.text(begin, row, f"  {memory_size(begin)}", va="center", color=INK, fontweight="bold")
+        axes.set_yticks(range(len(peaks)), [*peaks], fontsize=10, color=INK)
+        axes.invert_yaxis()
+        axes.set_xlim(0, longest * 1.12)
+        step = 2 ** math.floor(math.log2(longest / 4))  # bytes, so that sizes are round
+        ticks = [*range(0, round(longest * 1.1), step)]
+        axes.set_xticks(ticks, [memory_size(size) for size in ticks])
+        axes.set_title(title, fontsize=12, fontweight="bold")
+        used = (name for name in PART_COLOURS if any(parts.get(name) for parts in peaks.values()))
+        handles = [Patch(color=PART_COLOURS[name], label=name) for name in used]
+        figure.legend(handles=handles, loc="outside lower center", ncols=8)
+        try:
+            figure.savefig(picture, dpi=140)
+        except (OSError, ValueError) as error:
+            raise InputError(f"--plot {picture}: cannot be written: {error}") from error

@@ -2,7 +2,7 @@
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import Field
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ GROUP_NOTES = {
 }
 
 
-def add_to(commands: Commands) -> None:
+def add_train_command(commands: Commands) -> None:
     parser = commands.add_parser(
         "train", help="train a model from new or pretrained weights", description="Trains a decoder language model.",
         usage="ligermodels train --model MODEL | --adapter FOLDER | --resume FOLDER [flags]", epilog=EXAMPLES,
@@ -55,20 +55,17 @@ def flag_options(field: Field) -> dict[str, Any]:
     """The arguments of add_argument. A flag that is not given leaves no attribute, so that a file's value holds."""
     kind, several = type_of(field.name)
     choices = choices_of(kind)
+    names = "{" + ",".join(choices) + "}" if choices else ""
     options: dict[str, Any] = {
         "type": reader_of(field), "default": argparse.SUPPRESS,
         "help": help_text(field).replace("%", "%%"),
-        "metavar": field.metadata["metavar"] or names_of(choices) or NAMES_OF_VALUES.get(kind, field.name.upper()),
+        "metavar": field.metadata["metavar"] or names or NAMES_OF_VALUES.get(kind, field.name.upper()),
     }  # fmt: skip
     if several:
         options["nargs"] = "*" if field.metadata["may_be_empty"] else "+"
     if kind is bool and not field.default:
         options |= {"nargs": "?", "const": True}
     return options
-
-
-def names_of(choices: Sequence[str]) -> str:
-    return "{" + ",".join(choices) + "}" if choices else ""
 
 
 def reader_of(field: Field) -> Callable[[str], Any]:

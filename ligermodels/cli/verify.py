@@ -8,7 +8,7 @@ from ligermodels.cli.parsing import add_device, chosen_device, print_line
 from ligermodels.hub.names import refuse_mistyped
 
 
-def add_to(commands: Commands) -> None:
+def add_verify_command(commands: Commands) -> None:
     parser = add_command(
         commands, "verify", run, "compare a checkpoint with transformers, and write a parity certificate",
         "Qwen/Qwen3-0.6B --output certificates",

@@ -1,1 +1,1 @@
-"""config.json, read and validated. Must not know layers or any model family."""
+"""config.json, read and validated."""

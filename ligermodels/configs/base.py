@@ -1,9 +1,8 @@
 """The part of config.json that all model families share, and presets of it.
 
-Field names are the Hub's. Defaults are those of the reference implementation; they apply where a file omits a key.
-Keys without effect on the maths are kept in `raw` and written back. Keys that would change the maths and are not
-supported raise a ConfigError that names them. Must not know any architecture: each one subclasses `Config` and adds its
-own fields.
+Field names are the Hub's. Defaults are those of the reference implementation; they apply where a file omits a key. Keys
+without effect on the maths are kept in `raw` and written back. Keys that would change the maths and are not supported
+raise a ConfigError that names them.
 """
 
 import copy
@@ -125,7 +124,7 @@ class Config:
         return copy.deepcopy(dict(self.raw) | fields)
 
     def untied(self) -> Self:
-        """The same for a model whose embedding and head are two parameters."""
+        """Returns the config of a model whose embedding and head are two parameters."""
         raw = dict(self.raw) | {"tie_word_embeddings": False}
         if "text_config" in raw:
             raw["text_config"] = dict(raw["text_config"] or {}) | {"tie_word_embeddings": False}
@@ -257,9 +256,6 @@ def tiny(base: Mapping[str, Any]) -> dict:
 def preset(base: Mapping[str, Any], hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int) -> dict:
     """The content of a config.json with these sizes."""
     return dict(base) | {
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-    }
+        "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+    }  # fmt: skip

@@ -1,7 +1,7 @@
 """Features that several families add to config.json: sliding window, softcaps, partial RoPE, multipliers, experts.
 
 Each class is one feature: its fields under the Hub's names, and their meaning. A family inherits from the features that
-it has. Must not know which families do.
+it has.
 """
 
 from collections.abc import Mapping
@@ -159,6 +159,13 @@ class MoEConfig(Config):
 
     experts_field: ClassVar[str] = "num_local_experts"
     experts_optional: ClassVar[bool] = False  # whether layers without experts are dense
+
+    @property
+    def expert_sizes(self) -> dict[str, int]:
+        """The sizes of the routed experts, as `MoE` takes them."""
+        width = getattr(self, "moe_intermediate_size", self.intermediate_size)
+        experts = getattr(self, self.experts_field)
+        return {"intermediate_size": width, "num_experts": experts, "experts_per_token": self.num_experts_per_tok}
 
     def validate(self) -> None:
         super().validate()

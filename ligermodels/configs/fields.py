@@ -1,4 +1,4 @@
-"""Type and range checks of single fields of a config.json. Must not know what a field means."""
+"""Type and range checks of single fields of a config.json."""
 
 import math
 import types
@@ -13,72 +13,31 @@ from ligermodels.errors import ConfigError
 type_hints: Callable[[type], dict[str, Any]] = cache(typing.get_type_hints)
 MAY_BE_ZERO = (
     "pad_token_id", "attention_dropout", "dropout", "embd_pdrop", "resid_pdrop", "initializer_range",
-    "max_window_layers",
-    "sliding_window", "router_aux_loss_coef", "router_jitter_noise", "num_experts", "num_local_experts",
-    "num_experts_per_tok", "mscale_all_dim",
-    "llama_4_scaling_beta", "residual_dropout",
-    "num_kv_shared_layers", "hidden_size_per_layer_input",
-    "first_k_dense_replace", "n_shared_experts", "num_nextn_predict_layers",
-    "mtp_num_hidden_layers",
+    "max_window_layers", "sliding_window", "router_aux_loss_coef", "router_jitter_noise", "num_experts",
+    "num_local_experts", "num_experts_per_tok", "mscale_all_dim", "llama_4_scaling_beta", "residual_dropout",
+    "num_kv_shared_layers", "hidden_size_per_layer_input", "first_k_dense_replace", "n_shared_experts",
+    "num_nextn_predict_layers", "mtp_num_hidden_layers",
 )  # fmt: skip
 MAY_BE_NEGATIVE = ("pad_token_id", "vision_feature_layer")  # old files write -1 for none; counted from the end
 MAY_BE_NULL = ("num_key_value_heads", "head_dim")  # null stands for the default, although the field is a number
 # Several times the largest value of any released model, so that a damaged file cannot ask for an impossible size.
-MAXIMUM = {
-    "num_hidden_layers": 2**9,
-    "vocab_size": 2**24,
-    "hidden_size": 2**20,
-    "intermediate_size": 2**20,
-    "moe_intermediate_size": 2**20,
-    "shared_expert_intermediate_size": 2**20,
-    "num_attention_heads": 2**12,
-    "num_key_value_heads": 2**12,
-    "head_dim": 2**12,
-    "num_experts": 2**12,
-    "num_local_experts": 2**12,
-    "n_routed_experts": 2**12,
-    "n_shared_experts": 2**12,
-    "global_head_dim": 2**12,
-    "num_global_key_value_heads": 2**12,
-    "vocab_size_per_layer_input": 2**24,
-    "hidden_size_per_layer_input": 2**16,
-    "q_lora_rank": 2**16,
-    "kv_lora_rank": 2**16,
-    "qk_nope_head_dim": 2**12,
-    "qk_rope_head_dim": 2**12,
-    "v_head_dim": 2**12,
-    "num_nextn_predict_layers": 2**10,
-    "mtp_num_hidden_layers": 2**10,
-    "linear_num_key_heads": 2**12,
-    "linear_num_value_heads": 2**12,
-    "linear_key_head_dim": 2**8,  # what the kernels support
-    "linear_value_head_dim": 2**12,
-    "shared_intermediate_size": 2**20,
-    "mamba_n_heads": 2**12,
-    "mamba_n_groups": 2**12,
-    "mamba_d_state": 2**8,  # what the kernels support
-    "mamba_expand": 2**8,
-    "num_channels": 2**8,
-    "image_size": 2**12,
-    "patch_size": 2**12,
-    "depth": 2**10,
-    "embed_dim": 2**20,
-    "out_hidden_size": 2**20,
-    "num_heads": 2**12,
-    "in_channels": 2**8,
-    "temporal_patch_size": 2**8,
-    "spatial_merge_size": 2**8,
-    "window_size": 2**20,
-    "num_global_layers": 2**9,
-    "max_num_tiles": 2**8,
-    "vision_output_dim": 2**20,
-    "projection_dim": 2**20,
-    "num_position_embeddings": 2**20,
-    "mm_tokens_per_image": 2**16,
-    "block_multiple_of": 2**20,
-    "num_experts_per_tok": 2**12,
-    "top_k_experts": 2**12,
-}
+LIMITS = {
+    # Of linear_key_head_dim and mamba_d_state it is what the kernels support.
+    2**8: "linear_key_head_dim mamba_d_state mamba_expand num_channels in_channels temporal_patch_size "
+    "spatial_merge_size max_num_tiles",
+    2**9: "num_hidden_layers num_global_layers",
+    2**10: "num_nextn_predict_layers mtp_num_hidden_layers depth",
+    2**12: "num_attention_heads num_key_value_heads head_dim num_experts num_local_experts n_routed_experts "
+    "n_shared_experts global_head_dim num_global_key_value_heads qk_nope_head_dim qk_rope_head_dim "
+    "v_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim mamba_n_heads "
+    "mamba_n_groups image_size patch_size num_heads num_experts_per_tok top_k_experts",
+    2**16: "hidden_size_per_layer_input q_lora_rank kv_lora_rank mm_tokens_per_image",
+    2**20: "hidden_size intermediate_size moe_intermediate_size shared_expert_intermediate_size "
+    "shared_intermediate_size embed_dim out_hidden_size window_size vision_output_dim projection_dim "
+    "num_position_embeddings block_multiple_of",
+    2**24: "vocab_size vocab_size_per_layer_input",
+}  # fmt: skip
+MAXIMUM = {name: limit for limit, names in LIMITS.items() for name in names.split()}
 
 
 def read_field(name: str, value: Any, annotation: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The fields of Gemma and of Gemma 2, which are also the text models of PaliGemma. Must not know layers."""
+"""The fields of Gemma and of Gemma 2, which are also the text models of PaliGemma."""
 
 from dataclasses import dataclass
 

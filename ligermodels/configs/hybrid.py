@@ -1,4 +1,4 @@
-"""Models that mix attention with layers whose memory is a state. Must not know any architecture."""
+"""Models that mix attention with layers whose memory is a state."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -101,7 +101,7 @@ class ShortConvConfig(Config):
         return config
 
     def to_dict(self) -> dict[str, Any]:
-        """As that of every family; the family's own names have the present values, too."""
+        """Writes the fields of every family; the family's own names have the present values, too."""
         return super().to_dict() | {name: getattr(self, ours) for name, ours in self.names.items() if name in self.raw}
 
     def untied(self) -> Self:

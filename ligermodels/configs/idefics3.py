@@ -1,4 +1,4 @@
-"""Idefics 3 and SmolVLM in config.json: Llama with square tiles of images that SigLIP encodes. Must not know layers."""
+"""Idefics 3 and SmolVLM in config.json: Llama with square tiles of images that SigLIP encodes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The config.json of Llama 3.2 Vision: text layers with cross-attention, tiles of images. Must not know layers."""
+"""The config.json of Llama 3.2 Vision: text layers with cross-attention, tiles of images."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -48,11 +48,11 @@ class MllamaVisionConfig(VisionConfig):
 
     @property
     def rows_per_tile(self) -> int:
-        """The same rounded up to a multiple of 8, as the tower was trained."""
+        """Rounds the rows up to a multiple of 8, as the tower was trained."""
         return -(-self.tokens_per_tile // 8) * 8
 
     def rows_of(self, patches: int) -> int:
-        """Those of whole images, which have rows for the most tiles."""
+        """Counts the rows of whole images, which have rows for the most tiles."""
         return patches // self.patches_per_tile * self.rows_per_tile
 
     def states_of(self, patches: int) -> int:

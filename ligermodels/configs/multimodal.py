@@ -1,4 +1,4 @@
-"""A text model with an image side in config.json: where its parts are. Must not know layers or any family."""
+"""A text model with an image side in config.json: where its parts are."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

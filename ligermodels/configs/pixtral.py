@@ -1,4 +1,4 @@
-"""The tower of Pixtral in config.json: images of any size. Must not know layers."""
+"""The tower of Pixtral in config.json: images of any size."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class PixtralVisionConfig(AxialVisionConfig, FeatureLayerConfig):
 
     @property
     def norm_eps(self) -> float:
-        """Not a field of the files."""
+        """The files have no field for it."""
         return 1e-5
 
     def validate(self) -> None:

@@ -1,7 +1,5 @@
 """The quantization_config of a config.json: FP8 weights with one scale or a scale for each block; MXFP4 weights; NF4
 weights of bitsandbytes.
-
-Must not know tensors or files.
 """
 
 from collections.abc import Mapping
@@ -89,6 +87,6 @@ def scheme_of(raw: Mapping[str, Any]) -> str | None:
 
 
 def read_scaled(raw: Mapping[str, Any]) -> Scaled | None:
-    """As `read_quantisation`, of weights that are read as values and their scales alone."""
+    """Reads what `read_quantisation` does, of weights that are stored as values and their scales alone."""
     found = read_quantisation(raw)
     return None if isinstance(found, Nf4Weights) else found

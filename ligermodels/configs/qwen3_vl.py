@@ -1,4 +1,4 @@
-"""What Qwen3-VL and its mixture of experts have in common in config.json. Must not know layers."""
+"""What Qwen3-VL and its mixture of experts have in common in config.json."""
 
 import math
 from dataclasses import dataclass

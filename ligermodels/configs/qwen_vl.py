@@ -1,4 +1,4 @@
-"""The text side of Qwen2-VL and Qwen2.5-VL, and what their vision towers share. Must not know layers."""
+"""The text side of Qwen2-VL and Qwen2.5-VL, and what their vision towers share."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -13,11 +13,8 @@ from ligermodels.errors import ConfigError
 
 POSITION_AXES = ("time", "height", "width")
 VISION_TOKENS = {
-    "vision_start_token_id": 151652,
-    "vision_end_token_id": 151653,
-    "image_token_id": 151655,
-    "video_token_id": 151656,
-}
+    "vision_start_token_id": 151652, "vision_end_token_id": 151653, "image_token_id": 151655, "video_token_id": 151656,
+}  # fmt: skip
 HUB_MROPE = {"type": "mrope", "mrope_section": [16, 24, 24]}
 
 

@@ -1,8 +1,7 @@
 """The rotary embedding in a config.json, read from both spellings (transformers 4 and 5).
 
 Version 4 has `rope_theta`, `rope_scaling` and `partial_rotary_factor` at the top level. Version 5 has all of it in
-`rope_parameters`; families with two kinds of rotary layers nest that by layer type. Must not know any family, nor the
-maths, which is in layers/rope.py.
+`rope_parameters`; families with two kinds of rotary layers nest that by layer type. The maths is in layers/rope.py.
 """
 
 from collections.abc import Mapping
@@ -19,14 +18,10 @@ LLAMA3_ROPE = {  # of Llama 3.1
 }  # fmt: skip
 # The supported scalings of RoPE, and the keys that each one requires.
 ROPE_TYPES = {
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "yarn": ("factor",),
+    "default": (), "linear": ("factor",), "dynamic": ("factor",), "yarn": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "longrope": ("short_factor", "long_factor"),
-    "proportional": (),
-}
+    "longrope": ("short_factor", "long_factor"), "proportional": (),
+}  # fmt: skip
 OLD_ROPE_TYPES = {"su": "longrope"}
 MULTIMODAL_ROPE_TYPES = OLD_ROPE_TYPES | {"mrope": "default"}  # of families whose positions have several axes
 
@@ -56,7 +51,7 @@ class Rope:
 
     @property
     def position_axes(self) -> tuple[int, ...]:
-        """Of each rotated pair, the axis of the positions that it turns with; empty if positions have one axis.
+        """Returns the axis of the positions that each rotated pair turns with; empty if positions have one axis.
 
         mrope_section is the number of pairs of each axis. They stand in blocks, or interleaved: pair j then turns with
         axis j % 3 as long as that has pairs left, and with the first axis behind them.
@@ -86,11 +81,9 @@ class QueryScale:
 
 
 def read_rope(
-    raw: Mapping[str, Any],
-    default_theta: float,
-    default_partial: float = 1.0,
+    raw: Mapping[str, Any], default_theta: float, default_partial: float = 1.0,
     old_names: Mapping[str, str] = OLD_ROPE_TYPES,
-) -> Rope:
+) -> Rope:  # fmt: skip
     """The one rotary embedding of all layers.
 
     rope_scaling takes precedence over rope_parameters. Keys missing there are read from the top level.

@@ -1,4 +1,4 @@
-"""The vision_config of a multimodal config.json: a transformer over the patches of images. Must not know layers."""
+"""The vision_config of a multimodal config.json: a transformer over the patches of images."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -221,7 +221,7 @@ class ClipConfig(PictureConfig, FeatureLayerConfig):
 
 @dataclass(kw_only=True)
 class AxialVisionConfig(VisionConfig):
-    """With 2-D RoPE: half of a head turns with a patch's row, half with its column."""
+    """A tower with 2-D RoPE: half of a head turns with a patch's row, half with its column."""
 
     @classmethod
     def read_ropes(cls, raw: Mapping[str, Any]) -> dict[str, Rope]:

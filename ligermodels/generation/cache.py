@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.configs.base import Config
-from ligermodels.generation.cross_features import EarlierImages
+from ligermodels.generation.image_features import EarlierImages
 from ligermodels.kernels.decoding.cache_write import CacheSlots
 
 

@@ -12,8 +12,7 @@ from ligermodels.generation.capacity import tokens_that_fit
 from ligermodels.generation.engine import DEFAULT_ROWS, Drawn, Engine, check_prompt
 from ligermodels.generation.paged_cache import PAGE_SIZE, pages_for
 from ligermodels.generation.sampling import Sampling, SamplingOptions
-from ligermodels.generation.stop_tokens import model_stop_tokens
-from ligermodels.generation.texts import TextTokenizer, encode_prompts
+from ligermodels.generation.texts import TextTokenizer, encode_prompts, model_stop_tokens
 
 
 @overload

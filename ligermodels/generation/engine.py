@@ -16,17 +16,14 @@ from torch import Tensor
 from ligermodels.errors import InputError
 from ligermodels.generation.cache import GenerativeModel
 from ligermodels.generation.capacity import check_room, tokens_that_fit
-from ligermodels.generation.cross_features import CrossPrompt
 from ligermodels.generation.graphs import StepGraphs, ranks_of, rows_of_graph, uses_graphs
-from ligermodels.generation.image_features import PromptImages
+from ligermodels.generation.image_features import CrossPrompt, PromptImages
 from ligermodels.generation.paged_cache import PagedCache
 from ligermodels.generation.prefill import PrefillStep, PromptPiece
 from ligermodels.generation.requests import GeneratedSample, Request, Sample
 from ligermodels.generation.rows import NO_TOKEN, Drawing, RowStates, decode_step, only_first
 from ligermodels.generation.sampling import Sampling, SamplingOptions
-from ligermodels.generation.stop_strings import StopStrings
-from ligermodels.generation.stop_tokens import model_stop_tokens
-from ligermodels.generation.texts import RowText, TextTokenizer, token_ids
+from ligermodels.generation.texts import RowText, StopStrings, TextTokenizer, model_stop_tokens, token_ids
 
 DEFAULT_ROWS = 256
 PREFILL_TOKENS = 8192  # of one prefill: enough for matrix products at full speed

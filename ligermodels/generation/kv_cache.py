@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.generation.cache import Kept, LatentHeads, PerRow, StateStep
-from ligermodels.generation.cross_features import EarlierImages
+from ligermodels.generation.image_features import EarlierImages
 from ligermodels.kernels.attention.attention import attention
 
 

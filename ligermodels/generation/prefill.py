@@ -13,8 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.generation.cache import LatentHeads
-from ligermodels.generation.cross_features import CrossPrompt, EarlierImages
-from ligermodels.generation.image_features import PromptImages, features_of_pieces, rope_of_pieces
+from ligermodels.generation.image_features import (
+    CrossPrompt,
+    EarlierImages,
+    PromptImages,
+    features_of_pieces,
+    rope_of_pieces,
+)
 from ligermodels.generation.paged_cache import (
     PAGE_SIZE,
     PagedCache,

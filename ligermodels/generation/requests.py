@@ -10,8 +10,7 @@ from typing import Any, Literal
 from ligermodels.generation.paged_cache import Tables
 from ligermodels.generation.rows import NewRow
 from ligermodels.generation.sampling import SamplingOptions
-from ligermodels.generation.stop_strings import StopStrings
-from ligermodels.generation.texts import RowText
+from ligermodels.generation.texts import RowText, StopStrings
 
 FinishReason = Literal["stop", "length"]
 

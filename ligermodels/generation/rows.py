@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.generation.cache import LatentHeads, StateStep
-from ligermodels.generation.cross_features import EarlierImages
+from ligermodels.generation.image_features import EarlierImages
 from ligermodels.generation.paged_cache import (
     PAGE_SIZE,
     LayerGroup,

@@ -1,7 +1,4 @@
-"""Prompts as texts or token ids, and the text of generated tokens.
-
-Must not know models, nor how a tokenizer works.
-"""
+"""Prompts as texts or token ids, the text of generated tokens, and the tokens and texts that end it."""
 
 from collections.abc import Iterable, Sequence
 from numbers import Integral
@@ -10,6 +7,8 @@ from typing import Any, Protocol, cast, runtime_checkable
 from torch import Tensor
 
 from ligermodels.errors import InputError
+from ligermodels.generation.cache import GenerativeModel
+from ligermodels.weights.config_file import CONFIG_FILE, GENERATION_CONFIG_FILE, end_of_text_ids
 
 
 class TextDecoder(Protocol):
@@ -83,3 +82,56 @@ class RowText:
         """The piece without what belongs to `shown`."""
         hidden, self.hidden = self.hidden, max(0, self.hidden - len(piece))
         return piece[hidden:]
+
+
+def model_stop_tokens(model: GenerativeModel, tokenizer: TextTokenizer | None = None) -> set[int]:
+    """eos_token_id of generation_config.json, which has more of them for chat models; else that of config.json.
+
+    tokenizer: its end-of-text token is one more. Without tokens beyond the vocabulary, which the model cannot draw.
+    """
+    if "eos_token_id" in model.generation_config:
+        tokens = end_of_text_ids(model.generation_config, GENERATION_CONFIG_FILE)
+    else:
+        tokens = end_of_text_ids(model.config.raw, CONFIG_FILE)
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        tokens = [*tokens, tokenizer.eos_token_id]
+    return {token for token in tokens if token < model.config.vocab_size}
+
+
+class StopStrings:
+    """The text of one row up to its first stop string.
+
+    A piece of text becomes visible as soon as it cannot be part of a stop string. The first stop string is the one that
+    ends first, as if the text came character by character; of those that end together, the longest. The result does
+    not depend on how the text is cut into pieces.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.stops = stops
+        self.held = ""  # may be the beginning of a stop string
+        self.matched: str | None = None  # the stop string that was found
+
+    def step(self, piece: str) -> str:
+        """The text that becomes visible with this piece; "" after a stop string."""
+        if self.matched is not None:
+            return ""
+        text = self.held + piece
+        found = [(text.index(stop) + len(stop), -len(stop), stop) for stop in self.stops if stop in text]
+        if found:
+            end, _, self.matched = min(found)
+            self.held = ""
+            return text[: end - len(self.matched)]
+        visible = len(text) - max((beginning_at_end(text, stop) for stop in self.stops), default=0)
+        self.held = text[visible:]
+        return text[:visible]
+
+    def end(self) -> str:
+        """The text that was held back, when no more comes."""
+        held, self.held = self.held, ""
+        return held
+
+
+def beginning_at_end(text: str, stop: str) -> int:
+    """How many characters at the end of `text` are the beginning of `stop`; less than all of it."""
+    lengths = range(min(len(stop) - 1, len(text)), 0, -1)
+    return next((length for length in lengths if text.endswith(stop[:length])), 0)

@@ -127,13 +127,9 @@ def missing_base(folder: Path, name: Any, reason: str, remedy: str) -> Checkpoin
 
 
 def resolve_with_adapter(
-    name_or_folder: str | Path,
-    adapter: str | Path | None = None,
-    *,
-    revision: str | None = None,
-    token: str | None = None,
-    remedy: str = "pass its base model too",
-) -> tuple[Path, Path | None]:
+    name_or_folder: str | Path, adapter: str | Path | None = None, *, revision: str | None = None,
+    token: str | None = None, remedy: str = "pass its base model too",
+) -> tuple[Path, Path | None]:  # fmt: skip
     """The folders of a model and of its adapter, if it has one. The name of an adapter stands for it and its base.
 
     remedy: what to do where the base of an adapter is not found. Raises HubError, ConfigError or CheckpointError, as

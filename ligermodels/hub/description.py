@@ -76,11 +76,7 @@ def weight_dtype(raw: Mapping[str, Any], folder: Path) -> torch.dtype:
 def architecture_lines() -> Iterator[str]:
     """One line per architecture: its presets with their numbers of parameters. `architectures.txt` holds them."""
     for name, architecture in sorted(ARCHITECTURES.items()):
-        presets = [f"{size} ({preset_parameters(name, size)})" for size in architecture.SIZES]
+        models_by_size = {size: models.create(name, size=size, device="meta") for size in architecture.SIZES}
+        counts = {size: sum(x.numel() for x in model.parameters()) for size, model in models_by_size.items()}
+        presets = [f"{size} ({parameter_count(count)})" for size, count in counts.items()]
         yield f"{name:16} {', '.join(presets) or 'from a checkpoint'}"
-
-
-def preset_parameters(architecture: str, size: str) -> str:
-    """The number of parameters of a preset, such as "8.0B"."""
-    model = models.create(architecture, size=size, device="meta")
-    return parameter_count(sum(parameter.numel() for parameter in model.parameters()))

@@ -43,13 +43,9 @@ class SilentProgress(tqdm):
 
 
 def fetch_files(
-    name: str,
-    *,
-    revision: str | None,
-    token: str | None,
-    known: Iterable[str] = (),
+    name: str, *, revision: str | None, token: str | None, known: Iterable[str] = (),
     files: Iterable[str] = MODEL_FILES,
-) -> Path:
+) -> Path:  # fmt: skip
     """Downloads a repository's `files` where the cache does not have them; returns the snapshot folder in the cache.
 
     revision: a branch, tag or commit. known: names to suggest from if the Hub does not know `name`.
@@ -177,13 +173,8 @@ def is_transient(error: Exception) -> bool:
 
 @contextmanager
 def hub_errors(
-    name: str,
-    revision: str | None,
-    token: str | None,
-    *,
-    missing: Iterable[str] = (),
-    known: Iterable[str] = (),
-) -> Iterator[None]:
+    name: str, revision: str | None, token: str | None, *, missing: Iterable[str] = (), known: Iterable[str] = (),
+) -> Iterator[None]:  # fmt: skip
     """Converts all errors of huggingface_hub into HubErrors. missing: the requested files that the cache lacks."""
     try:
         yield

@@ -15,21 +15,20 @@ import torch
 from ligermodels.adapters.quantising import quantise
 from ligermodels.architectures import ARCHITECTURES
 from ligermodels.configs.base import Config
-from ligermodels.configs.parts import check_objects
 from ligermodels.configs.quantisation import scheme_of
 from ligermodels.errors import CheckpointError, HubError, InputError, suggest
 from ligermodels.hub.download import MODEL_FILES, adapter_folder, fetch_files, fetch_weights, hub_errors
-from ligermodels.hub.gguf_files import gguf_names, hub_gguf
-from ligermodels.hub.known_models import KNOWN_MODELS
-from ligermodels.hub.names import local_folder
+from ligermodels.hub.gguf import gguf_names, hub_gguf
+from ligermodels.hub.names import known_models, local_folder
 from ligermodels.images.inputs import Processor
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.initialization import NoInitialization
 from ligermodels.layers.reward_model import RewardModel, initialize_new_parameters, is_classifier, reward_model_class
 from ligermodels.tokenizer import Tokenizer, check_vocabulary
 from ligermodels.tokenizer.files import has_tokenizer
+from ligermodels.units import MAX_SHARD_SIZE
 from ligermodels.weights.adapter_config import ADAPTER_CONFIG_FILE
-from ligermodels.weights.config_file import CONFIG_FILE, read_config, read_generation_config
+from ligermodels.weights.config_file import CONFIG_FILE, check_objects, read_config, read_generation_config
 from ligermodels.weights.exporting import export_weights
 from ligermodels.weights.files import open_checkpoint, shortened
 from ligermodels.weights.gguf.folder import shown_file
@@ -41,23 +40,16 @@ from ligermodels.weights.loading import (
     most_common_dtype,
     plan_loading,
 )
-from ligermodels.weights.shard_size import MAX_SHARD_SIZE
 from ligermodels.weights.stored import Checkpoint
 
 MIN_TENSORS_PER_LAYER = 4  # in any layout: a norm, the input and output of attention, a feed-forward layer
 
 
 def load(
-    name_or_folder: str | Path,
-    *,
-    dtype: torch.dtype | str | None = None,
-    device: int | str | torch.device = "cpu",
-    revision: str | None = None,
-    token: str | None = None,
-    allow_unexpected: bool = False,
-    reward_model: bool = False,
+    name_or_folder: str | Path, *, dtype: torch.dtype | str | None = None, device: int | str | torch.device = "cpu",
+    revision: str | None = None, token: str | None = None, allow_unexpected: bool = False, reward_model: bool = False,
     quantize: str | None = None,
-) -> CausalLM:
+) -> CausalLM:  # fmt: skip
     """Loads a model with the weights of a Hub repository or a folder, in evaluation mode.
 
     A checkpoint of a sequence classification with one label becomes a `RewardModel`.
@@ -79,14 +71,9 @@ def load(
 
 
 def load_folder(
-    folder: Path,
-    raw: dict[str, Any],
-    dtype: torch.dtype | None = None,
-    device: int | str | torch.device = "cpu",
-    allow_unexpected: bool = False,
-    reward_model: bool = False,
-    quantize: str | None = None,
-) -> CausalLM:
+    folder: Path, raw: dict[str, Any], dtype: torch.dtype | None = None, device: int | str | torch.device = "cpu",
+    allow_unexpected: bool = False, reward_model: bool = False, quantize: str | None = None,
+) -> CausalLM:  # fmt: skip
     """`load` of a folder, with `raw` in place of the content of its config.json."""
     generation_config = read_generation_config(folder)
     architecture, config = select_architecture(raw, folder / CONFIG_FILE, reward_model=reward_model)
@@ -136,12 +123,9 @@ def quantise_on_meta(model: CausalLM, folder: Path, quantize: str | None) -> boo
 
 
 def load_tokenizer(
-    name_or_folder: str | Path,
-    *,
-    adapter: str | Path | None = None,
-    revision: str | None = None,
+    name_or_folder: str | Path, *, adapter: str | Path | None = None, revision: str | None = None,
     token: str | None = None,
-) -> Tokenizer:
+) -> Tokenizer:  # fmt: skip
     """Loads the tokenizer of a Hub repository or a folder.
 
     adapter: a LoRA adapter in PEFT's format that will be used with the model, a Hub repository or a folder. If it
@@ -172,14 +156,10 @@ def load_processor(name_or_folder: str | Path, *, revision: str | None = None, t
 
 
 def create(
-    architecture_or_config: str | Path | dict[str, Any],
-    *,
-    size: str | None = None,
-    dtype: torch.dtype | str = torch.float32,
-    device: str | torch.device = "cpu",
-    seed: int = 0,
+    architecture_or_config: str | Path | dict[str, Any], *, size: str | None = None,
+    dtype: torch.dtype | str = torch.float32, device: str | torch.device = "cpu", seed: int = 0,
     reward_model: bool = False,
-) -> CausalLM:
+) -> CausalLM:  # fmt: skip
     """Creates a model with random weights, in training mode. On the meta device it has no weights.
 
     architecture_or_config: a name from `list_architectures()`, together with a preset `size`; or a config.json as a
@@ -197,14 +177,9 @@ def create(
 
 
 def export(
-    model: CausalLM,
-    folder: str | Path,
-    *,
-    dtype: torch.dtype | str | None = None,
-    max_shard_size: int | str = MAX_SHARD_SIZE,
-    also: Callable[[Path], None] | None = None,
-    overwrite: bool = False,
-) -> None:
+    model: CausalLM, folder: str | Path, *, dtype: torch.dtype | str | None = None,
+    max_shard_size: int | str = MAX_SHARD_SIZE, also: Callable[[Path], None] | None = None, overwrite: bool = False,
+) -> None:  # fmt: skip
     """Exports a model to a folder that transformers 4 and 5 and vLLM read. LoRA is merged; the model is not changed.
 
     If the model is sharded by FSDP2, every rank must call; rank 0 writes, and at most one parameter is gathered at a
@@ -337,7 +312,7 @@ def refuse_without_config(name: str, folder: Path, token: str | None) -> None:
 
 
 def local_model_folder(name_or_folder: str | Path, revision: str | None) -> Path | None:
-    """As `local_folder`. Raises CheckpointError if the folder contains only an adapter, or models in subfolders."""
+    """Finds a folder as `local_folder` does. Raises CheckpointError for an adapter alone, or models in subfolders."""
     folder = local_folder(name_or_folder, revision)
     if folder is not None:
         refuse_other_folders(folder)
@@ -370,5 +345,5 @@ def fetch_all_but_weights(
     """
     if (folder := hub_gguf(name, revision, token)) is not None:
         return folder
-    known = KNOWN_MODELS if "/" in name else (*KNOWN_MODELS, *ARCHITECTURES)  # a bare name may mean an architecture
+    known = known_models() if "/" in name else (*known_models(), *ARCHITECTURES)  # a bare name may mean an architecture
     return fetch_files(name, revision=revision, token=token, known=known, files=files)

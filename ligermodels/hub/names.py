@@ -1,19 +1,27 @@
 """Names of models: an architecture, a local folder or a Hub id. Needs neither torch nor huggingface_hub."""
 
+import difflib
 import functools
 import os
+import re
 from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
 
 from ligermodels.errors import HubError
-from ligermodels.hub.known_models import KNOWN_MODELS, nearest_model
 
 
 @functools.cache
 def architecture_list() -> str:
     """One line per architecture: its presets with their numbers of parameters, as `description.py` computes them."""
-    return files("ligermodels").joinpath("hub", "architectures.txt").read_text(encoding="utf-8")
+    return files("ligermodels.hub").joinpath("architectures.txt").read_text(encoding="utf-8")
+
+
+@functools.cache
+def known_models() -> tuple[str, ...]:
+    """Ids of Hub models that this package loads, for suggestions in errors; the list need not be complete."""
+    lines = files("ligermodels.hub").joinpath("known_models.txt").read_text(encoding="utf-8").splitlines()
+    return tuple(owner + name for owner, *names in map(str.split, lines) for name in names)
 
 
 def list_architectures() -> list[str]:
@@ -51,7 +59,7 @@ def refuse_mistyped(name: str) -> None:
     architectures = list_architectures()
     if "/" in name or name.partition(":")[0] in architectures or os.path.exists(os.path.expanduser(name)):
         return
-    if meant := suggestion(name, (*KNOWN_MODELS, *architectures)):
+    if meant := suggestion(name, (*known_models(), *architectures)):
         raise HubError(f"{name}: is neither an architecture, nor a folder, nor a Hub id, which has an owner{meant}")
 
 
@@ -60,3 +68,19 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     beside = [str(path) for path in Path(os.path.expanduser(name)).parent.glob("*") if os.path.isdir(path)]
     meant = nearest_model(name, [*beside, *known])
     return f"; did you mean {meant!r}?" if meant and meant != name else ""
+
+
+def nearest_model(name: str, candidates: Iterable[str]) -> str | None:
+    """The candidate most similar to `name`, or None; the first one of several that are equal.
+
+    Owner, case and separators are ignored.
+    """
+    spelled = {normalized_name(candidate): candidate for candidate in reversed(list(candidates))}
+    alike = difflib.get_close_matches(normalized_name(name), spelled, n=1, cutoff=0.65)
+    return spelled[alike[0]] if alike else None
+
+
+def normalized_name(name: str) -> str:
+    """The name without owner, separators and case: meta-llama/Meta-Llama-3-8B -> llama38b."""
+    last = name.rstrip("/").rpartition("/")[2].lower().removeprefix("meta-")
+    return re.sub(r"[^a-z0-9]", "", last)

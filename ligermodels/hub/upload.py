@@ -1,4 +1,4 @@
-"""Uploads folders to repositories of the Hugging Face Hub, with huggingface_hub. Must not know what is in a folder."""
+"""Uploads folders to repositories of the Hugging Face Hub, with huggingface_hub."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,1 +1,1 @@
-"""Images for vision-language models: pixels, and the text that stands for an image. Knows nothing of models."""
+"""Images for vision-language models: pixels, and the text that stands for an image."""

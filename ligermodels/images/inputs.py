@@ -1,7 +1,4 @@
-"""Processor: texts or messages with images -> a model's inputs, under the Hub's names.
-
-Knows the tokenizer and the image processor of a folder; must not know models.
-"""
+"""Processor: texts or messages with images -> a model's inputs, under the Hub's names."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -12,10 +9,18 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import CheckpointError, InputError
-from ligermodels.images.families import read_image_family
-from ligermodels.images.parts import IMAGE_PART, images_by_text, is_image_part, is_list, parse_source, take_images
-from ligermodels.images.placeholders import Placeholder
-from ligermodels.images.prefixes import Prefix, prefix_of_messages, prefix_text
+from ligermodels.images.parts import (
+    IMAGE_PART,
+    Prefix,
+    images_by_text,
+    is_image_part,
+    is_list,
+    parse_source,
+    prefix_of_messages,
+    prefix_text,
+    take_images,
+)
+from ligermodels.images.placeholders import Placeholder, read_image_family
 from ligermodels.images.processors import ImagePlan, ImageProcessor, Prepared
 from ligermodels.images.reading import ImageSource, image_size, read_image
 from ligermodels.tokenizer import Tokenizer
@@ -119,14 +124,9 @@ class Processor:
         return self.inputs([prefix.prompt], [sources], add_special_tokens=False, suffixes=completion)
 
     def __call__(
-        self,
-        text: str | Sequence[str],
-        images: Any = None,
-        *,
-        suffix: str | Sequence[str] | None = None,
-        add_special_tokens: bool = True,
-        padding_side: str | None = None,
-    ) -> dict[str, Tensor]:
+        self, text: str | Sequence[str], images: Any = None, *, suffix: str | Sequence[str] | None = None,
+        add_special_tokens: bool = True, padding_side: str | None = None,
+    ) -> dict[str, Tensor]:  # fmt: skip
         """A model's inputs: input_ids and attention_mask int64 [B, T], and those of the images, such as pixel_values.
 
         text: with one placeholder for each image. images: of one text, one or a list; of several, a list for each.

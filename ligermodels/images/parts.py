@@ -6,13 +6,21 @@
     {"type": "text", "text": "…"}
 
 An image is a path, a data URL, the bytes of a file, a PIL image, or {"bytes": …, "path": …} as in Hugging Face
-datasets. Fields that are null count as missing. Must not know tokens or pixels.
+datasets. Fields that are null count as missing.
+
+Prompts of PaliGemma (https://arxiv.org/abs/2407.07726, section 3.2) are a prefix of images and text, which a chat
+template does not write, then its completion:
+
+    <image> … <image> <bos> prompt <line break> | completion <eos>
+
+The completion is tokenised by itself, as in transformers 5. A conversation is such a prompt if it has one question with
+images and at most its answer.
 """
 
 import base64
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ligermodels.errors import InputError
 from ligermodels.images.reading import ImageSource
@@ -20,6 +28,7 @@ from ligermodels.images.reading import ImageSource
 SOURCE_FIELDS = ("image", "path", "url", "bytes")
 PART_EXAMPLE = '{"type": "text", "text": "…"} or {"type": "image", "image": "file.png"}'
 IMAGE_PART = {"type": "image"}  # as chat templates get it
+PREFIX_END = "\n"
 
 
 def is_image_part(part: Any) -> bool:
@@ -99,11 +108,9 @@ def parse_url(text: str, field: str) -> ImageSource:
 
 
 def take_images(
-    messages: Sequence[Mapping[str, Any]],
-    beside: Sequence[Any] = (),
-    field: str = "messages",
+    messages: Sequence[Mapping[str, Any]], beside: Sequence[Any] = (), field: str = "messages",
     others: str = "field images",
-) -> tuple[list[dict[str, Any]], list[ImageSource]]:
+) -> tuple[list[dict[str, Any]], list[ImageSource]]:  # fmt: skip
     """Messages as chat templates get them, and their images in order.
 
     beside: the images that parts without one take, in order. field, others: the names of both in errors.
@@ -135,3 +142,36 @@ def image_places(messages: list[dict[str, Any]], field: str) -> Iterator[tuple[s
             message["content"] = list(message["content"])
             for index, part in enumerate(message["content"]):
                 yield f"{field}[{number}].content[{index}]", part, message, index
+
+
+class Prefix(NamedTuple):
+    """prompt: with a mark for each image. completion: None for a prompt to complete."""
+
+    prompt: str
+    completion: str | None = None
+
+
+def prefix_text(prompt: str, images: int, mark: str, bos: str) -> str:
+    """The text of a prompt with images. mark: stands for an image; images of a prompt without marks come first."""
+    if mark not in prompt:
+        prompt = mark * images + prompt
+    before, _, behind = prompt.rpartition(mark)
+    return f"{before}{mark}{bos}{behind}{PREFIX_END}"
+
+
+def prefix_of_messages(messages: Sequence[Mapping[str, Any]], mark: str) -> Prefix:
+    """The prompt and the completion of a question with images, and of its answer. Raises InputError for other chats."""
+    roles = [message["role"] for message in messages]
+    if roles not in (["user"], ["user", "assistant"]):
+        raise InputError(
+            f"messages: have the roles {', '.join(roles) or 'of none'}; the model takes a question with images and "
+            "its answer: give one message of user, and at most one of assistant behind it"
+        )
+    return Prefix(*(marked_text(message["content"], mark) for message in messages))
+
+
+def marked_text(content: str | Sequence[Mapping[str, Any]], mark: str) -> str:
+    """The text of a message, with a mark for each of its images."""
+    if isinstance(content, str):
+        return content
+    return "".join(mark if is_image_part(part) else part["text"] for part in content)

@@ -1,14 +1,26 @@
 """The text that stands for an image: a chat template prints one placeholder, which is replaced before tokenisation.
 
 After tokenisation would be too late: line breaks beside a placeholder merge with their neighbours. Texts are those of
-the processors of transformers 5. Must not know pixels or files.
+the processors of transformers 5. The end of the file has each image_processor_type of checkpoints with its text.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from ligermodels.errors import InputError
-from ligermodels.images.processors import ImagePlan
+from ligermodels.errors import InputError, suggest
+from ligermodels.images.processors import (
+    ClipImages,
+    Gemma3Images,
+    ImagePlan,
+    ImageProcessor,
+    PixtralImages,
+    QwenImages,
+    SiglipImages,
+)
+from ligermodels.images.settings import ImageSettings
+from ligermodels.images.tiled import MllamaImages, SmolVlmImages
 
 MAX_FEATURES_OF_TEXT = 2**20
 
@@ -19,7 +31,7 @@ class Placeholder:
 
     text: the text of an image with this plan. others: tokens of that text beside `feature`, none of which a model
     writes; their embeddings are their own. around: what chat templates print before and after `printed`.
-    prefix: a text with images is a prompt of its own form, which no chat template writes; see `prefixes.py`.
+    prefix: a text with images is a prompt of its own form, which no chat template writes; see `parts.py`.
     """
 
     printed: str
@@ -120,3 +132,36 @@ def smolvlm(features: int) -> Placeholder:
         return split + ("\n" if split else "") + f"{fake}{whole}{tile}{fake}"
 
     return Placeholder(token, token, text, (fake, whole))
+
+
+class ImageFamily(NamedTuple):
+    """processor: its class. placeholder: of a processor of that class."""
+
+    processor: type[ImageProcessor]
+    placeholder: Callable[[Any], Placeholder]
+
+
+LLAVA = ImageFamily(ClipImages, lambda _: llava())
+SMOLVLM = ImageFamily(SmolVlmImages, lambda images: smolvlm(images.features))
+IMAGE_FAMILIES = {
+    "Qwen2VLImageProcessor": ImageFamily(QwenImages, lambda _: qwen()),
+    "Gemma3ImageProcessor": ImageFamily(Gemma3Images, lambda images: gemma3(images.features)),
+    "MllamaImageProcessor": ImageFamily(MllamaImages, lambda _: mllama()),
+    "PixtralImageProcessor": ImageFamily(PixtralImages, lambda _: pixtral()),
+    "CLIPImageProcessor": LLAVA,
+    "LlavaImageProcessor": LLAVA,
+    "SiglipImageProcessor": ImageFamily(SiglipImages, lambda _: paligemma()),
+    "SmolVLMImageProcessor": SMOLVLM,
+    "Idefics3ImageProcessor": SMOLVLM,
+}
+
+
+def read_image_family(folder: Path) -> tuple[ImageProcessor, Placeholder]:
+    """The image processor of a checkpoint folder, and its placeholder. Raises CheckpointError naming file and field."""
+    settings = ImageSettings.read(folder)
+    if settings.kind not in IMAGE_FAMILIES:
+        rule = f"is not supported{suggest(settings.kind, IMAGE_FAMILIES)}"
+        raise settings.image.error("image_processor_type", settings.kind, rule)
+    processor, placeholder = IMAGE_FAMILIES[settings.kind]
+    images = processor.from_settings(settings)
+    return images, placeholder(images)

@@ -1,7 +1,7 @@
 """Image processors, one a family: from an image's size to a plan of what becomes of it, and from pixels to a model's.
 
 A plan needs no pixels, so that the tokens of a whole data set are known before an image is decoded. Arguments and
-defaults are those of the processor of the same name in transformers 5. Must not know files, models or tokens.
+defaults are those of the processor of the same name in transformers 5.
 
 B rows of text, each with its images; p patch size, m merge size.
 """
@@ -95,7 +95,7 @@ class ImageProcessor:
         return None
 
     def with_token_range(self, fewest: int, most: int) -> "ImageProcessor":
-        """The same for images of so many tokens. Raises InputError for a processor whose images have no free size."""
+        """Returns a processor for images of so many tokens. Raises InputError where images have no free size."""
         raise InputError("the images of this model have no free size, and so a fixed number of tokens; leave it out")
 
     def collate(self, rows: Sequence[Sequence[Prepared]], tokens: Tensor) -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 As in transformers, the EXIF orientation of files is applied, that of PIL images is not; what is transparent is put on
 white. Refused are files that are truncated or no image, more pixels than MAX_PIXELS, more frames than one, and more
-than 8 bits a channel. Every error names the image's place. Knows Pillow; must not know models, nor what pixels are for.
+than 8 bits a channel. Every error names the image's place.
 """
 
 import importlib

@@ -1,7 +1,7 @@
 """Resizing and normalising pixels, and the sizes to which models resize: pure functions of (height, width).
 
 Pixels are those of the image processors of transformers 5 with torchvision, bit for bit. Resizing is on the CPU only:
-on a GPU a fifth of the values differ by one level. Knows torch and Pillow; must not know files or models.
+on a GPU a fifth of the values differ by one level.
 """
 
 import math
@@ -51,7 +51,7 @@ def resize(image: Tensor, size: tuple[int, int], how: Filter) -> Tensor:
 
 
 def resize_by_pillow(image: Tensor, size: tuple[int, int], how: Filter) -> Tensor:
-    """The same as Pillow rounds it, and so transformers without torchvision."""
+    """Resizes as Pillow rounds, and so transformers without torchvision."""
     module, (height, width) = pillow(), size
     picture = module.fromarray(image.permute(1, 2, 0).contiguous().numpy())
     resized = picture.resize((width, height), module.Resampling[how.upper()])

@@ -4,7 +4,7 @@
     processor_config.json       what the text of an image depends on; in files of transformers 5 its field
                                 image_processor has the image processor too, and counts
 
-A field that is missing or null has the default of its processor in transformers 5. Must not know processors.
+A field that is missing or null has the default of its processor in transformers 5.
 """
 
 from collections.abc import Mapping
@@ -27,30 +27,15 @@ HALVES = (0.5, 0.5, 0.5)
 # The least and the largest value of each number. The largest is several times that of any published processor, so that
 # a damaged file cannot ask for an impossible size; the ranges of the last three keep pixels finite in fp32.
 RANGES = {
-    "min_pixels": (1, 2**24),
-    "max_pixels": (1, 2**26),
-    "size.height": (1, 2**12),
-    "size.width": (1, 2**12),
-    "size.shortest_edge": (1, 2**12),
-    "size.longest_edge": (1, 2**13),
-    "max_image_size.longest_edge": (1, 2**12),
-    "crop_size.height": (1, 2**12),
-    "crop_size.width": (1, 2**12),
-    "patch_size": (1, 2**12),
-    "merge_size": (1, 2**8),
-    "spatial_merge_size": (1, 2**8),
-    "temporal_patch_size": (1, 2**4),
-    "max_image_tiles": (1, 2**4),
-    "image_seq_length": (1, 2**14),
-    "image_seq_len": (1, 2**14),
-    "num_additional_image_tokens": (0, 2**8),
-    "pan_and_scan_min_crop_size": (1, 2**12),
-    "pan_and_scan_max_num_crops": (1, 2**4),
-    "pan_and_scan_min_ratio_to_activate": (1, 1000),
-    "rescale_factor": (0.0001, 1),
-    "image_mean": (-255, 255),
+    "min_pixels": (1, 2**24), "max_pixels": (1, 2**26), "size.height": (1, 2**12), "size.width": (1, 2**12),
+    "size.shortest_edge": (1, 2**12), "size.longest_edge": (1, 2**13), "max_image_size.longest_edge": (1, 2**12),
+    "crop_size.height": (1, 2**12), "crop_size.width": (1, 2**12), "patch_size": (1, 2**12), "merge_size": (1, 2**8),
+    "spatial_merge_size": (1, 2**8), "temporal_patch_size": (1, 2**4), "max_image_tiles": (1, 2**4),
+    "image_seq_length": (1, 2**14), "image_seq_len": (1, 2**14), "num_additional_image_tokens": (0, 2**8),
+    "pan_and_scan_min_crop_size": (1, 2**12), "pan_and_scan_max_num_crops": (1, 2**4),
+    "pan_and_scan_min_ratio_to_activate": (1, 1000), "rescale_factor": (0.0001, 1), "image_mean": (-255, 255),
     "image_std": (0.0001, 255),
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Our key-value cache as a `Cache` of transformers, and what `generate` may ask of it. Knows nothing of the face."""
+"""Our key-value cache as a `Cache` of transformers, and what `generate` may ask of it."""
 
 import torch
 from torch import Tensor

@@ -66,20 +66,12 @@ class Backbone:
         return getattr(self.owner.model, name)
 
     def __call__(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        output_hidden_states: bool | None = None,
-        output_router_logits: bool | None = None,
-        cu_seq_lens_q: Tensor | None = None,
-        cu_seq_lens_k: Tensor | None = None,
-        max_length_q: int | None = None,
-        max_length_k: int | None = None,
-        seq_idx: Tensor | None = None,
-        **options: Any,
-    ) -> MoeModelOutputWithPast:
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None, output_hidden_states: bool | None = None,
+        output_router_logits: bool | None = None, cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None, max_length_q: int | None = None, max_length_k: int | None = None,
+        seq_idx: Tensor | None = None, **options: Any,
+    ) -> MoeModelOutputWithPast:  # fmt: skip
         """Arguments as those of `CausalLM.forward`."""
         refuse_options(options)
         cu_seqlens = hub_offsets(None, cu_seq_lens_q, cu_seq_lens_k, seq_idx)
@@ -129,17 +121,11 @@ class TransformersModel(AdaptableModule, PreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_pretrained(
-        cls,
-        pretrained_model_name_or_path: str | os.PathLike,
-        *,
-        config: PreTrainedConfig | None = None,
-        dtype: torch.dtype | str | None = None,
-        torch_dtype: torch.dtype | str | None = None,
-        device_map: str | int | torch.device | Mapping[str, Any] | None = None,
-        revision: str | None = None,
-        token: str | None = None,
-        **options: Any,
-    ) -> "TransformersModel":
+        cls, pretrained_model_name_or_path: str | os.PathLike, *, config: PreTrainedConfig | None = None,
+        dtype: torch.dtype | str | None = None, torch_dtype: torch.dtype | str | None = None,
+        device_map: str | int | torch.device | Mapping[str, Any] | None = None, revision: str | None = None,
+        token: str | None = None, **options: Any,
+    ) -> "TransformersModel":  # fmt: skip
         """Loads a model with the weights of a Hub repository or a folder, as `ligermodels.load` does.
 
         config: instead of that of the folder. dtype: None or "auto" for that of the configuration or of the weights.
@@ -177,19 +163,11 @@ class TransformersModel(AdaptableModule, PreTrainedModel, GenerationMixin):
         return MODEL_CLASSES[config.model_type]._from_config(config, **options)
 
     def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: GenerationCache | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int = 0,
-        output_router_logits: bool | None = None,
-        return_dict: bool | None = None,
-        **options: Any,
-    ) -> MoeCausalLMOutputWithPast:
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
+        past_key_values: GenerationCache | None = None, inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None, use_cache: bool | None = None, logits_to_keep: int = 0,
+        output_router_logits: bool | None = None, return_dict: bool | None = None, **options: Any,
+    ) -> MoeCausalLMOutputWithPast:  # fmt: skip
         """Arguments and options as those of `CausalLM.forward`; there are no logits in training mode with labels.
 
         past_key_values: a cache that an earlier call returned. use_cache: return a cache; only if True is passed.
@@ -225,7 +203,7 @@ class TransformersModel(AdaptableModule, PreTrainedModel, GenerationMixin):
         return self
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As nn.Module's, but also takes the Hub's names; if not strict, also some of them, of any part of a model."""
+        """Loads as nn.Module does, but also takes the Hub's names; if not strict, also some of them, of any part."""
         if not strict:
             pack_some(self.bare, state_dict := dict(state_dict))
         result = super().load_state_dict(state_dict, strict, assign)
@@ -255,7 +233,7 @@ class TransformersModel(AdaptableModule, PreTrainedModel, GenerationMixin):
         self.bare.set_output_embeddings(as_fused_head(new_embeddings))
 
     def resize_token_embeddings(self, *arguments: Any, **options: Any) -> nn.Embedding:
-        """As in transformers. The configuration and what `save_pretrained` writes have the new size."""
+        """Resizes as transformers does. The configuration and what `save_pretrained` writes have the new size."""
         embeddings = super().resize_token_embeddings(*arguments, **options)
         self.update_bare_config()
         return embeddings
@@ -263,7 +241,7 @@ class TransformersModel(AdaptableModule, PreTrainedModel, GenerationMixin):
     def activation_checkpointing_enable(
         self, activation_checkpointing_kwargs: Mapping[str, Any] | None = None, **options: Any
     ) -> None:
-        """As `CausalLM.activation_checkpointing_enable`."""
+        """Does what `CausalLM.activation_checkpointing_enable` does."""
         self.bare.activation_checkpointing_enable(activation_checkpointing_kwargs, **options)
 
     def gradient_checkpointing_enable(
@@ -274,24 +252,17 @@ class TransformersModel(AdaptableModule, PreTrainedModel, GenerationMixin):
     def activation_checkpointing_disable(self) -> None:
         self.bare.activation_checkpointing_disable()
 
-    def gradient_checkpointing_disable(self) -> None:
-        self.activation_checkpointing_disable()
-
     @property
     def is_activation_checkpointing(self) -> bool:
         return any(block.activation_checkpointing for block in self.bare.model.layers)
 
-    @property
-    def is_gradient_checkpointing(self) -> bool:
-        return self.is_activation_checkpointing
+    gradient_checkpointing_disable = activation_checkpointing_disable
+    is_gradient_checkpointing = is_activation_checkpointing
 
     def prepare_inputs_for_generation(
-        self,
-        input_ids: Tensor,
-        next_sequence_length: int | None = None,
-        past_key_values: GenerationCache | None = None,
-        **kwargs: Any,
-    ) -> dict[str, Any]:
+        self, input_ids: Tensor, next_sequence_length: int | None = None,
+        past_key_values: GenerationCache | None = None, **kwargs: Any,
+    ) -> dict[str, Any]:  # fmt: skip
         switch = self.bare.config.longrope_switch_length
         if past_key_values is not None and switch and past_key_values.length <= switch < input_ids.shape[1]:
             past_key_values.reset()  # the frequencies of all positions change
@@ -310,13 +281,9 @@ class TransformersModel(AdaptableModule, PreTrainedModel, GenerationMixin):
             model_kwargs["past_key_values"] = GenerationCache(max_cache_length)
 
     def save_pretrained(
-        self,
-        save_directory: str | os.PathLike,
-        is_main_process: bool = True,
-        state_dict: Mapping[str, Tensor] | None = None,
-        max_shard_size: int | str = "50GB",
-        **options: Any,
-    ) -> None:
+        self, save_directory: str | os.PathLike, is_main_process: bool = True,
+        state_dict: Mapping[str, Tensor] | None = None, max_shard_size: int | str = "50GB", **options: Any,
+    ) -> None:  # fmt: skip
         """Writes weights, config.json and generation_config.json with the Hub's names, over those in the folder.
 
         If parameters are sharded by FSDP2 and no state dict is passed, every rank must call.

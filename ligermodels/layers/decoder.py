@@ -16,9 +16,8 @@ from ligermodels.configs.base import Config as AnyConfig
 from ligermodels.configs.features import MoEConfig
 from ligermodels.errors import InputError
 from ligermodels.generation.cache import Cache, Kept, PerToken
-from ligermodels.generation.cross_features import CrossFeatures
 from ligermodels.generation.decoding import generate
-from ligermodels.generation.image_features import ImageFeatures
+from ligermodels.generation.image_features import CrossFeatures, ImageFeatures
 from ligermodels.generation.sampling import Sampling
 from ligermodels.generation.texts import TextTokenizer
 from ligermodels.kernels.attention.attention_mask import document_ids

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.generation.cache import Kept
-from ligermodels.generation.cross_features import CrossFeatures
+from ligermodels.generation.image_features import CrossFeatures
 from ligermodels.kernels.attention.attention import DocumentRun, attention, attention_by_run
 from ligermodels.kernels.attention.shared_keys import SharedKeys, gather_keys
 from ligermodels.layers.context_parallel import ContextGroup

@@ -1,7 +1,6 @@
 """What a block saves for the backward pass of a training step, by its modules; part of the plan of `model.py`.
 
-These are the tensors that it saves on a GPU (ARCHITECTURE.md, "A token: forward and backward"). Must not know any
-family, nor how a run is trained.
+These are the tensors that it saves on a GPU (ARCHITECTURE.md, "A token: forward and backward").
 """
 
 from typing import cast

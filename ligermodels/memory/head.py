@@ -1,7 +1,7 @@
 """The memory of the head and its loss, from the sizes that the ops choose for their chunks.
 
 Bytes beside the weights, at the start of backward: gradients of the head's input [N, H] and of its weight [V, H], and
-logits. An op has its name in `ligermodels.ops`. Must not know any model.
+logits. An op has its name in `ligermodels.ops`.
 """
 
 import torch
@@ -51,14 +51,14 @@ def loss_bytes(
 
 
 def low_memory_bytes(tokens: int, hidden: int, vocab: int, dtype: torch.dtype, trained: bool) -> int:
-    """Both gradients in `dtype` and a buffer of logits."""
+    """Counts both gradients in `dtype` and a buffer of logits."""
     inputs, weight = (torch.empty(rows, hidden, dtype=dtype, device="meta") for rows in (tokens, vocab))
     return inputs.nbytes + weight.nbytes * trained + low_memory_buffer(inputs, weight)[0] * dtype.itemsize
 
 
 def recomputed_bytes(tokens: int, hidden: int, vocab: int, dtype: torch.dtype) -> int:
-    """Of log-probabilities whose backward computes the logits again: both gradients in `dtype`, fp32 sums of the rows'
-    and a part of the fp32 logits, or those of the forward."""
+    """Counts what log-probabilities take whose backward computes the logits again: both gradients in `dtype`, fp32 sums
+    of the rows' and a part of the fp32 logits, or those of the forward."""
     rows, gradient = min(tokens, MAX_BACKWARD_ROWS), vocab * hidden * dtype.itemsize
     summed = vocab * hidden * FP32.itemsize if tokens > rows else gradient
     beside = (rows * hidden + vocabulary_buffer(rows, vocab, FP32)) * FP32.itemsize

@@ -1,9 +1,5 @@
-"""What images keep for the backward pass of a training step, beside the blocks; part of the plan of `model.py`.
+"""What images keep for the backward pass of a training step, beside the blocks; part of the plan of `model.py`."""
 
-Must not know any family, nor how a run is trained.
-"""
-
-from ligermodels.configs.vision import VisionConfig
 from ligermodels.layers.block import Block
 from ligermodels.layers.checkpointing.kept_tensors import FP32_BYTES
 from ligermodels.layers.decoder import CausalLM
@@ -24,9 +20,9 @@ def saved_by_patch(model: CausalLM, size: int) -> int:
 
 
 def saved_by_patch_of_features(model: VisionLanguageModel, size: int) -> int:
-    """Of the patch embedding its input, of the projector its norm's input and output, which fc1 reads, and fc1's
-    output; the features, which insertion keeps. A projector that pools keeps what it pools before and after its norm,
-    the tower's own norm its input."""
+    """Counts the patch embedding's input, the input and output of the projector's norm, which fc1 reads, fc1's output,
+    and the features, which insertion keeps. A projector that pools keeps what it pools before and after its norm, the
+    tower's own norm its input."""
     vision = model.config.vision
     embedding = vision.pixels_per_patch * size if model.visual.patch_embed.weight.requires_grad else 0
     if not (is_trained(model.projector) or is_trained(model.visual)):
@@ -34,7 +30,9 @@ def saved_by_patch_of_features(model: VisionLanguageModel, size: int) -> int:
     features = model.config.hidden_size * size // vision.patches_per_feature
     if isinstance(model.projector, LinearProjector):  # the states' sum, which linear_1 reads, and its output
         normed = vision.hidden_size * size + 2 * FP32_BYTES if is_trained(model.visual) else 0
-        merged = saved_by_merger(vision, size) if isinstance(model.projector, MergingProjector) else 0
+        merged = 0
+        if isinstance(model.projector, MergingProjector):  # its rstd, its norm's output, what becomes of a square
+            merged = FP32_BYTES + vision.hidden_size * size + vision.hidden_size * size // vision.patches_per_feature
         return embedding + normed + merged + model.projector.linear_1.in_features * size + 2 * features
     if isinstance(model.projector, SquareProjector | PatchProjector):  # what the norm makes, which proj reads
         normed = vision.hidden_size * size + 2 * FP32_BYTES if is_trained(model.visual) else 0
@@ -46,14 +44,9 @@ def saved_by_patch_of_features(model: VisionLanguageModel, size: int) -> int:
     return embedding + (1 + len(model.deepstack)) * (3 * vision.hidden_size * size + features)
 
 
-def saved_by_merger(vision: VisionConfig, size: int) -> int:
-    """Bytes per patch beside the states' sum: its rstd, its norm as the merger reads it, what becomes of a square."""
-    return FP32_BYTES + vision.hidden_size * size + vision.hidden_size * size // vision.patches_per_feature
-
-
 def saved_by_patch_of_tiles(model: TiledVisionLanguageModel, size: int) -> int:
-    """Of a tower over tiles the pixels, the learned positions before their gate, and the inputs of both norms around
-    the blocks; the projector's input, if it is trained, and the states that cross-attention reads."""
+    """Counts a tower's pixels, learned positions before their gate, and the inputs of both norms around the blocks; the
+    projector's input, if it is trained, and the states that cross-attention reads."""
     vision, saved = model.config.vision, model.config.hidden_size * size
     if is_trained(model.visual):
         saved += vision.pixels_per_patch * size + 3 * vision.hidden_size * size + 4 * FP32_BYTES

@@ -2,8 +2,7 @@
 
 Weights, gradients, optimizer states and the key-value cache are exact, also for one of several ranks. Activations are
 those of `blocks.py` and `images.py`. The memory of the libraries themselves (the CUDA context takes about
-half a GiB) and the fragmentation of the allocator are not included.
-The model may be on the meta device. Must not know any family or file.
+half a GiB) and the fragmentation of the allocator are not included. The model may be on the meta device.
 """
 
 import math
@@ -119,15 +118,10 @@ class TrainingMemory:
         """Bytes by name, in the order in which they are printed; "unsharded" is the value at the peak."""
         at_start = self.backward_start >= self.backward_end
         return {
-            "weights": self.weights,
-            "beside the model": self.beside,
-            "gradients": self.gradients,
-            "optimizer states": self.optimizer_states,
-            "activations": self.activations,
-            "loss": self.loss,
-            "block": self.block,
-            "unsharded": self.unsharded_at_start if at_start else self.unsharded_at_end,
-        }
+            "weights": self.weights, "beside the model": self.beside, "gradients": self.gradients,
+            "optimizer states": self.optimizer_states, "activations": self.activations, "loss": self.loss,
+            "block": self.block, "unsharded": self.unsharded_at_start if at_start else self.unsharded_at_end,
+        }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -156,28 +150,12 @@ def count_parameters(model: CausalLM) -> Parameters:
 
 
 def training_memory(
-    model: CausalLM,
-    batch_size: int,
-    sequence_length: int,
-    dtype: torch.dtype,
-    *,
-    checkpointed_blocks: int = 0,
-    kept_tensors: int | None = 0,
-    shards: int = 1,
-    optimizer_states: int | None = None,
-    offloaded_states: int = 0,
-    room_for_inputs: int = 0,
-    keep_unsharded: bool = False,
-    replicate_quantised: bool = False,
-    beside: int = 0,
-    patches: int = 0,
-    context: int = 1,
-    expert_ranks: int = 1,
-    head_op: str = "linear_cross_entropy",
-    low_memory_loss: bool = False,
-    step_in_backward: bool = False,
-    micro_batches: int = 1,
-) -> TrainingMemory:
+    model: CausalLM, batch_size: int, sequence_length: int, dtype: torch.dtype, *, checkpointed_blocks: int = 0,
+    kept_tensors: int | None = 0, shards: int = 1, optimizer_states: int | None = None, offloaded_states: int = 0,
+    room_for_inputs: int = 0, keep_unsharded: bool = False, replicate_quantised: bool = False, beside: int = 0,
+    patches: int = 0, context: int = 1, expert_ranks: int = 1, head_op: str = "linear_cross_entropy",
+    low_memory_loss: bool = False, step_in_backward: bool = False, micro_batches: int = 1,
+) -> TrainingMemory:  # fmt: skip
     """The memory of a training step with micro-batches of [batch_size, sequence_length] tokens, computed in `dtype`.
 
     model: unsharded, with its parameters in the dtype in which they are stored; frozen parameters are not trained.

@@ -2,7 +2,7 @@
 
 A folder has its template in chat_template.jinja, and further ones in additional_chat_templates/NAME.jinja; otherwise in
 tokenizer_config.json, as one template or a list; otherwise in chat_template.json. Templates run in a separate process
-with limits of time, memory and output (`template_process.py`). Must not know tokens.
+with limits of time, memory and output (`template_process.py`).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -110,14 +110,9 @@ def choose_template(
 
 
 def render_chat(
-    template: ChatTemplate,
-    messages: Sequence[Mapping[str, Any]],
-    /,
-    *,
-    add_generation_prompt: bool = False,
-    continue_final_message: bool = False,
-    **variables: Any,
-) -> Rendered:
+    template: ChatTemplate, messages: Sequence[Mapping[str, Any]], /, *, add_generation_prompt: bool = False,
+    continue_final_message: bool = False, **variables: Any,
+) -> Rendered:  # fmt: skip
     """The text of a conversation. variables: further variables of the template.
 
     continue_final_message: end the text after the last message's content, without what the template adds after it.

@@ -6,8 +6,7 @@
                                 read only if tokenizer_config.json has no added_tokens_decoder
 
 As in transformers 5, tokenizer.json decides which tokens are put before and after a text; add_bos_token and
-add_eos_token are used only without it. Truncation and padding settings of tokenizer.json are ignored. Must not know
-models.
+add_eos_token are used only without it. Truncation and padding settings of tokenizer.json are ignored.
 """
 
 import re
@@ -24,7 +23,6 @@ from tokenizers.models import BPE
 from ligermodels.errors import CheckpointError, InputError, first_line
 from ligermodels.tokenizer.chat_template import ChatTemplate, read_templates
 from ligermodels.tokenizer.growth import MAX_TOKEN_CHARACTERS, refuse_growth, refuse_long_tokens
-from ligermodels.tokenizer.panics import PANICS
 from ligermodels.weights.reading import longest_gap, read_bytes, read_json, safe_file
 
 TOKENIZER_FILE, TOKENIZER_CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
@@ -99,7 +97,8 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = config.get("split_special_tokens", bool, False)
-    refuse_clean_up(tokenizer, config)
+    if config.get("clean_up_tokenization_spaces", bool, False) and not isinstance(tokenizer.model, BPE):  # of BPE none
+        raise config.error("clean_up_tokenization_spaces", True, "must be false, because it alters the decoded text")
     named = add_tokens(folder, tokenizer, config, padding.get("pad_token"))
     if not has_json:
         add_bos_and_eos(tokenizer, config, named)
@@ -108,13 +107,10 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
         raise config.error("padding_side", side, "must be 'left' or 'right'")
     longest = config.get("model_max_length", int | float, NO_LIMIT)
     return TokenizerFiles(
-        folder / (TOKENIZER_FILE if has_json else VOCABULARY_FILE),
-        tokenizer,
-        named,
-        side,
+        folder / (TOKENIZER_FILE if has_json else VOCABULARY_FILE), tokenizer, named, side,
         int(longest) if longest < NO_LIMIT else None,
         read_templates(folder, config.file, config.values.get("chat_template")),
-    )
+    )  # fmt: skip
 
 
 def read_vocabulary(folder: Path, name: str, separators: bytes) -> bytes:
@@ -180,27 +176,17 @@ def split_as_qwen2(tokenizer: tokenizers.Tokenizer, add_prefix_space: bool = Fal
 def checked_call(file: Path, fault: str, call: Callable[..., T], *arguments: Any, **options: Any) -> T:
     """Calls the `tokenizers` library. Raises CheckpointError, which names the file and `fault`, if the library fails.
 
-    The library raises plain Exception; a panic raises PanicException, which is not a subclass of Exception. TypeError
+    The library raises plain Exception; a panic prints its place, and raises PanicException, which is none. TypeError
     and OverflowError are raised unchanged: the caller's arguments are wrong, not the file.
     """
     try:
-        with PANICS:
-            return call(*arguments, **options)
+        return call(*arguments, **options)
     except (TypeError, OverflowError):
         raise
     except BaseException as error:
         if not (isinstance(error, Exception) or type(error).__name__ == "PanicException"):
             raise
         raise CheckpointError(f"{file}: {fault}: {first_line(error)}") from error
-
-
-def refuse_clean_up(tokenizer: tokenizers.Tokenizer, config: JsonFields) -> None:
-    """Raises CheckpointError if clean_up_tokenization_spaces, which removes spaces before punctuation, has an effect.
-
-    It has none for BPE.
-    """
-    if config.get("clean_up_tokenization_spaces", bool, False) and not isinstance(tokenizer.model, BPE):
-        raise config.error("clean_up_tokenization_spaces", True, "must be false, because it alters the decoded text")
 
 
 def add_tokens(

@@ -1,8 +1,7 @@
 """How much longer a tokenizer's components make a text, computed from their settings before any text is encoded.
 
 A hostile tokenizer.json can make gigabytes of a short text: by replacing a letter by a megabyte, or by a million tokens
-around each text. Ordinary components make a text no longer, apart from Unicode's own normalisation. Knows the settings
-of the `tokenizers` library; must not know files.
+around each text. Ordinary components make a text no longer, apart from Unicode's own normalisation.
 """
 
 import base64

@@ -1,7 +1,7 @@
 """The process that runs chat templates: its limits, requests and replies, and restarts.
 
 It runs `template_worker.py`. It is started with the first template, serves one request at a time for all threads, and
-is restarted after it has ended. Must not know messages.
+is restarted after it has ended.
 """
 
 import atexit

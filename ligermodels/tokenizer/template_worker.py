@@ -82,12 +82,9 @@ def refuse_private(name: Any) -> None:
 
 
 def tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
-) -> str:
+) -> str:  # fmt: skip
     """JSON without HTML escapes, which Jinja's own filter would add."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 

@@ -85,7 +85,7 @@ class Tokenizer:
         return [encoding.ids for encoding in encodings]
 
     def encode_with_offsets(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[Encoding]:
-        """As `encode_batch`, with the offsets of the tokens in characters of their text."""
+        """Encodes as `encode_batch` does, with the offsets of the tokens in characters of their text."""
         texts = list(texts)
         return self.call_encoder(self.tokenizer.encode_batch, texts, texts, add_special_tokens=add_special_tokens)
 
@@ -115,13 +115,9 @@ class Tokenizer:
         return DecodeStream(self, self.special_ids if skip_special_tokens else frozenset())
 
     def pad(
-        self,
-        batch: Sequence[Sequence[int]],
-        *,
-        side: str | None = None,
-        length: int | None = None,
+        self, batch: Sequence[Sequence[int]], *, side: str | None = None, length: int | None = None,
         multiple_of: int | None = None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Pads a batch: returns input_ids [B, T] int64 and attention_mask [B, T] int64, 1 at tokens, 0 at padding.
 
         side: "left" or "right"; None for the tokenizer's padding_side. T is `length`, or else the length of the longest
@@ -189,14 +185,9 @@ class Tokenizer:
         return encoding.ids, mask
 
     def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
-        chat_template: str | None = None,
-        **options: Any,
-    ) -> Rendered:
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None, chat_template: str | None = None, **options: Any,
+    ) -> Rendered:  # fmt: skip
         template = choose_template(self.templates, chat_template, tools is not None, self.file.parent)
         return render_chat(template, messages, **(self.named | {"tools": tools, "documents": documents} | options))
 

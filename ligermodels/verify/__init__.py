@@ -12,8 +12,7 @@ from ligermodels import hub
 from ligermodels.verify import reference
 from ligermodels.verify.certificate import Certificate, write_certificate
 from ligermodels.verify.parity import parity_checks, scope
-from ligermodels.verify.round_trip import round_trip_checks
-from ligermodels.verify.text import text_checks
+from ligermodels.verify.round_trip import round_trip_checks, text_checks
 from ligermodels.weights.config_file import read_config
 
 

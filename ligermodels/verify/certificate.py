@@ -70,15 +70,10 @@ def write_certificate(
     """Writes the JSON file and the HTML page into `output`; their names come from the model."""
     kind = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else platform.machine()
     facts = {
-        "model": model,
-        "folder": str(folder.resolve()),
-        "date": date,
-        "device": f"{device}, {kind}",
-        "ligermodels": ligermodels.__version__,
-        "transformers": reference.version(),
-        **{name: version(name) for name in ("torch", "triton", "tokenizers")},
-        "python": platform.python_version(),
-    }
+        "model": model, "folder": str(folder.resolve()), "date": date, "device": f"{device}, {kind}",
+        "ligermodels": ligermodels.__version__, "transformers": reference.version(),
+        **{name: version(name) for name in ("torch", "triton", "tokenizers")}, "python": platform.python_version(),
+    }  # fmt: skip
     name = file_name(model)
     output.mkdir(parents=True, exist_ok=True)
     certificate = Certificate(model, facts, scope, checks, output / f"{name}.json", output / f"{name}.html")

@@ -18,7 +18,7 @@ that are zero but for rounding, as of the biases of keys without RoPE, are not c
 import gc
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median, quantiles
@@ -34,12 +34,13 @@ from ligermodels.layers.checkpointing.host_memory import available_host_memory
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.moe import MoE
 from ligermodels.verify import reference
-from ligermodels.verify.certificate import Check
-from ligermodels.verify.text import TEXTS, has_tokenizer_json
+from ligermodels.verify.certificate import Check, part_of
+from ligermodels.verify.round_trip import TEXTS, has_tokenizer_json
 from ligermodels.vision.multimodal import ImageParts
 from ligermodels.vision.tiled_model import TiledVisionLanguageModel
 from ligermodels.weights.config_file import CONFIG_FILE, read_config
 from ligermodels.weights.mapping import Piece, plan_pieces
+from ligermodels.weights.module import assemble
 
 FP32_FACTOR, BF16_FACTOR = 4.0, 1.5
 EPS = torch.finfo(torch.float32).eps
@@ -66,10 +67,9 @@ class HubNames:
     @classmethod
     def of(cls, model: CausalLM) -> "HubNames":
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        layouts = [
-            group_by_parameter(plan_pieces(shapes, rules))
-            for rules in (model.weight_rules(), *model.other_weight_rules())
-        ]
+        planned = [plan_pieces(shapes, rules) for rules in (model.weight_rules(), *model.other_weight_rules())]
+        grouped = (itertools.groupby(pieces, key=lambda piece: piece.parameter) for pieces in planned)
+        layouts = [{name: list(pieces) for name, pieces in groups} for groups in grouped]
         return cls(layouts[0], layouts)
 
     def ours(self, model: nn.Module) -> Measured:
@@ -80,7 +80,8 @@ class HubNames:
 
     def theirs(self, model: nn.Module) -> Measured:
         """The gradients of the reference, by Hub name. Raises CheckpointError if its parameters fit no layout."""
-        known, gradients = dict(model.named_parameters()), reference.gradients(model)
+        known = dict(model.named_parameters())
+        gradients = {name: parameter.grad for name, parameter in known.items() if parameter.grad is not None}
         for layout in self.layouts:
             if all(piece.tensor in known for pieces in layout.values() for piece in pieces):
                 break
@@ -89,25 +90,12 @@ class HubNames:
             raise CheckpointError(f"transformers {reference.version()} has no parameter {missing} in memory")
         for name, pieces in layout.items():
             if all(piece.tensor in gradients for piece in pieces):
-                yield from self.cut(name, assemble_parameter(pieces, gradients))
+                yield from self.cut(name, assemble([(piece, gradients[piece.tensor]) for piece in pieces]))
 
     def cut(self, name: str, gradient: Tensor) -> Measured:
         """Splits a parameter's gradient into the Hub's tensors."""
         for piece in self.pieces[name]:
             yield piece.tensor, piece.from_box(gradient[piece.index])
-
-
-def group_by_parameter(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
-    return {name: list(group) for name, group in itertools.groupby(pieces, key=lambda piece: piece.parameter)}
-
-
-def assemble_parameter(pieces: Sequence[Piece], tensors: Mapping[str, Tensor]) -> Tensor:
-    """The parameter that consists of these pieces."""
-    shape = [max(piece.index[axis].stop for piece in pieces) for axis in range(len(pieces[0].index))]
-    parameter = tensors[pieces[0].tensor].new_empty(shape)
-    for piece in pieces:
-        parameter[piece.index] = piece.to_box(tensors[piece.tensor])
-    return parameter
 
 
 @dataclass
@@ -323,7 +311,7 @@ def fp32_checks(ours: Errors, plain: Errors, truth: str) -> Iterator[Check]:
             criterion, {"error": ours.of[what], "allowed": allowed[what]},
         )  # fmt: skip
     gradients = ours.gradients
-    worst = max(gradients, key=lambda what: error_ratio(gradients[what], allowed[what]))
+    worst = max(gradients, key=lambda what: part_of(gradients[what], allowed[what]))
     wrong = [what for what in gradients if not gradients[what] <= allowed[what]]
     count = f"{len(wrong)} of {len(gradients)} beyond" if wrong else f"all {len(gradients)} within"
     measured = {what: {"error": gradients[what], "allowed": allowed[what]} for what in gradients}
@@ -332,11 +320,6 @@ def fp32_checks(ours: Errors, plain: Errors, truth: str) -> Iterator[Check]:
         f"{count} the limit; the worst is {worst}: error {gradients[worst]:.1e}, allowed {allowed[worst]:.1e}",
         f"{criterion}, for every tensor", measured,
     )  # fmt: skip
-
-
-def error_ratio(error: float, allowed: float) -> float:
-    """error / allowed; infinite if the error is not finite."""
-    return error / allowed if math.isfinite(error) else math.inf
 
 
 def bf16_checks(ours: Errors, plain: Errors, routed: bool) -> Iterator[Check]:

@@ -110,18 +110,3 @@ def greedy_continuation(
         inputs = image_inputs(model, ids, images or {}, token, len(prompt) if ahead else None)
         ids = torch.cat([ids, model(ids, **inputs).logits[:, -1:].argmax(-1)], 1)
     return ids[0, len(prompt) :].tolist()
-
-
-def render_reference_chat(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> str:
-    """A conversation as text, with the generation prompt."""
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-
-
-def encode_text(tokenizer: Any, text: str) -> list[int]:
-    """The token ids of a text."""
-    return list(tokenizer(text)["input_ids"])
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    """The gradients by parameter name, of all parameters that have one."""
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}

@@ -1,12 +1,18 @@
-"""Loads and exports a checkpoint; checks that tensors, config.json and all other files are unchanged."""
+"""Checks that a checkpoint survives loading and exporting, and that its texts become the reference's tokens."""
 
+import filecmp
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ligermodels import hub
+from ligermodels.errors import CheckpointError, InputError
 from ligermodels.layers.decoder import CausalLM
+from ligermodels.tokenizer import Tokenizer
+from ligermodels.tokenizer.files import TOKENIZER_FILE
+from ligermodels.verify import reference
 from ligermodels.verify.certificate import Check
 from ligermodels.weights.config_file import read_config
 from ligermodels.weights.exporting import COPIED_FILES
@@ -31,11 +37,9 @@ def tensors_check(model: CausalLM, folder: Path, written: Path) -> Check:
     expected = {name: digest for name, digest in before.items() if name not in left_out}
     changed = sorted(name for name in expected.keys() | after.keys() if expected.get(name) != after.get(name))
     missing = f"; not written, because tied or stale: {shortened(sorted(left_out))}" if left_out else ""
-    result = f"{len(changed)} differ: {shortened(changed)}" if changed else f"all {len(after)} equal"
-    return Check(
-        "tensors after a round trip", not changed, result + missing, "the same names and the same SHA-256 of the bytes",
-        {"before": before, "after": after if changed else "the same"},
-    )  # fmt: skip
+    result, criterion = differing(changed, len(after)) + missing, "the same names and the same SHA-256 of the bytes"
+    hashes = {"before": before, "after": after if changed else "the same"}
+    return Check("tensors after a round trip", not changed, result, criterion, hashes)
 
 
 def config_check(folder: Path, written: Path) -> Check:
@@ -43,11 +47,9 @@ def config_check(folder: Path, written: Path) -> Check:
     before, after = (flatten_fields(read_config(path)) for path in (folder, written))
     changed = sorted(key for key, value in before.items() if value is not None and after.get(key) != value)
     added = sorted(key for key in after if before.get(key) is None and after[key] is not None)
-    result = f"{len(changed)} differ: {shortened(changed)}" if changed else f"all {len(before)} equal"
-    return Check(
-        "config.json after a round trip", not changed, f"{result}; added: {shortened(added) if added else 'none'}",
-        "every field unchanged; fields may be added for other readers",
-    )  # fmt: skip
+    result = f"{differing(changed, len(before))}; added: {shortened(added) if added else 'none'}"
+    criterion = "every field unchanged; fields may be added for other readers"
+    return Check("config.json after a round trip", not changed, result, criterion)
 
 
 def flatten_fields(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -62,10 +64,78 @@ def flatten_fields(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any
 def files_check(folder: Path, written: Path) -> Check:
     """Compares the bytes of all copied files."""
     names = sorted({str(file.relative_to(folder)) for pattern in COPIED_FILES for file in folder.glob(pattern)})
-    changed = [
-        name
-        for name in names
-        if not (written / name).exists() or (written / name).read_bytes() != (folder / name).read_bytes()
+    _, different, missing = filecmp.cmpfiles(folder, written, names, shallow=False)
+    changed, criterion = sorted([*different, *missing]), "tokenizer, templates, licence: the same bytes"
+    return Check("other files after a round trip", not changed, differing(changed, len(names)), criterion)
+
+
+def differing(changed: Sequence[str], count: int) -> str:
+    return f"{len(changed)} differ: {shortened(changed)}" if changed else f"all {count} equal"
+
+
+TEXTS = (
+    "The quick brown fox jumps over 1,234 lazy dogs; isn't that 56.78 % more?  \n\tIndented, then\n\na paragraph.",
+    "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich. L'été, où êtes-vous ? ¿Qué pasó, señor Núñez?",
+    "Съешь же ещё этих мягких французских булок. Ξεσκεπάζω την ψυχοφθόρα βδελυγμία. עברית והעברית, العربية جميلة.",
+    "我能吞下玻璃而不伤身体。いろはにほへと ちりぬるを。키스의 고유조건은 입술끼리 만나야 한다. हिन्दी में एक वाक्य।",
+    "def f(x: int) -> str:\n    return f'{x**2:>8}'  # naïve café — 👩‍👩‍👧‍👦 🇺🇳 e\u0301",
+)
+SAMPLE_CONVERSATIONS = (
+    [{"role": "user", "content": "Hello, who are you?"}],
+    [
+        {"role": "system", "content": "You are a careful assistant."},
+        {"role": "user", "content": "Wie spät ist es?"},
+        {"role": "assistant", "content": "Zwölf Uhr."},
+        {"role": "user", "content": "  And now?\n"},
+    ],
+)
+IDS, CHAT = "token ids", "chat template"
+
+
+def has_tokenizer_json(folder: Path) -> bool:
+    """Whether the folder has a tokenizer that both sides read."""
+    return (folder / TOKENIZER_FILE).exists()
+
+
+def text_checks(folder: Path) -> list[Check]:
+    """The checks of token ids and chat template; skipped if the folder has no tokenizer.json."""
+    if not has_tokenizer_json(folder):
+        return [Check(name, None, f"the folder has no {TOKENIZER_FILE}", "") for name in (IDS, CHAT)]
+    ours = hub.load_tokenizer(folder)
+    try:
+        theirs = reference.load_reference_tokenizer(folder)
+    except CheckpointError as error:
+        return [Check(name, False, str(error), "both read the tokenizer") for name in (IDS, CHAT)]
+    return [ids_check(ours, theirs), chat_check(ours, theirs)]
+
+
+def ids_check(ours: Tokenizer, theirs: Any) -> Check:
+    pairs = [(ours.encode(text), list(theirs(text)["input_ids"])) for text in TEXTS]
+    return comparison_check(IDS, "texts", pairs, f"the same ids for {len(TEXTS)} texts in many languages and code")
+
+
+def chat_check(ours: Tokenizer, theirs: Any) -> Check:
+    if ours.chat_template is None:
+        return Check(CHAT, None, "the folder has none", "")
+    render, render_theirs = ours.render_chat_template, partial(theirs.apply_chat_template, tokenize=False)
+    pairs = [
+        (render_or_none(render, chat, InputError), render_or_none(render_theirs, chat, Exception))
+        for chat in SAMPLE_CONVERSATIONS
     ]
-    result = f"{len(changed)} differ: {shortened(changed)}" if changed else f"all {len(names)} equal"
-    return Check("other files after a round trip", not changed, result, "tokenizer, templates, licence: the same bytes")
+    return comparison_check(CHAT, "conversations", pairs, "the same text, or both refuse")
+
+
+def render_or_none(render: Callable[..., str], chat: Sequence[Any], refusal: type[Exception]) -> str | None:
+    """The rendered text, or None if the template refuses the conversation, as some refuse a system message."""
+    try:
+        return render(chat, add_generation_prompt=True)
+    except refusal:
+        return None
+
+
+def comparison_check(name: str, what: str, pairs: list[tuple[Any, Any]], criterion: str) -> Check:
+    """The check that all pairs are equal; the certificate shows the first pair that differs."""
+    different = [pair for pair in pairs if pair[0] != pair[1]]
+    result = f"{len(different)} of {len(pairs)} {what} differ" if different else f"all {len(pairs)} {what} equal"
+    first = dict(zip(("ours", "reference"), different[0], strict=True)) if different else {}
+    return Check(name, not different, result, criterion, first)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ligermodels.configs.base import Config
 from ligermodels.generation.cache import LayerCache, LayerStates, PerRow
-from ligermodels.generation.cross_features import CrossFeatures, EarlierImages
+from ligermodels.generation.image_features import CrossFeatures, EarlierImages
 from ligermodels.kernels.attention.attention import attention, packed_attention_name
 from ligermodels.layers.block import BlockOutput, DecoderLayer
 from ligermodels.layers.fused import apply_linear, norm_then_linear

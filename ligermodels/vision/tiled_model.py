@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from ligermodels.configs.mllama import MllamaConfig
 from ligermodels.errors import InputError
-from ligermodels.generation.cross_features import CrossFeatures, CrossPrompt, TileSpan, cross_features
+from ligermodels.generation.image_features import CrossFeatures, CrossPrompt, TileSpan, cross_features
 from ligermodels.layers.decoder import CausalLMOutput
 from ligermodels.layers.packed import name_parts
 from ligermodels.vision.multimodal import ImageParts, is_trained

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ligermodels.generation.cross_features import TileSpan
+from ligermodels.generation.image_features import TileSpan
 
 Tiles = tuple[int, ...]
 

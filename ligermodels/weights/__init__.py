@@ -1,1 +1,1 @@
-"""Loads and exports checkpoint folders. Knows torch and safetensors; must not know layers, architectures or the Hub."""
+"""Loads and exports checkpoint folders."""

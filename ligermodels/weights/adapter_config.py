@@ -1,7 +1,6 @@
 """adapter_config.json of LoRA in PEFT's format: reads it, refuses unsupported settings, and composes it for an export.
 
-Projections have their Hub names, in full or as a suffix of the name that begins after a dot. Knows field names; must
-not know tensors or layers.
+Projections have their Hub names, in full or as a suffix of the name that begins after a dot.
 """
 
 import re
@@ -20,38 +19,14 @@ MODULE_NAME = re.compile(r"\^?[\w.-]+")
 # Fields that do not change the result: how the update was initialised, and its targets, which the tensors show. Any
 # other field that is not in READ_FIELDS is refused if it is set.
 IGNORED_FIELDS = {
-    "auto_mapping",
-    "base_model_name_or_path",
-    "corda_config",
-    "eva_config",
-    "exclude_modules",
-    "inference_mode",
-    "layers_pattern",
-    "layers_to_transform",
-    "loftq_config",
-    "lora_ga_config",
-    "megatron_core",
-    "peft_version",
-    "qalora_group_size",
-    "revision",
-    "runtime_config",
-    "task_type",
-}
+    "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "exclude_modules", "inference_mode",
+    "layers_pattern", "layers_to_transform", "loftq_config", "lora_ga_config", "megatron_core", "peft_version",
+    "qalora_group_size", "revision", "runtime_config", "task_type",
+}  # fmt: skip
 READ_FIELDS = {
-    "alpha_pattern",
-    "bias",
-    "ensure_weight_tying",
-    "init_lora_weights",
-    "lora_alpha",
-    "lora_dropout",
-    "modules_to_save",
-    "peft_type",
-    "r",
-    "rank_pattern",
-    "target_modules",
-    "target_parameters",
-    "use_rslora",
-}
+    "alpha_pattern", "bias", "ensure_weight_tying", "init_lora_weights", "lora_alpha", "lora_dropout",
+    "modules_to_save", "peft_type", "r", "rank_pattern", "target_modules", "target_parameters", "use_rslora",
+}  # fmt: skip
 NEW_ADAPTER_FIELDS = {"init_lora_weights": True, "inference_mode": False}
 PEFT_DEFAULTS = {"r": 8, "lora_alpha": 8}
 SUPPORTED_INITS = (True, False, "gaussian", "eva", "orthogonal")  # the others also change the base weights
@@ -206,16 +181,9 @@ def suffixes(name: str) -> list[str]:
 
 
 def compose_adapter_config(
-    ranks: Mapping[str, int],
-    alphas: Mapping[str, float],
-    dropout: float,
-    modules: set[str],
-    parameters: Collection[str],
-    saved: Collection[str],
-    tied: bool,
-    base: BaseModel,
-    task: str,
-) -> dict[str, Any]:
+    ranks: Mapping[str, int], alphas: Mapping[str, float], dropout: float, modules: set[str],
+    parameters: Collection[str], saved: Collection[str], tied: bool, base: BaseModel, task: str,
+) -> dict[str, Any]:  # fmt: skip
     """adapter_config.json for projections with the given ranks and alphas.
 
     The most common rank and alpha are written once; deviating ones are written by name.
@@ -224,30 +192,18 @@ def compose_adapter_config(
     head are among them as one parameter. task: PEFT's name of what the model is for.
     """
     rank, ranks_by_name = most_common_value(ranks, modules)
-    alpha, alphas_by_name = most_common_value({name: as_int_if_whole(alpha) for name, alpha in alphas.items()}, modules)
+    whole = {name: int(alpha) if alpha == int(alpha) else alpha for name, alpha in alphas.items()}  # as readers expect
+    alpha, alphas_by_name = most_common_value(whole, modules)
     targets, exclude = shortest_targets(ranks.keys() - parameters, modules - ranks.keys())
     return {
-        "alpha_pattern": alphas_by_name,
-        "auto_mapping": None,
-        "base_model_name_or_path": base.name,
-        "bias": "none",
-        "exclude_modules": exclude,
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "init_lora_weights": True,
-        "lora_alpha": alpha,
-        "lora_dropout": dropout,
-        "modules_to_save": shortest_saved_names(saved, modules - set(saved)) or None,
-        "peft_type": "LORA",
-        "r": rank,
-        "rank_pattern": ranks_by_name,
-        "revision": base.revision,
-        "target_modules": targets,
-        "target_parameters": sorted({suffixes(name)[2] for name in parameters}) or None,
-        "task_type": task,
-        "use_dora": False,
-        "use_rslora": False,
-    } | ({"ensure_weight_tying": True} if tied else {})
+        "alpha_pattern": alphas_by_name, "auto_mapping": None, "base_model_name_or_path": base.name, "bias": "none",
+        "exclude_modules": exclude, "fan_in_fan_out": False, "inference_mode": True, "init_lora_weights": True,
+        "lora_alpha": alpha, "lora_dropout": dropout,
+        "modules_to_save": shortest_saved_names(saved, modules - set(saved)) or None, "peft_type": "LORA", "r": rank,
+        "rank_pattern": ranks_by_name, "revision": base.revision, "target_modules": targets,
+        "target_parameters": sorted({suffixes(name)[2] for name in parameters}) or None, "task_type": task,
+        "use_dora": False, "use_rslora": False,
+    } | ({"ensure_weight_tying": True} if tied else {})  # fmt: skip
 
 
 def most_common_value(values: Mapping[str, Number], modules: set[str]) -> tuple[Number, dict[str, Number]]:
@@ -258,11 +214,6 @@ def most_common_value(values: Mapping[str, Number], modules: set[str]) -> tuple[
         names = {name for name in values if values[name] == value}
         by_name |= dict.fromkeys(shortest_targets(names, modules - names)[0], value)
     return usual, by_name
-
-
-def as_int_if_whole(x: float) -> int | float:
-    """x as an int if it is a whole number: other readers expect an int."""
-    return int(x) if x == int(x) else x
 
 
 def shortest_targets(names: Iterable[str], others: Iterable[str]) -> tuple[list[str], str | None]:

@@ -6,8 +6,8 @@
     X.weight.quant_map, X.weight.nested_quant_map     fp32 [16] and [256]: the values of the codes
     X.weight.quant_state.bitsandbytes__nf4       JSON, as uint8: shape, dtype, sizes of blocks, the offset of absmax
 Only NF4 with double quantisation and these sizes is supported. Experts that a checkpoint stacks in one tensor X are
-stored as X, X.absmax, ... (`bitsandbytes.nn.parametrize`). Knows names and files; must not know what the numbers mean,
-rules or models. Source of the format: bitsandbytes 0.50, `QuantState.as_dict`.
+stored as X, X.absmax, ... (`bitsandbytes.nn.parametrize`). Source of the format: bitsandbytes 0.50,
+`QuantState.as_dict`.
 """
 
 import json
@@ -154,12 +154,7 @@ def tensors_of(name: str, part: Mapping[str, Tensor], shape: tuple[int, ...], dt
 def quantisation_config(dtype: torch.dtype, skipped: list[str]) -> dict[str, Any]:
     """The quantization_config of a config.json. skipped: the linears that are not quantised, by their Hub names."""
     return {
-        "quant_method": "bitsandbytes",
-        "load_in_4bit": True,
-        "load_in_8bit": False,
-        "bnb_4bit_quant_type": "nf4",
-        "bnb_4bit_use_double_quant": True,
-        "bnb_4bit_compute_dtype": str(dtype).removeprefix("torch."),
-        "bnb_4bit_quant_storage": "uint8",
-        "llm_int8_skip_modules": skipped,
-    }
+        "quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": str(dtype).removeprefix("torch."),
+        "bnb_4bit_quant_storage": "uint8", "llm_int8_skip_modules": skipped,
+    }  # fmt: skip

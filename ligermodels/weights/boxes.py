@@ -1,7 +1,4 @@
-"""Index arithmetic of tensors that are viewed in another shape: which boxes make up a range of row-major numbers.
-
-Must not know tensors, files or rules.
-"""
+"""Index arithmetic of tensors that are viewed in another shape: which boxes make up a range of row-major numbers."""
 
 import itertools
 import math

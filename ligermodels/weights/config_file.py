@@ -12,25 +12,26 @@ must be complete.
 
 Settings that the old fields cannot express are written in the new fields only. transformers 4 then silently ignores a
 scaling of the sliding layers, gives the sliding layers of OLMo 3 the theta of the full ones, and gives all layers of
-Qwen 2 MoE the window of some. It refuses values that it does not know: OLMo 2 with a scaling other than
-{type: linear or dynamic, factor}, and LongRoPE with its own factor.
-Knows field names; must not know model families.
+Qwen 2 MoE the window of some. It refuses values that it does not know: OLMo 2 with a scaling other than {type: linear
+or dynamic, factor}, and LongRoPE with its own factor.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ligermodels.configs.parts import PARTS
-from ligermodels.errors import CheckpointError
+from ligermodels.configs.rope import FULL_ATTENTION, SLIDING_ATTENTION
+from ligermodels.errors import CheckpointError, ConfigError
 from ligermodels.weights.reading import read_json, safe_file
 
 CONFIG_FILE = "config.json"
 GENERATION_CONFIG_FILE = "generation_config.json"
 DTYPE_KEYS = ("dtype", "torch_dtype")
+PARTS = ("text_config", "vision_config", "audio_config")  # sub-configurations of a multimodal model
+ROPES = ("rope_parameters", "rope_scaling")
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
@@ -107,3 +108,22 @@ def with_dtype(raw: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     parts = [part for part in PARTS if any(key in (raw.get(part) or ()) for key in DTYPE_KEYS)]
     both = raw | {part: with_dtype(raw[part], dtype) for part in parts}
     return both | dict.fromkeys(keys, str(dtype).removeprefix("torch."))
+
+
+def check_objects(raw: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a field of a configuration or of its parts that must be an object or null, and is not."""
+    for name, value in objects(raw):
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"config.json: {name} is {value!r}; must be an object")
+
+
+def objects(raw: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The names and the values of these fields that are there, down to RoPE's of single layer types."""
+    for name in (*PARTS, *ROPES):
+        if (value := raw.get(name)) is None:
+            continue
+        yield name, value
+        if isinstance(value, Mapping):
+            by_layer_type = ((kind, value[kind]) for kind in (FULL_ATTENTION, SLIDING_ATTENTION) if kind in value)
+            inner = objects(value) if name in PARTS else by_layer_type
+            yield from ((f"{name}.{field}", content) for field, content in inner)

@@ -3,7 +3,7 @@
 Two kinds of tensors: those that the model does not compute, and those that are stored in another dtype than most, as
 long as the parameter still has their values. Quantised tensors are of the second kind: their scales are not unique, so
 a changed one cannot be quantised as before. If one of them has changed, none is copied, because readers expect one
-format for a whole model. Knows stored tensors and blocks of parameters; must not know rules or models.
+format for a whole model.
 """
 
 import warnings
@@ -53,7 +53,7 @@ def unchanged_tensors(
     pieces: Sequence[Piece], blocks: Iterator[Blocks], stored: Mapping[str, StoredTensor], scheme: Scaled | None,
     sharded: bool,
 ) -> dict[str, StoredTensor]:  # fmt: skip
-    """Those of the stored tensors whose values the model still has; quantised ones only if all of them are unchanged.
+    """Finds the stored tensors whose values the model still has; quantised ones only if all of them are unchanged.
 
     pieces, blocks: the pieces of the stored tensors, and the model's values of each; an iterator of collectives if the
     parameters are sharded, so that every rank must call. Warns if quantised tensors have changed.

@@ -1,10 +1,9 @@
 """Exports a model to a folder that transformers 4 and 5 and vLLM read: the inverse of loading, over the same pieces.
 
 Tensors get the names that they were loaded under. A folder of which only transformers 5 knows the names, such as one
-that its save_pretrained(save_original_format=False) wrote, therefore stays one.
-At most one parameter is gathered at a time, and the host holds at most one block of it. Low-rank updates are merged and
-dtypes are converted block by block. Files other than weights are copied from the folder that the model was loaded from.
-Knows parameters, rules and folders; must not know model families.
+that its save_pretrained(save_original_format=False) wrote, therefore stays one. At most one parameter is gathered at a
+time, and the host holds at most one block of it. Low-rank updates are merged and dtypes are converted block by block.
+Files other than weights are copied from the folder that the model was loaded from.
 """
 
 import itertools
@@ -25,6 +24,7 @@ from ligermodels.configs.quantisation import read_scaled, scheme_of
 from ligermodels.distributed import is_first
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.kernels.quant.fp8 import FP8_BLOCK
+from ligermodels.units import MAX_SHARD_SIZE, size_in_bytes
 from ligermodels.weights.bitsandbytes import quantisation_config, tensors_of
 from ligermodels.weights.config_file import CONFIG_FILE, GENERATION_CONFIG_FILE, both_spellings, read_config, with_dtype
 from ligermodels.weights.copying import source_tensors, unchanged_tensors, with_copies
@@ -34,35 +34,20 @@ from ligermodels.weights.mapping import BASE_LAYER, Piece, Rule, foreign_adapter
 from ligermodels.weights.module import HubModule, LowRankModule
 from ligermodels.weights.quantised import fp8_config, fp8_tensors_of, quantised
 from ligermodels.weights.reading import safe_file
-from ligermodels.weights.shard_size import MAX_SHARD_SIZE, size_in_bytes
 from ligermodels.weights.sharding import full_tensor, reshard
 from ligermodels.weights.stored import StoredTensor
 from ligermodels.weights.writing import Blocks, Entry, write_folder, write_json, write_safetensors
 
 BLOCK_BYTES = 16 * 2**20
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model*",
-    "tekken.json",
-    "chat_template.jinja",
-    "chat_template.json",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "vocab.txt", "merges.txt", "tokenizer.model*", "tekken.json", "chat_template.jinja", "chat_template.json",
     "additional_chat_templates/*.jinja",
-)
+)  # fmt: skip
 COPIED_FILES = (
-    GENERATION_CONFIG_FILE,
-    *TOKENIZER_FILES,
-    "preprocessor_config.json",
-    "processor_config.json",
-    "video_preprocessor_config.json",
-    "LICENSE*",
-    "USE_POLICY*",
-)
+    GENERATION_CONFIG_FILE, *TOKENIZER_FILES, "preprocessor_config.json", "processor_config.json",
+    "video_preprocessor_config.json", "LICENSE*", "USE_POLICY*",
+)  # fmt: skip
 EXPORTED_FILES = (CONFIG_FILE, "*.safetensors", INDEX_FILE, *COPIED_FILES)
 
 
@@ -75,17 +60,10 @@ class Update(NamedTuple):
 
 @torch.no_grad()
 def export_weights(
-    model: HubModule,
-    folder: str | Path,
-    *,
-    source: str | Path | None = None,
-    dtype: torch.dtype | str | None = None,
-    max_shard_size: int | str = MAX_SHARD_SIZE,
-    also: Callable[[Path], None] | None = None,
-    values: Mapping[str, Tensor] | None = None,
-    copied_files: Iterable[str] = COPIED_FILES,
-    overwrite: bool = False,
-) -> None:
+    model: HubModule, folder: str | Path, *, source: str | Path | None = None, dtype: torch.dtype | str | None = None,
+    max_shard_size: int | str = MAX_SHARD_SIZE, also: Callable[[Path], None] | None = None,
+    values: Mapping[str, Tensor] | None = None, copied_files: Iterable[str] = COPIED_FILES, overwrite: bool = False,
+) -> None:  # fmt: skip
     """Writes `model` to `folder`: weights, config.json, tokenizer files. The folder must be empty or not exist.
 
     model: if its parameters are DTensors, every rank must call; rank 0 writes, and all return when the folder is
@@ -265,19 +243,15 @@ def parameter_tensors(
 def box_blocks(piece: Piece, parameter: Tensor, updates: Sequence[Update], dtype: torch.dtype) -> Blocks:
     """The rows of the box of a piece, block by block."""
     if parameter.ndim == 3 and updates:
+        of_expert = replace(piece, index=piece.index[1:], shape=piece.shape[-2:])
         matrices = (
-            tensor_blocks(expert_piece(piece), parameter[expert], updates[expert], dtype)
+            tensor_blocks(of_expert, parameter[expert], updates[expert], dtype)
             for expert in range(piece.index[0].start, piece.index[0].stop)
         )
         if len(piece.shape) == 3:  # rows of the tensor are then whole matrices
             return (torch.cat(list(blocks))[None] for blocks in matrices)
         return itertools.chain.from_iterable(matrices)
     return tensor_blocks(piece, parameter, updates[0] if updates else None, dtype)
-
-
-def expert_piece(stacked: Piece) -> Piece:
-    """The piece of one expert's matrix, from a piece of a stacked parameter."""
-    return replace(stacked, index=stacked.index[1:], shape=stacked.shape[-2:])
 
 
 def tensor_blocks(piece: Piece, parameter: Tensor, update: Update | None, dtype: torch.dtype) -> Blocks:

@@ -1,7 +1,7 @@
 """Reads a checkpoint folder safely: model.safetensors, or the shards that model.safetensors.index.json names, or GGUF.
 
 Every byte of a folder may be damaged or hostile. Safetensors headers are validated before memory is allocated for what
-they describe. Pickles are never opened. Knows the file formats only; must not know models, rules or the Hub.
+they describe. Pickles are never opened.
 
 safetensors (https://github.com/huggingface/safetensors#format): the header's length as 8 little-endian bytes, the
 header (a JSON object: name -> dtype, shape, data_offsets), then the tensors without gap or overlap.
@@ -39,19 +39,10 @@ MAX_DIMENSIONS = 64  # torch's limit
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 SAFETENSORS_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
+    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
 
 
 def open_checkpoint(folder: str | Path) -> Checkpoint:

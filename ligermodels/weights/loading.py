@@ -1,8 +1,7 @@
 """Loads a checkpoint folder into a model's parameters, with strict checks and without a second copy of the weights.
 
 Each Hub tensor is streamed directly into its box of a packed parameter. If a parameter is a DTensor, each rank reads
-only the bytes of its own shard. All names, shapes and dtypes are checked before anything is copied. Knows parameters,
-rules and folders; must not know model families.
+only the bytes of its own shard. All names, shapes and dtypes are checked before anything is copied.
 """
 
 import itertools
@@ -406,12 +405,9 @@ def refuse_mismatched_tensors(
     names = quantised({name: stored[name] for name in fitting}) if quantisation else []
     scales = [scale_fault(stored, name, quantisation) for name in names if quantisation]
     faults = {
-        "missing": missing,
-        "unexpected": others,
-        "of the wrong shape": shapes,
-        "not floating point (quantized?)": dtypes,
-        "without a fitting scale": list(filter(None, scales)),
-    }
+        "missing": missing, "unexpected": others, "of the wrong shape": shapes,
+        "not floating point (quantized?)": dtypes, "without a fitting scale": list(filter(None, scales)),
+    }  # fmt: skip
     found = [f"{len(names)} {fault}: {shortened(names)}" for fault, names in faults.items() if names]
     if found:
         remedy = "; allow_unexpected=True ignores the unexpected tensors" if others else ""

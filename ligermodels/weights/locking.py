@@ -1,4 +1,4 @@
-"""Locks of files, held by one process at a time. Must not know what they protect.
+"""Locks of files, held by one process at a time.
 
 The operating system releases a lock when its process ends, however it ends, also on another host of a shared file
 system. A process id would tell neither.

@@ -6,8 +6,7 @@ the expert index. The first rule that matches a parameter is applied. A paramete
 name on the Hub.
 
 `plan_pieces` applies the rules and returns a list of pieces: a bijection between the Hub's tensors and the boxes (index
-ranges) that tile the parameters. Loading and exporting both use this list. This module knows names and shapes only; it
-must not know files, tensor values or model families.
+ranges) that tile the parameters. Loading and exporting both use this list.
 """
 
 import math
@@ -326,13 +325,10 @@ def packed_short_conv_layers(config: Config) -> tuple[Rule, ...]:
     """The rules of layers under LFM2's names, and of the final norm."""
     layer, mlp = "model.layers.{}.", "model.layers.{}.feed_forward."
     renamed = {
-        "operator_norm": "input_layernorm",
-        "ffn_norm": "post_attention_layernorm",
-        "self_attn.out_proj": "self_attn.o_proj",
-        "self_attn.q_layernorm": "self_attn.q_norm",
-        "self_attn.k_layernorm": "self_attn.k_norm",
-        "feed_forward.w2": "mlp.down_proj",
-    }
+        "operator_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+        "self_attn.out_proj": "self_attn.o_proj", "self_attn.q_layernorm": "self_attn.q_norm",
+        "self_attn.k_layernorm": "self_attn.k_norm", "feed_forward.w2": "mlp.down_proj",
+    }  # fmt: skip
     return (
         packed_qkv(config),
         Concat(layer + "mlp.gate_up_proj", (mlp + "w1", mlp + "w3")),

@@ -1,7 +1,5 @@
 """Base classes of what weights/ loads and exports: a model with a Hub checkpoint, modules with a low-rank update or
 with weights in few bits.
-
-Knows configurations and weight rules; must not know layers or architectures, which derive from these classes.
 """
 
 from collections.abc import Iterable, Mapping
@@ -156,11 +154,11 @@ class HubModule(nn.Module):
         return ()
 
     def kept_layers(self) -> KeptLayers | None:
-        """Those of `kept_tensors` that are numbered layers."""
+        """Lists those of `kept_tensors` that are numbered layers."""
         return None
 
     def kept_of(self, tensors: Iterable[str]) -> list[str]:
-        """Those of a checkpoint's tensors that are `kept_tensors`."""
+        """Lists those of a checkpoint's tensors that are `kept_tensors`."""
         patterns = self.kept_tensors()
         return [name for name in tensors if any(name_translator(pattern, name) is not None for pattern in patterns)]
 

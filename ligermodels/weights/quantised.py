@@ -6,7 +6,7 @@
     MXFP4          X_blocks uint8 [..., C / 32, 16], X_scales uint8 [..., C / 32]: byte j of a block holds element 2 j
                    in its low and 2 j + 1 in its high four bits, in e2m1; a block's scale is 2^(X_scales - 127)
 An X.activation_scale belongs to an FP8 tensor too; it has no effect on the weights. MXFP4 values are exact in bf16.
-Must not know rules or models. Source of MXFP4: Open Compute Project 2023, OCP Microscaling Formats (MX) v1.0.
+Source of MXFP4: Open Compute Project 2023, OCP Microscaling Formats (MX) v1.0.
 """
 
 from collections.abc import Mapping
@@ -44,7 +44,7 @@ class Scale(Protocol):
 
 @dataclass(frozen=True)
 class Fp8Scale:
-    """Of an FP8 tensor: values, fp32, and the rows and columns that share one, None for all."""
+    """The scale of an FP8 tensor: values, fp32, and the rows and columns that share one, None for all."""
 
     values: Tensor
     block: tuple[int, int] | None
@@ -67,7 +67,7 @@ class Fp8Scale:
 
 @dataclass(frozen=True)
 class Mxfp4Scale:
-    """Of an MXFP4 tensor: exponents uint8, one for each block of the last dimension."""
+    """The scale of an MXFP4 tensor: exponents uint8, one for each block of the last dimension."""
 
     exponents: Tensor
 
@@ -101,7 +101,7 @@ def quantised(tensors: Mapping[str, StoredTensor]) -> list[str]:
 
 
 def by_element(tensors: Mapping[str, StoredTensor], scheme: Scaled | None) -> dict[str, StoredTensor]:
-    """The same tensors, those in MXFP4 with the shape of their elements."""
+    """Returns the tensors, those in MXFP4 with the shape of their elements."""
     if not isinstance(scheme, Mxfp4):
         return dict(tensors)
     return {name: elements_of(stored) if is_mxfp4(name, stored) else stored for name, stored in tensors.items()}
@@ -166,9 +166,6 @@ def fp8_tensors_of(name: str, part: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def fp8_config(block: tuple[int, int], skipped: list[str]) -> dict[str, Any]:
     """The quantization_config of a config.json. skipped: the linears that are not quantised, by their Hub names."""
     return {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": list(block),
+        "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(block),
         "modules_to_not_convert": skipped,
-    }
+    }  # fmt: skip

@@ -1,7 +1,4 @@
-"""Parameters that may be sharded over ranks (DTensors): gather one in full, or copy a full value into the local shard.
-
-Must not know files or layers.
-"""
+"""Parameters that may be sharded over ranks (DTensors): gather one in full, or copy a value into the local shard."""
 
 from typing import Any
 

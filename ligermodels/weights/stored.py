@@ -1,4 +1,4 @@
-"""A tensor in a file, and the tensors of a checkpoint folder. Knows no file format."""
+"""A tensor in a file, and the tensors of a checkpoint folder."""
 
 import math
 from collections.abc import Mapping

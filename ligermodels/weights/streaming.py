@@ -3,10 +3,8 @@
 A pool of threads reads the files by position (preadv); each requested byte is read exactly once. If the target is on
 the CPU, contiguous and of the stored dtype, the bytes are read directly into its memory; otherwise into a buffer. For a
 GPU the buffers are pinned and copied on a separate CUDA stream, so that reading and copying overlap. Dtypes are
-converted on the target's device.
-Files are not memory-mapped: copies from mapped memory to a GPU are slow, and if a mapped file were truncated while it
-is read, a signal would end the process instead of an error.
-Knows stored tensors and target tensors; must not know models or rules.
+converted on the target's device. Files are not memory-mapped: copies from mapped memory to a GPU are slow, and if a
+mapped file were truncated while it is read, a signal would end the process instead of an error.
 """
 
 import itertools

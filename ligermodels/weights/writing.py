@@ -3,7 +3,7 @@
 Everything is written to a temporary folder beside the final one, synced to disk, then renamed; a folder that is
 replaced keeps its content until then. What a killed process leaves of it is removed by the next that writes the same
 folder; a lock shows whether its writer lives. A tensor is written block by block, so that the host never holds more
-than one block. File modes follow the user's umask. Knows files and blocks of tensors; must not know models or rules.
+than one block. File modes follow the user's umask.
 """
 
 import ctypes
@@ -50,13 +50,9 @@ Blocks = Iterable[Tensor]  # consecutive rows of one tensor, on any device
 
 
 def write_folder(
-    folder: Path,
-    write: Callable[[Path], None],
-    tensors: Iterator[Blocks],
-    sharded: bool,
-    also: Callable[[Path], None] | None = None,
-    replaced: Sequence[str] = (),
-) -> None:
+    folder: Path, write: Callable[[Path], None], tensors: Iterator[Blocks], sharded: bool,
+    also: Callable[[Path], None] | None = None, replaced: Sequence[str] = (),
+) -> None:  # fmt: skip
     """Makes `folder` atomically from the files that `write`, then `also`, put into the path they get.
 
     Every rank must call; rank 0 writes.
@@ -140,7 +136,7 @@ def write_atomically(folder: Path, writers: Iterable[Callable[[Path], None]], re
 
 @contextmanager
 def atomic_folder(folder: Path, replace: bool = False) -> Iterator[Path]:
-    """As `atomic_path`, for a folder: the temporary one exists."""
+    """Does for a folder what `atomic_path` does for a file: the temporary one exists."""
     with atomic_path(folder, replace) as temporary:
         temporary.mkdir()
         yield temporary

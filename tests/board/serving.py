@@ -5,12 +5,10 @@ import json
 import threading
 from contextlib import contextmanager
 
-from ligermodels.board.access import Access
 from ligermodels.board.actions import Actions
 from ligermodels.board.folders import open_folders
 from ligermodels.board.library import Library
-from ligermodels.board.routes import run_routes
-from ligermodels.board.server import Server
+from ligermodels.board.server import Access, Server
 
 
 class Board:
@@ -72,7 +70,7 @@ def serving(*folders, host="127.0.0.1"):
     with (
         Library(opened[:1]) as library,
         Actions(library, opened) as actions,
-        Server(Access.at(host, 0), run_routes(library) | actions.routes()) as server,
+        Server(Access.at(host, 0), actions.routes()) as server,
     ):
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()

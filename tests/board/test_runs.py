@@ -96,6 +96,16 @@ def test_settings_that_json_lacks_are_texts(tmp_path):
         assert settings == {"max_grad_norm": "inf", "at": "2026-01-01", "nan": "nan", "model": 3}
 
 
+def test_curves_have_steps_and_values_or_their_range_where_points_are_few(tmp_path):
+    write_run(tmp_path / "run", steps=4)
+    with serving(tmp_path) as board:
+        board.summary("0:run")
+        found = board.get("/api/curves?runs=0:run&names=loss%0Anone&first=2&last=4")["0:run"]
+        assert found["curves"] == {"loss": [[2, 3, 4], [2, 1.33333, 1]]} and found["version"] > 0
+        few = board.get("/api/curves?runs=0:run&names=loss&points=2")["0:run"]["curves"]["loss"]
+        assert few == [[1.5, 3.5], [2, 1], [4, 1.33333], [3, 1.16667]]
+
+
 def test_samples_and_completions_are_read_by_step(tmp_path):
     samples = [json.dumps({"step": n, "validation_loss": 1.0, "sample": f"<script>{n}</script>"}) for n in (2, 4)]
     folder = write_run(tmp_path / "run", lines=samples)

@@ -2,14 +2,13 @@
 
 import json
 import os
-import tracemalloc
 
 import numpy as np
 import pytest
 
 from ligermodels.board import series
 from ligermodels.board.folders import Place
-from ligermodels.board.series import COUNT, HIGH, LOW, MEAN, STEP, MetricSeries, noted, reduced, spread
+from ligermodels.board.series import COUNT, HIGH, LOW, MEAN, STEP, MetricSeries, reduced
 
 EVER = (0, 2.0**53)
 
@@ -30,10 +29,10 @@ def read(file, **options):
 
 
 @pytest.fixture
-def small_blocks(monkeypatch):
-    """So that files of a test have many blocks, and views of more than two are not exact."""
-    monkeypatch.setattr(series, "BLOCK_BYTES", 2048)
-    monkeypatch.setattr(series, "EXACT_BYTES", 4096)
+def few_rows(monkeypatch):
+    """So that files of a test have many chunks, of whose numbers not all are kept."""
+    monkeypatch.setattr(series, "CHUNK_BYTES", 2048)
+    monkeypatch.setattr(series, "KEPT", 200)
 
 
 def test_every_value_of_a_short_file_is_there_exactly(tmp_path):
@@ -45,61 +44,68 @@ def test_every_value_of_a_short_file_is_there_exactly(tmp_path):
     assert rows["validation_loss"][:, [STEP, MEAN]].tolist() == [[100, 1], [200, 2]]
 
 
-def test_a_long_file_keeps_extremes_and_counts(tmp_path, small_blocks):
+def test_a_long_file_keeps_extremes_and_counts(tmp_path, few_rows):
     write(tmp_path / "m", 5000)
     found = read(tmp_path / "m")
-    assert len(found.blocks) > 100
+    assert len(found.chunks) > 100 and len(found.columns["loss"]) <= 400
     rows = found.view(["loss"], *EVER, 50)["loss"]
-    assert len(rows) == 50 and rows[:, COUNT].sum() == 5000
+    assert 40 <= len(rows) <= 50 and rows[:, COUNT].sum() == 5000
     assert rows[:, HIGH].max() == 100.0 and rows[:, LOW].min() == 0.02
     assert (rows[:, MEAN] * rows[:, COUNT]).sum() == pytest.approx(sum(100.0 / step for step in range(1, 5001)))
+    assert np.diff(found.columns["loss"][:, STEP]).max() < 5000 / 50  # even over the file
 
 
-def test_a_view_of_few_blocks_is_exact_again(tmp_path, small_blocks):
+def test_a_view_of_few_chunks_is_exact_again(tmp_path, few_rows):
     write(tmp_path / "m", 5000)
     rows = read(tmp_path / "m").view(["loss"], 3001, 3010, 1000)["loss"]
     assert rows[:, [STEP, MEAN]].tolist() == [[step, 100.0 / step] for step in range(3001, 3011)]
 
 
-def test_a_view_reads_no_block_again_while_others_wait_or_the_kept_rows_suffice(tmp_path, monkeypatch):
-    monkeypatch.setattr(series, "BLOCK_BYTES", 2048)
-    monkeypatch.setattr(MetricSeries, "records_of", lambda *_: pytest.fail("a block was read again"))
+def test_a_view_reads_no_chunk_again_while_others_wait_or_the_kept_rows_suffice(tmp_path, few_rows, monkeypatch):
+    monkeypatch.setattr(MetricSeries, "records_of", lambda *_: pytest.fail("a chunk was read again"))
     write(tmp_path / "m", 5000)
     found = MetricSeries(Place(tmp_path, "m"))
-    found.update(4)
-    rows = found.view(["loss"], *EVER, 1000)["loss"]
-    assert rows[-1, STEP] > 4900 and 3 * series.BUCKETS < len(rows) <= 4 * series.BUCKETS
+    found.update(40)
+    assert found.pending and 0 < found.done < 1
+    found.view(["loss"], 1, 10, 1000)
     while found.update(10**6):
         pass
-    assert len(found.view(["loss"], *EVER, 240)["loss"]) == 240
+    assert found.done == 1 and len(found.view(["loss"], *EVER, 100)["loss"]) <= 100
 
 
-def test_no_line_is_lost_or_counted_twice_wherever_blocks_end(tmp_path, monkeypatch):
+def test_no_line_is_lost_or_counted_twice_wherever_chunks_end(tmp_path, monkeypatch):
     write(tmp_path / "m", 300)
-    for size in (64, 65, 100, 1000):
-        monkeypatch.setattr(series, "BLOCK_BYTES", size)
-        monkeypatch.setattr(series, "MAX_BLOCKS", 10**6)
+    for size in (100, 101, 120, 1000):
+        monkeypatch.setattr(series, "CHUNK_BYTES", size)
         rows = read(tmp_path / "m").view(["loss"], *EVER, 10**6)["loss"]
         assert rows[:, COUNT].sum() == 300 and rows[-1, MEAN] == 100.0 / 300
 
 
-def test_lines_that_are_added_are_read_alone_and_half_a_line_waits(tmp_path, small_blocks, monkeypatch):
+def test_lines_that_are_added_are_read_alone_and_half_a_line_waits(tmp_path, few_rows):
     file = tmp_path / "m"
     write(file, 2000)
     found = read(file)
-    calls = []
-    original = MetricSeries.read_block
-    monkeypatch.setattr(MetricSeries, "read_block", lambda self, f, n: calls.append(n) or original(self, f, n))
+    chunks = len(found.chunks)
     assert not found.update(10)
     with file.open("a") as stream:
         stream.write('{"step": 2001, "loss": 7.0')
     found.update(100)
-    assert found.last_step == 2000
+    assert found.last_step == 2000 and not found.pending and found.done == 1
     with file.open("a") as stream:
         stream.write("}\n")
     found.update(100)
     assert found.view(["loss"], 2001, 2001, 5)["loss"].tolist() == [[2001, 7, 7, 7, 1]]
-    assert len(calls) <= 6, calls
+    assert len(found.chunks) <= chunks + 1
+
+
+def test_a_file_that_grows_line_by_line_has_few_chunks_and_its_steps_are_exact(tmp_path, few_rows):
+    found = MetricSeries(Place(tmp_path, "m"))
+    for step in range(1, 601):
+        write(tmp_path / "m", 1, first=step)
+        found.update(1)
+    assert len(found.chunks) <= (tmp_path / "m").stat().st_size / 1024
+    rows = found.view(["loss"], 201, 210, 1000)["loss"]
+    assert rows[:, [STEP, MEAN]].tolist() == [[step, 100.0 / step] for step in range(201, 211)]
 
 
 def test_a_file_that_is_replaced_is_read_anew(tmp_path):
@@ -113,16 +119,6 @@ def test_a_file_that_is_replaced_is_read_anew(tmp_path):
     file.unlink()
     found.update(100)
     assert found.last_step is None and found.latest() == {}
-
-
-def test_the_first_blocks_that_are_read_are_spread_over_the_file(tmp_path, small_blocks):
-    write(tmp_path / "m", 5000)
-    found = MetricSeries(Place(tmp_path, "m"))
-    found.update(9)
-    steps = found.view(["loss"], *EVER, 1000)["loss"][:, STEP]
-    assert 0 < found.done < 0.1 and steps.max() == 5000 and steps.min() < 50
-    assert np.diff(steps).max() < 5000 / 4
-    assert spread([*range(8)]) == [7, 0, 4, 2, 6, 1, 5, 3]
 
 
 @pytest.mark.parametrize(
@@ -156,7 +152,7 @@ def test_numbers_that_are_no_finite_numbers_are_left_out(tmp_path):
 
 
 def test_a_line_without_an_end_and_names_without_number_take_no_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(series, "MAX_LINE_BYTES", 2**14)
+    monkeypatch.setattr(series, "CHUNK_BYTES", 2**14)
     file = tmp_path / "m"
     write(file, 10)
     with file.open("ab") as stream:
@@ -167,34 +163,21 @@ def test_a_line_without_an_end_and_names_without_number_take_no_memory(tmp_path,
     write(file, 5, first=14)
     found = read(file)
     assert found.last_step == 18 and found.unreadable == 1
-    assert all(len(block.columns) <= series.MAX_NAMES for block in found.blocks.values())
     assert max(map(len, found.latest())) < 1000 and len(found.latest()) <= series.MAX_NAMES
 
 
-def test_memory_is_bounded_however_large_the_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(series, "BLOCK_BYTES", 512)
-    monkeypatch.setattr(series, "MAX_BLOCKS", 16)
-    file = tmp_path / "m"
-    write(file, 100)
-    found = read(file)
-    kept = []
-    for _ in range(4):
-        write(file, 4000, first=(found.last_step or 0) + 1)
-        tracemalloc.start()
-        while found.update(10**6):
-            pass
-        tracemalloc.stop()
-        kept.append(sum(rows.nbytes for block in found.blocks.values() for rows in block.columns.values()))
-        assert len(found.blocks) <= 2 * 16 + 1
-    assert max(kept) <= 2 * 17 * 16 * 40 * 3
-    assert found.view(["loss"], *EVER, 10)["loss"][:, COUNT].sum() == 16_100
+def test_memory_is_bounded_however_large_the_file(tmp_path, few_rows):
+    write(tmp_path / "m", 16_000)
+    found = read(tmp_path / "m")
+    assert max(map(len, found.columns.values())) <= 2 * series.KEPT
+    assert found.view(["loss"], *EVER, 10)["loss"][:, COUNT].sum() == 16_000
 
 
-def test_texts_are_noted_evenly_up_to_a_number(tmp_path, small_blocks):
+def test_texts_are_noted_evenly_up_to_a_number(tmp_path, few_rows):
     write(tmp_path / "m", 5000)
     found = read(tmp_path / "m", text="sample")
-    assert [step for step, _ in noted(found, 50)] == [*range(100, 5001, 100)]
-    few = [step for step, _ in noted(found, 10)]
+    assert [step for step, _ in found.some_texts(50)] == [*range(100, 5001, 100)]
+    few = [step for step, _ in found.some_texts(10)]
     assert len(few) == 10 and few[-1] == 5000 and set(np.diff(few)) == {500}
 
 

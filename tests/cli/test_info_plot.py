@@ -5,8 +5,8 @@ import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 
-from ligermodels.cli import info_plot, main
-from ligermodels.cli.info_plot import PART_COLOURS, draw_memory
+from ligermodels.cli import info_report, main
+from ligermodels.cli.info_report import PART_COLOURS, draw_memory
 
 
 def widths(picture):
@@ -29,14 +29,14 @@ def test_bars_are_as_long_as_the_memory_they_stand_for(tmp_path):
 
 def test_the_picture_has_the_peaks_that_are_printed(tmp_path, capsys, monkeypatch):
     drawn = []
-    monkeypatch.setattr(info_plot, "draw_memory", lambda peaks, picture, title: drawn.append((peaks, title)))
+    monkeypatch.setattr(info_report, "draw_memory", lambda peaks, picture, title: drawn.append((peaks, title)))
     assert main(["info", "qwen2:tiny", "--batch-size", "4", "--plot", str(tmp_path / "m.svg")]) == 0
     ((peaks, title),) = drawn
     assert title == "qwen2:tiny: 4 × 2048 tokens, float32" and [*peaks] == ["train", "LoRA", "QLoRA", "generate"]
     printed = capsys.readouterr().out
     for use, parts in peaks.items():
         line = next(line for line in printed.splitlines() if line.startswith(f"    {use} "))
-        assert info_plot.memory_size(sum(parts.values())) == line.split(use)[1].partition("=")[0].strip()
+        assert info_report.memory_size(sum(parts.values())) == line.split(use)[1].partition("=")[0].strip()
     assert printed.endswith(f"plot         {tmp_path / 'm.svg'}\n")
 
 

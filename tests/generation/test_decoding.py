@@ -7,7 +7,7 @@ import torch
 
 import ligermodels
 from ligermodels.errors import InputError
-from ligermodels.generation.stop_tokens import model_stop_tokens
+from ligermodels.generation.texts import model_stop_tokens
 from tests.cases import LLAMA
 from tests.conftest import DEVICE
 

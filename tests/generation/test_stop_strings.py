@@ -4,7 +4,7 @@ from itertools import combinations
 
 import pytest
 
-from ligermodels.generation.stop_strings import StopStrings
+from ligermodels.generation.texts import StopStrings
 
 CASES = [  # text, stop strings, visible text, stop string
     ("one two three", ["two"], "one ", "two"),

@@ -5,8 +5,7 @@ import torch
 
 import ligermodels
 from ligermodels.errors import InputError
-from ligermodels.generation.stop_tokens import model_stop_tokens
-from ligermodels.generation.texts import RowText
+from ligermodels.generation.texts import RowText, model_stop_tokens
 from ligermodels.tokenizer import Tokenizer
 from tests.conftest import DEVICE
 from tests.interop.folders import new_tokenizer, tiny_model

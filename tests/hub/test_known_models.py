@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from ligermodels.hub.known_models import KNOWN_MODELS, nearest_model, normalized_name
+from ligermodels.hub.names import known_models, nearest_model, normalized_name
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,16 +26,16 @@ ROOT = Path(__file__).parents[2]
     ],
 )
 def test_a_mistyped_name_gets_the_most_similar_known_model(typed, meant):
-    assert nearest_model(typed, KNOWN_MODELS) == meant
+    assert nearest_model(typed, known_models()) == meant
 
 
 def test_every_id_is_valid_on_the_hub_and_no_two_are_equal_after_normalisation():
-    assert all(re.fullmatch(r"[\w-]+/[\w.-]+", name) for name in KNOWN_MODELS)
-    assert len({normalized_name(name) for name in KNOWN_MODELS}) == len(KNOWN_MODELS)
+    assert all(re.fullmatch(r"[\w-]+/[\w.-]+", name) for name in known_models())
+    assert len({normalized_name(name) for name in known_models()}) == len(known_models())
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/models.md"])
 def test_the_models_named_on_a_page_are_known(page):
     text = (ROOT / page).read_text(encoding="utf-8")
     named = set(re.findall(r"\]\(https://huggingface\.co/([\w.-]+/[\w.-]+)\)", text))
-    assert len(named) > 15 and named <= set(KNOWN_MODELS)
+    assert len(named) > 15 and named <= set(known_models())

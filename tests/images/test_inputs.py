@@ -13,7 +13,7 @@ from transformers.models.smolvlm import processing_smolvlm
 import ligermodels
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.images import placeholders
-from ligermodels.images.families import IMAGE_FAMILIES
+from ligermodels.images.placeholders import IMAGE_FAMILIES
 from ligermodels.images.processors import ImagePlan
 from ligermodels.images.resizing import Size
 from ligermodels.images.settings import ImageSettings

@@ -40,11 +40,9 @@ def hub_config(header: GgufHeader, vocabulary: Vocabulary, read_values: ReadValu
         "num_key_value_heads": head_count(header, "head_count_kv"),
         "head_dim": head_dim(metadata, config["hidden_size"], heads),
         "rope_theta": metadata.number("rope.freq_base", 1e6 if model_type == "gemma3_text" else 1e4),
-        "tie_word_embeddings": not metadata.has_tensor("output.weight"),
-        "attention_dropout": 0.0,
-        "hidden_act": "silu",
+        "tie_word_embeddings": not metadata.has_tensor("output.weight"), "attention_dropout": 0.0, "hidden_act": "silu",
         "torch_dtype": stored_dtype(header),
-    }
+    }  # fmt: skip
     if model_type not in ALWAYS_BIASED:
         config["attention_bias"] = metadata.has_tensor("blk.0.attn_q.bias")
     if special := SPECIAL.get(model_type):

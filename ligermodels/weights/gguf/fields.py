@@ -21,13 +21,11 @@ class Field:
 
 
 COMMON = (
-    Field("hidden_size", "embedding_length"),
-    Field("intermediate_size", "feed_forward_length"),
-    Field("num_hidden_layers", "block_count"),
-    Field("num_attention_heads", "attention.head_count"),
+    Field("hidden_size", "embedding_length"), Field("intermediate_size", "feed_forward_length"),
+    Field("num_hidden_layers", "block_count"), Field("num_attention_heads", "attention.head_count"),
     Field("max_position_embeddings", "context_length"),
     Field("rms_norm_eps", "attention.layer_norm_rms_epsilon", float),
-)
+)  # fmt: skip
 WINDOW = Field("sliding_window", "attention.sliding_window")
 EXPERTS_PER_TOKEN = Field("num_experts_per_tok", "expert_used_count")
 LOCAL_EXPERTS = (Field("num_local_experts", "expert_count"), EXPERTS_PER_TOKEN)

@@ -1,10 +1,13 @@
-"""Which GGUF files of a folder are a model: one, or all parts of a split one (name-00001-of-00003.gguf)."""
+"""Which GGUF files of a folder are a model: one, or all parts of a split one (name-00001-of-00003.gguf); the types that
+matrices can be written in."""
 
 import re
 from pathlib import Path
 
 from ligermodels.errors import CheckpointError
 
+# Those that the package `gguf` encodes.
+GGUF_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "mxfp4", "tq2_0", "tq1_0")
 SUFFIX = ".gguf"
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 

@@ -41,18 +41,9 @@ DEFAULT_ALIGNMENT = 32
 MAX_ALIGNMENT = 2**16
 FLOAT32, BOOL, STRING, ARRAY = 6, 7, 8, 9  # types of metadata
 NUMBERS = {
-    0: "u1",
-    1: "i1",
-    2: "<u2",
-    3: "<i2",
-    4: "<u4",
-    5: "<i4",
-    FLOAT32: "<f4",
-    BOOL: "u1",
-    10: "<u8",
-    11: "<i8",
+    0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", FLOAT32: "<f4", BOOL: "u1", 10: "<u8", 11: "<i8",
     12: "<f8",
-}
+}  # fmt: skip
 
 T = TypeVar("T")
 

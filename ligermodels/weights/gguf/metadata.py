@@ -48,14 +48,11 @@ def config_metadata(config: Config) -> dict[str, Any]:
     fields = {field.key: (field, values[field.hub]) for field in (*COMMON, *FURTHER.get(config.model_type, ()))}
     found = {key: field.kind(value or 0) for key, (field, value) in fields.items()}
     found |= {
-        "vocab_size": config.vocab_size,
-        "attention.head_count_kv": config.num_key_value_heads,
-        "attention.key_length": config.head_dim,
-        "attention.value_length": config.head_dim,
-        "rope.dimension_count": rope.rotary_dim(config.head_dim),
-        "rope.freq_base": float(rope.rope_theta),
+        "vocab_size": config.vocab_size, "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": config.head_dim, "attention.value_length": config.head_dim,
+        "rope.dimension_count": rope.rotary_dim(config.head_dim), "rope.freq_base": float(rope.rope_theta),
         **rope_metadata(rope, config.max_position_embeddings),
-    }
+    }  # fmt: skip
     return {f"{architecture}.{key}": value for key, value in found.items()}
 
 

@@ -11,11 +11,9 @@ from dataclasses import dataclass, field
 LAYER, BLOCK = "model.layers.{}.", "blk.{}."
 ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 PROJECTIONS = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
-}
+}  # fmt: skip
 QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 GATED_MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 PACKED_MLP = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
@@ -60,29 +58,22 @@ MIXTRAL_EXPERTS = {
     "ffn_down.{}.weight": "block_sparse_moe.experts.{}.w2.weight",
 }
 QWEN_EXPERTS = {
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_exps.weight": "mlp.experts.{}.gate_proj.weight",
-    "ffn_up_exps.weight": "mlp.experts.{}.up_proj.weight",
-    "ffn_down_exps.weight": "mlp.experts.{}.down_proj.weight",
-}
+    "ffn_gate_inp": "mlp.gate", "ffn_gate_exps.weight": "mlp.experts.{}.gate_proj.weight",
+    "ffn_up_exps.weight": "mlp.experts.{}.up_proj.weight", "ffn_down_exps.weight": "mlp.experts.{}.down_proj.weight",
+}  # fmt: skip
 GPT_OSS_LAYER = PROJECTIONS | {
-    "attn_norm": "input_layernorm",
-    "post_attention_norm": "post_attention_layernorm",
-    "attn_sinks.weight": "self_attn.sinks",
-    "ffn_gate_inp": "mlp.router",
-    "ffn_down_exps.weight": "mlp.experts.down_proj_blocks",
-    "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
-}
+    "attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm",
+    "attn_sinks.weight": "self_attn.sinks", "ffn_gate_inp": "mlp.router",
+    "ffn_down_exps.weight": "mlp.experts.down_proj_blocks", "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
+}  # fmt: skip
 GPT_OSS_GATES = {
     (f"{BLOCK}ffn_gate_exps.{kind}", f"{BLOCK}ffn_up_exps.{kind}"): f"{LAYER}mlp.experts.gate_up_proj_{hub}"
     for kind, hub in (("weight", "blocks"), ("bias", "bias"))
 }
 GLM4_NORMS = {
-    "attn_norm": "input_layernorm",
-    "post_attention_norm": "post_self_attn_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_mlp_layernorm",
-}
+    "attn_norm": "input_layernorm", "post_attention_norm": "post_self_attn_layernorm",
+    "ffn_norm": "post_attention_layernorm", "post_ffw_norm": "post_mlp_layernorm",
+}  # fmt: skip
 PHI3_LAYER = PRE_NORMS | PACKED_MLP | {"attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj"}
 LLAMA_NAMES = names_in_layers(PRE_NORMS, PROJECTIONS, GATED_MLP)
 # The value of general.architecture -> how it stores a family.

@@ -21,11 +21,9 @@ CONTROL, USER_DEFINED, UNUSED = 3, 4, 5  # llama.cpp's types of tokens
 TEMPLATE_NAME = re.compile(r"\w[\w-]{0,99}")
 SPACE = "▁"  # SentencePiece's spelling
 SPECIAL_TOKEN_KEYS = {
-    "bos_token": "bos_token_id",
-    "eos_token": "eos_token_id",
-    "unk_token": "unknown_token_id",
+    "bos_token": "bos_token_id", "eos_token": "eos_token_id", "unk_token": "unknown_token_id",
     "pad_token": "padding_token_id",
-}
+}  # fmt: skip
 PHI3_NAMES = ("phi-3", "phi3")  # in lower case
 PHI3_STRIPPING, PHI3_NOT_STRIPPING = "</s>", ("<unk>", "<s>", "<|endoftext|>")
 # Tokens that end a turn where the file does not name one: those that llama.cpp looks for.
@@ -141,14 +139,12 @@ def byte_level(vocabulary: Vocabulary) -> dict[str, Any]:
     if wrong is not None:
         raise CheckpointError(f"{header.file}: {PREFIX}merges: {wrong[0]!r} is not two tokens; convert it again")
     return {
-        "version": "1.0",
-        "added_tokens": tokens_of_their_own(vocabulary),
-        "normalizer": {"type": "NFC"} if pre.nfc else None,
-        "pre_tokenizer": split_json(pre),
+        "version": "1.0", "added_tokens": tokens_of_their_own(vocabulary),
+        "normalizer": {"type": "NFC"} if pre.nfc else None, "pre_tokenizer": split_json(pre),
         "post_processor": ends_of_text(vocabulary, pre.begins),
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
         "model": {"type": "BPE", "ignore_merges": pre.ignore_merges, "vocab": vocabulary.ids, "merges": merges},
-    }
+    }  # fmt: skip
 
 
 def split_json(pre: PreTokenizer) -> dict[str, Any]:
@@ -183,14 +179,10 @@ def sentencepiece(vocabulary: Vocabulary) -> dict[str, Any]:
         "post_processor": ends_of_text(vocabulary, begins=True),
         "decoder": {"type": "Sequence", "decoders": decoders},
         "model": {
-            "type": "BPE",
-            "unk_token": None if unknown is None else vocabulary.tokens[unknown],
-            "fuse_unk": True,
-            "byte_fallback": True,
-            "vocab": vocabulary.ids,
-            "merges": merges_of(vocabulary),
+            "type": "BPE", "unk_token": None if unknown is None else vocabulary.tokens[unknown], "fuse_unk": True,
+            "byte_fallback": True, "vocab": vocabulary.ids, "merges": merges_of(vocabulary),
         },
-    }
+    }  # fmt: skip
 
 
 def merges_of(vocabulary: Vocabulary) -> list[tuple[str, str]]:

@@ -20,12 +20,12 @@ from torch import Tensor
 from ligermodels.configs.rope import FULL_ATTENTION
 from ligermodels.errors import InputError, suggest
 from ligermodels.weights.boxes import Shape
+from ligermodels.weights.gguf.finding import GGUF_TYPES
 from ligermodels.weights.gguf.header import GgufHeader, TensorInfo, as_read, import_gguf
 from ligermodels.weights.gguf.metadata import architecture_of, config_metadata, refuse_lost_settings
 from ligermodels.weights.gguf.names import Stored
 from ligermodels.weights.gguf.rope import rope_factors
 from ligermodels.weights.gguf.tokenizer_metadata import TokenizerParts, tokenizer_metadata
-from ligermodels.weights.gguf.types import GGUF_TYPES
 from ligermodels.weights.mapping import Rule, name_translator, plan_pieces
 from ligermodels.weights.module import HubModule
 

@@ -23,9 +23,7 @@ from ligermodels.generation.engine import DEFAULT_ROWS, Engine
 from ligermodels.generation.paged_cache import PAGE_SIZE, pages_for
 from ligermodels.generation.requests import GeneratedSample, Request, Sample
 from ligermodels.generation.sampling import SamplingOptions
-from ligermodels.generation.stop_strings import StopStrings
-from ligermodels.generation.stop_tokens import model_stop_tokens
-from ligermodels.generation.texts import RowText
+from ligermodels.generation.texts import RowText, StopStrings, model_stop_tokens
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.optional_packages import import_package
 from ligermodels.tokenizer import Tokenizer

@@ -20,7 +20,7 @@ from ligermodels.training.data.embedded.new_tokenizer import (
 from ligermodels.training.data.reader import read_tokenizer_and_end
 from ligermodels.training.planning.model import take_special_ids
 from ligermodels.verify import reference
-from ligermodels.verify.text import TEXTS, text_checks
+from ligermodels.verify.round_trip import TEXTS, text_checks
 
 # transformers builds the tokenizer of a family by a class of its own: one family of each class.
 FAMILY_OF_CLASS = {

@@ -1,6 +1,10 @@
-"""The process that chats for the board: `python -m ligermodels.board.talker`. It keeps one model at a time."""
+"""The processes that plan and that chat for the board: `python -m ligermodels.board.answers plan`, or `chat`.
+
+The one that plans writes and downloads nothing; one that chats keeps one model at a time.
+"""
 
 import gc
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,8 +17,9 @@ from ligermodels.board.workers import answer_questions
 from ligermodels.generation.decoding import engine_for
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.tokenizer import Tokenizer
+from ligermodels.training import TrainConfig, plan
 from ligermodels.training.model_weights import load_checkpoint
-from ligermodels.training.settings.settings import SETTINGS_FILE, config_from_file
+from ligermodels.training.settings.settings import SETTINGS_FILE, config_from_file, parsed_value
 
 Loaded = tuple[CausalLM, Tokenizer]
 in_memory: dict[str, Loaded] = {}  # at most one, by its question
@@ -60,5 +65,13 @@ def load_model(folder: Path, step: int | None, folders: list[Path]) -> Loaded:
     return model.eval(), hub.load_tokenizer(base, adapter=adapter)
 
 
+def planned(question: Mapping[str, Any], is_cancelled: Callable[[], bool]) -> Iterator[Mapping[str, Any]]:
+    """The plan of the settings in a question. Raises InputError where `train` would refuse them."""
+    settings = {name: parsed_value(name, value, name) for name, value in question["settings"].items()}
+    made = plan(TrainConfig(**settings))
+    parts = {part: size for part, size in made.memory.parts.items() if size}
+    yield {"table": [*made.table()], "parts": parts, "peaks": dict(made.phases)}
+
+
 if __name__ == "__main__":
-    answer_questions(spoken)
+    answer_questions({"plan": planned, "chat": spoken}[sys.argv[1]])
