@@ -20,8 +20,9 @@ from ligermodels.configs.base import Config
 from ligermodels.generation.cache import LayerCache, LayerStates
 from ligermodels.kernels.gated_activation import gated_activation
 from ligermodels.layers.fused import add_then_norm, apply_linear
+from ligermodels.layers.inputs import KeysAndValues, KeysReadLater, Positions
 from ligermodels.layers.kept_tensors import ResultSize, keeping
-from ligermodels.layers.mixer import KeysAndValues, KeysReadLater, Mixer, Positions
+from ligermodels.layers.mixer import Mixer
 from ligermodels.layers.mlp import MLP, GatedMLP
 from ligermodels.layers.moe import MoE
 from ligermodels.layers.norm import PreNorm, hidden_norm

@@ -12,7 +12,8 @@ from ligermodels.kernels.cache_write import write_cache
 from ligermodels.kernels.rms_norm import rms_norm
 from ligermodels.kernels.rope import rope_
 from ligermodels.layers.fused import apply_linear, norm_then_linear, qk_norm_then_rope
-from ligermodels.layers.mixer import Mixer, Positions
+from ligermodels.layers.inputs import Positions
+from ligermodels.layers.mixer import Mixer
 from ligermodels.layers.norm import PreNorm, RMSNorm
 
 
@@ -69,7 +70,7 @@ class NormedHeadsAttention(Mixer):
             if self.is_read:
                 assert positions.read_later is not None
                 positions.read_later.of_type[self.rope] = k, v
-            out = positions.attend(q, k, v, dropout=self.dropout if self.training else 0.0, **options)
+            out = positions.sequences.attend(q, k, v, dropout=self.dropout if self.training else 0.0, **options)
         else:
             if cache.slots is not None:
                 write_cache(k, v, cache.slots)
@@ -127,7 +128,7 @@ class ReadingAttention(Mixer):
         if cache is None:
             assert positions.read_later is not None
             k, v = positions.read_later.of_type[self.rope]
-            out = positions.attend(q, k, v, dropout=self.dropout if self.training else 0.0, **options)
+            out = positions.sequences.attend(q, k, v, dropout=self.dropout if self.training else 0.0, **options)
         else:
             out = cache.attend_again(q, positions.position_ids, **options)
         return apply_linear(self.o_proj, out.flatten(2)), residual

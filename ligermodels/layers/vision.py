@@ -16,7 +16,7 @@ from ligermodels.configs.vision import VisionConfig
 from ligermodels.kernels.dispatch import widen
 from ligermodels.layers.block import Block
 from ligermodels.layers.fused import activation_then_linear, add_then_norm, apply_linear
-from ligermodels.layers.mixer import Positions
+from ligermodels.layers.inputs import Positions, Sequences
 from ligermodels.layers.norm import LayerNorm, hidden_norm
 from ligermodels.layers.rope import rotary_embedding
 from ligermodels.layers.vision_positions import PatchLayout
@@ -90,7 +90,7 @@ class VisionTower(nn.Module):
         rotary = self.rotary_emb
         angles = {} if rotary is None else {FULL_ATTENTION: rotary(layout.positions[:, None])}
         frames, windows = (
-            None if spans is None else Positions(layout.positions, angles, *spans, keys, causal=False)
+            None if spans is None else Positions(layout.positions, angles, Sequences(*spans, keys, causal=False))
             for spans, keys in ((layout.frames, layout.keys), (layout.windows, None))
         )
         for index, block in enumerate(self.blocks):
