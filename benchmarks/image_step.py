@@ -29,8 +29,8 @@ from benchmarks.train_step import (
     training_step,
 )
 from ligermodels.layers.multimodal import ImageParts
-from ligermodels.layers.pictures import PictureLanguageModel
-from ligermodels.layers.siglip_tiles import TileLanguageModel
+from ligermodels.layers.pictures import PicturePlacer
+from ligermodels.layers.siglip_tiles import TilePlacer
 from ligermodels.layers.tiled_model import TiledVisionLanguageModel
 
 # (family, preset, patches along a side of an image, or its tiles; None where the model fixes its size).
@@ -110,12 +110,12 @@ PROVIDERS = {
 def make_inputs(model: Any, size: int | None, batch: int, images: int, text: int) -> dict[str, Tensor]:
     """A batch, under the Hub's names. size: the last value of IMAGE_MODELS."""
     vision, token, total = model.config.vision, model.config.image_token_id, batch * images
-    if isinstance(model, PictureLanguageModel):
-        tokens, pixels = model.example_images(total)
-        if isinstance(model, TileLanguageModel):
-            pixels = {name: x.view(batch, images, *x.shape[2:]) for name, x in pixels.items()}
-    elif isinstance(model, TiledVisionLanguageModel):
+    if isinstance(model, TiledVisionLanguageModel):
         tokens, pixels = 1, {}
+    elif isinstance(model.placer, PicturePlacer):
+        tokens, pixels = model.example_images(total)
+        if isinstance(model.placer, TilePlacer):
+            pixels = {name: x.view(batch, images, *x.shape[2:]) for name, x in pixels.items()}
     else:
         assert size is not None
         tokens = (size // vision.spatial_merge_size) ** 2

@@ -13,7 +13,7 @@ from ligermodels.layers.pixtral import MergingProjector
 from ligermodels.layers.siglip import PatchProjector, PooledProjector
 from ligermodels.layers.siglip_tiles import SquareProjector
 from ligermodels.layers.tiled_model import TiledVisionLanguageModel
-from ligermodels.layers.wrapped import LinearProjector
+from ligermodels.layers.vision import LinearProjector
 
 
 def saved_by_patch(model: CausalLM, size: int) -> int:
