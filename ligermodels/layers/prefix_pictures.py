@@ -42,7 +42,7 @@ class PrefixPlacer(SiglipPlacer):
         given: dict[str, Any] = {
             "attention_mask": attention_mask, "position_ids": position_ids, "cu_seqlens": cu_seqlens,
         }  # fmt: skip
-        images = super().prepare(input_ids, **given, **inputs)
+        images = SiglipPlacer.prepare(self, input_ids, **given, **inputs)
         documents = documents_of(input_ids.cpu(), **given)
         behind = torch.zeros(input_ids.shape, dtype=torch.bool)
         if token_type_ids is not None:
