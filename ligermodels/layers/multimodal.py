@@ -40,7 +40,6 @@ class ImageParts(CausalLM):
 
     config: Any
     tower_lists: ClassVar[tuple[str, ...]] = ("visual.blocks",)  # of the tower's blocks, by name
-    sees_prompt_ahead: ClassVar = False  # whether tokens of a prompt see those behind them
     visual: Any
     projector: nn.Module
     deepstack: nn.ModuleList
@@ -57,6 +56,11 @@ class ImageParts(CausalLM):
     @abstractmethod
     def processor_settings(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """What a new processor must know: the fields of preprocessor_config.json, and of processor_config.json."""
+
+    @property
+    def sees_prompt_ahead(self) -> bool:
+        """Whether tokens of a prompt see those behind them."""
+        return False
 
     @property
     def tower_blocks(self) -> list[Block]:
