@@ -79,8 +79,9 @@ class Backbone:
         """Arguments as those of `CausalLM.forward`."""
         cu_seqlens, max_seqlen = take_documents(options, None, None)
         inputs = Inputs(
-            input_ids, inputs_embeds, attention_mask, position_ids, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen
-        )
+            input_ids=input_ids, inputs_embeds=inputs_embeds, attention_mask=attention_mask, position_ids=position_ids,
+            cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
+        )  # fmt: skip
         decoded = self.owner.bare.decode(inputs, output_hidden_states=bool(output_hidden_states))
         hidden, states = decoded.unpack(decoded.output.hidden), map(decoded.unpack, decoded.output.hidden_states)
         routers = decoded.router_logits() if output_router_logits else None

@@ -359,8 +359,9 @@ class CausalLM(HubInterface, AdaptableModule, HubModule, ABC):
         if labels is None and not (rows is logprobs is divergence is None):
             raise ValueError("forward: rows, logprobs and divergence need labels")
         inputs = Inputs(
-            input_ids, inputs_embeds, attention_mask, position_ids, rope_ids, cu_seqlens, max_seqlen, shared_keys,
-            features, cache, context,
+            input_ids=input_ids, inputs_embeds=inputs_embeds, attention_mask=attention_mask, position_ids=position_ids,
+            rope_ids=rope_ids, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, shared_keys=shared_keys, features=features,
+            cache=cache, context=context,
         )  # fmt: skip
         decoded = self.decode(inputs, labels, bool(output_hidden_states))
         output, labels = decoded.output, decoded.labels
