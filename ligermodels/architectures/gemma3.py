@@ -45,7 +45,9 @@ class Gemma3Text(CausalLM):
 
 
 class Gemma3(VisionLanguageModel, Gemma3Text):
-    Config, Placer, names = Gemma3MultimodalConfig, PooledPlacer, PICTURE_NAMES
+    Config = Gemma3MultimodalConfig
+    Placer = PooledPlacer
+    names = PICTURE_NAMES
     image_processor_type = "Gemma3ImageProcessor"
     hub_class = "Gemma3ForConditionalGeneration"
     SIZES: ClassVar = {

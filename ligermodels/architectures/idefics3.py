@@ -26,7 +26,9 @@ SMOLVLM_TEXT = {
 
 
 class Idefics3(VisionLanguageModel):
-    Config, Placer, names = Idefics3Config, TilePlacer, TileNames()
+    Config = Idefics3Config
+    Placer = TilePlacer
+    names = TileNames()
     hub_class = "Idefics3ForConditionalGeneration"
     image_processor_type = "Idefics3ImageProcessor"
     SIZES: ClassVar = {"tiny": BASE | TINY}

@@ -28,7 +28,9 @@ HUB = BASE | {"pad_token_id": 32001, "vision_config": TOWER}
 
 
 class Pixtral(VisionLanguageModel):
-    Config, Placer, names = PixtralConfig, PixtralPlacer, PIXTRAL_NAMES
+    Config = PixtralConfig
+    Placer = PixtralPlacer
+    names = PIXTRAL_NAMES
     image_processor_type = "PixtralImageProcessor"
     hub_class = "LlavaForConditionalGeneration"
     SIZES: ClassVar = {}
@@ -46,7 +48,9 @@ class Pixtral(VisionLanguageModel):
 
 
 class Llava(VisionLanguageModel):
-    Config, Placer, names = LlavaConfig, ClipPlacer, replace(PICTURE_NAMES, kept=("post_layernorm",))
+    Config = LlavaConfig
+    Placer = ClipPlacer
+    names = replace(PICTURE_NAMES, kept=("post_layernorm",))
     hub_class = "LlavaForConditionalGeneration"
     image_processor_type = "CLIPImageProcessor"
     SIZES: ClassVar = {

@@ -24,7 +24,8 @@ TEXT = {
 
 
 class Mistral3(VisionLanguageModel):
-    Config, Placer = Mistral3Config, PixtralPlacer
+    Config = Mistral3Config
+    Placer = PixtralPlacer
     names = replace(
         PIXTRAL_NAMES, projector_rules=(Rename("projector.patch_merger.merging_layer", "projector.patch_merger"),)
     )

@@ -21,7 +21,9 @@ TEXT2 = TEXT | {"model_type": "gemma2", "query_pre_attn_scalar": 256}
 
 
 class Paligemma(VisionLanguageModel):
-    Config, Placer, names = PaligemmaConfig, PrefixPlacer, PICTURE_NAMES
+    Config = PaligemmaConfig
+    Placer = PrefixPlacer
+    names = PICTURE_NAMES
     image_processor_type = "SiglipImageProcessor"
     hub_class = "PaliGemmaForConditionalGeneration"
     SIZES: ClassVar = {

@@ -56,7 +56,8 @@ class Qwen25Placer(GridPlacer):
 
 
 class Qwen25VL(VisionLanguageModel):
-    Config, Placer = Qwen25VLConfig, Qwen25Placer
+    Config = Qwen25VLConfig
+    Placer = Qwen25Placer
     names = NamesBesideText(
         QWEN_TOWER
         | {

@@ -52,7 +52,8 @@ TINY = {
 
 
 class Qwen2VL(VisionLanguageModel):
-    Config, Placer = Qwen2VLConfig, GridPlacer
+    Config = Qwen2VLConfig
+    Placer = GridPlacer
     names = NamesBesideText(
         QWEN_TOWER
         | {

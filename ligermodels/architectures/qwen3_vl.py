@@ -28,7 +28,9 @@ TEXT = QWEN3_VL_TEXT | {"tie_word_embeddings": True}
 
 
 class Qwen3VL(VisionLanguageModel):
-    Config, Placer, names = Qwen3VLConfig, Qwen3Placer, QWEN3_NAMES
+    Config = Qwen3VLConfig
+    Placer = Qwen3Placer
+    names = QWEN3_NAMES
     image_processor_type = "Qwen2VLImageProcessor"
     hub_class = "Qwen3VLForConditionalGeneration"
     SIZES: ClassVar = {

@@ -38,7 +38,9 @@ TINY = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
 
 
 class Qwen3VLMoe(VisionLanguageModel):
-    Config, Placer, names = Qwen3VLMoeConfig, Qwen3Placer, QWEN3_NAMES
+    Config = Qwen3VLMoeConfig
+    Placer = Qwen3Placer
+    names = QWEN3_NAMES
     image_processor_type = "Qwen2VLImageProcessor"
     hub_class = "Qwen3VLMoeForConditionalGeneration"
     SIZES: ClassVar = {
