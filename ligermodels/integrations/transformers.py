@@ -30,10 +30,9 @@ from ligermodels.hub.adapters import base_model_name
 from ligermodels.hub.models import create, load_folder, resolve
 from ligermodels.integrations.generation_cache import GenerationCache, refuse_other_caches, refuse_other_positions
 from ligermodels.layers.decoder import CausalLM
-from ligermodels.layers.hub_interface import take_documents
+from ligermodels.layers.hub_interface import AdaptableModule, take_documents
 from ligermodels.layers.inputs import Inputs
 from ligermodels.layers.lm_head import LMHead
-from ligermodels.layers.packed import AdaptableModule
 from ligermodels.weights.config_file import GENERATION_CONFIG_FILE, read_config
 from ligermodels.weights.exporting import export_weights
 from ligermodels.weights.files import INDEX_FILE, SINGLE_FILE

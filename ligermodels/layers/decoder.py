@@ -27,7 +27,7 @@ from ligermodels.kernels.shared_keys import SharedKeys
 from ligermodels.layers.block import Block
 from ligermodels.layers.context_parallel import ContextGroup
 from ligermodels.layers.fused import add_then_norm
-from ligermodels.layers.hub_interface import HubInterface, take_documents
+from ligermodels.layers.hub_interface import AdaptableModule, HubInterface, take_documents
 from ligermodels.layers.initialization import initialize
 from ligermodels.layers.inputs import Inputs, KeysReadLater, Positions, Sequences
 from ligermodels.layers.kept_tensors import choose_kept
@@ -42,7 +42,7 @@ from ligermodels.layers.lm_head import (
 from ligermodels.layers.moe import load_balancing_loss
 from ligermodels.layers.norm import hidden_norm
 from ligermodels.layers.offloaded_inputs import OffloadedInputs
-from ligermodels.layers.packed import AdaptableModule, name_parts
+from ligermodels.layers.packed import name_parts
 from ligermodels.layers.rope import query_scale, rotary_embedding
 from ligermodels.layers.row_layout import AlignedRows, PackedRows
 from ligermodels.weights.mapping import Rule, packed_projections

@@ -5,13 +5,14 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from ligermodels.errors import InputError
 from ligermodels.layers.block import Block
+from ligermodels.layers.packed import put_together, take_apart_trained
 
 # Options of the Hub's forward with the only value that they can have here.
 FIXED_OPTIONS = {"return_dict": True, "output_attentions": False, "use_cache": False}
@@ -76,6 +77,29 @@ class HubInterface(nn.Module):
     def gradient_checkpointing_disable(self) -> None:
         """`activation_checkpointing_disable`, under its older name."""
         self.activation_checkpointing_disable()
+
+
+class AdaptableModule:
+    """Base class of models that PEFT adapts: packed linears keep up with what it sets and deletes, `peft_config`."""
+
+    @property
+    def peft_config(self) -> dict[str, Any]:
+        """The configurations of PEFT's adapters by their names, while the model has adapters."""
+        if "_peft_config" not in vars(self):
+            raise AttributeError("peft_config")
+        return vars(self)["_peft_config"]
+
+    @peft_config.setter
+    def peft_config(self, configs: dict[str, Any]) -> None:
+        """PEFT has added adapters: what is trained of packed linears (biases) gets the Hub's names, too."""
+        vars(self)["_peft_config"] = configs
+        take_apart_trained(cast(nn.Module, self))
+
+    @peft_config.deleter
+    def peft_config(self) -> None:
+        """PEFT has merged or removed its adapters: the linears that it took apart are packed again."""
+        del vars(self)["_peft_config"]
+        put_together(cast(nn.Module, self))
 
 
 def take_documents(
