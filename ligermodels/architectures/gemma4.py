@@ -8,12 +8,10 @@ from typing import ClassVar
 
 from ligermodels.configs.base import preset, tiny
 from ligermodels.configs.gemma4 import Gemma4Config, Gemma4MultimodalConfig
-from ligermodels.layers.block import LayerInputLayer
 from ligermodels.layers.decoder import CausalLM, Decoder
-from ligermodels.layers.layer_inputs import LayerInputDecoder
+from ligermodels.layers.gemma4 import LayerInputDecoder, LayerInputLayer, NormedRouter, gemma4_attention
 from ligermodels.layers.mlp import GatedMLP
-from ligermodels.layers.moe import MoE, NormedRouter
-from ligermodels.layers.normed_heads import NormedHeadsAttention, ReadingAttention
+from ligermodels.layers.moe import MoE
 from ligermodels.weights.mapping import Rename, Rule, packed_gate_up, packed_heads
 
 BASE = {"model_type": "gemma4_text"}
@@ -42,20 +40,11 @@ class Gemma4Text(CausalLM):
         return LayerInputDecoder(config, layers, table, size) if size else Decoder(config, layers)
 
     def layer(self, config: Gemma4Config, index: int) -> LayerInputLayer:
-        rope, source, size = config.layer_type(index), config.source(index), config.hidden_size_per_layer_input
-        head_dim, window = config.rope_head_dim(rope), config.window(index)
-        attention: NormedHeadsAttention | ReadingAttention
-        if source is None:
-            attention = NormedHeadsAttention(
-                config, head_dim=head_dim, num_key_value_heads=config.key_value_heads(index), window=window, rope=rope,
-                keys_are_values=config.keys_are_values(index), is_read=config.is_read(index),
-            )  # fmt: skip
-        else:
-            attention = ReadingAttention(config, head_dim=head_dim, window=window, rope=rope, source=source)
-        mlp = GatedMLP(config, intermediate_size=config.mlp_width(index))
+        attention, mlp = gemma4_attention(config, index), GatedMLP(config, intermediate_size=config.mlp_width(index))
         moe, sizes = None, config.expert_sizes
         if config.enable_moe_block:
             moe = MoE(config, normalize=True, router=NormedRouter(config, sizes["num_experts"]), **sizes)
+        size = config.hidden_size_per_layer_input
         return LayerInputLayer(config, attention, mlp, moe=moe, layer_input_size=size)
 
     def weight_rules(self) -> tuple[Rule, ...]:
