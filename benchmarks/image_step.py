@@ -28,9 +28,9 @@ from benchmarks.train_step import (
     time_steps,
     training_step,
 )
-from ligermodels.vision.fixed_size import PictureLanguageModel
+from ligermodels.vision.fixed_size import PicturePlacer
 from ligermodels.vision.multimodal import ImageParts
-from ligermodels.vision.siglip_tiles import TileLanguageModel
+from ligermodels.vision.siglip_tiles import TilePlacer
 from ligermodels.vision.tiled_model import TiledVisionLanguageModel
 
 # (family, preset, patches along a side of an image, or its tiles; None where the model fixes its size).
@@ -110,12 +110,12 @@ PROVIDERS = {
 def make_inputs(model: Any, size: int | None, batch: int, images: int, text: int) -> dict[str, Tensor]:
     """A batch, under the Hub's names. size: the last value of IMAGE_MODELS."""
     vision, token, total = model.config.vision, model.config.image_token_id, batch * images
-    if isinstance(model, PictureLanguageModel):
-        tokens, pixels = model.example_images(total)
-        if isinstance(model, TileLanguageModel):
-            pixels = {name: x.view(batch, images, *x.shape[2:]) for name, x in pixels.items()}
-    elif isinstance(model, TiledVisionLanguageModel):
+    if isinstance(model, TiledVisionLanguageModel):
         tokens, pixels = 1, {}
+    elif isinstance(model.placer, PicturePlacer):
+        tokens, pixels = model.example_images(total)
+        if isinstance(model.placer, TilePlacer):
+            pixels = {name: x.view(batch, images, *x.shape[2:]) for name, x in pixels.items()}
     else:
         assert size is not None
         tokens = (size // vision.spatial_merge_size) ** 2

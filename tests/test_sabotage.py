@@ -382,25 +382,25 @@ FAMILIES_OF_2025 = {
         "glm4_moe",
     ),
 }
-NORMED_HEADS = "ligermodels.layers.normed_heads"
-GEMMA4_CONFIG = "ligermodels.architectures.gemma4:Gemma4Config"
-LAYER_INPUTS = "ligermodels.layers.layer_inputs:LayerInputDecoder.layer_inputs"
-LAYER_INPUT_LAYER = f"{BLOCK}:LayerInputLayer.forward_block"
+GEMMA4_LAYERS = "ligermodels.layers.gemma4"
+GEMMA4_CONFIG = "ligermodels.configs.gemma4:Gemma4Config"
+LAYER_INPUTS = f"{GEMMA4_LAYERS}:LayerInputDecoder.layer_inputs"
+LAYER_INPUT_LAYER = f"{GEMMA4_LAYERS}:LayerInputLayer.forward_block"
 GEMMA4 = {
     "values not normed": Sabotage(
-        f"{NORMED_HEADS}:NormedHeadsAttention.forward", "v = rms_norm(v, ", "_ = rms_norm(v, ", "gemma4_text"
+        f"{GEMMA4_LAYERS}:NormedHeadsAttention.forward", "v = rms_norm(v, ", "_ = rms_norm(v, ", "gemma4_text"
     ),
     "values are normed keys": Sabotage(
-        f"{NORMED_HEADS}:NormedHeadsAttention.forward",
+        f"{GEMMA4_LAYERS}:NormedHeadsAttention.forward",
         "v = rms_norm(v, ",
         "v = rms_norm(k, ",
         "gemma4_text-keys-are-values",
     ),
     "scores scaled": Sabotage(
-        f"{NORMED_HEADS}:NormedHeadsAttention.forward", '"scale": self.scale', '"scale": 0.3', "gemma4_text"
+        f"{GEMMA4_LAYERS}:NormedHeadsAttention.forward", '"scale": self.scale', '"scale": 0.3', "gemma4_text"
     ),
     "queries of readers not normed": Sabotage(
-        f"{NORMED_HEADS}:ReadingAttention.forward",
+        f"{GEMMA4_LAYERS}:ReadingAttention.forward",
         "self.q_norm(q.unflatten(-1, (self.num_heads, self.head_dim)))",
         "q.unflatten(-1, (self.num_heads, self.head_dim))",
         "gemma4_text",
@@ -451,9 +451,11 @@ GEMMA4 = {
     "router reads what the experts read": Sabotage(
         f"{MOE}:MoE.forward", "if router.norms_input", "if False", "gemma4_text-moe"
     ),
-    "router input unscaled": Sabotage(f"{MOE}:NormedRouter.forward", " * x.shape[-1] ** -0.5", "", "gemma4_text-moe"),
+    "router input unscaled": Sabotage(
+        f"{GEMMA4_LAYERS}:NormedRouter.forward", " * x.shape[-1] ** -0.5", "", "gemma4_text-moe"
+    ),
     "per_expert_scale ignored": Sabotage(
-        f"{MOE}:NormedRouter.choose", "weight * self.per_expert_weight[index]", "weight", "gemma4_text-moe"
+        f"{GEMMA4_LAYERS}:NormedRouter.choose", "weight * self.per_expert_weight[index]", "weight", "gemma4_text-moe"
     ),
     "MLP of readers not wide": Sabotage(f"{GEMMA4_CONFIG}.mlp_width", "2 if self", "1 if self", "gemma4_text-wide-mlp"),
 }

@@ -13,7 +13,10 @@ from ligermodels.layers.attention import QKNormAttention
 from ligermodels.layers.block import SandwichLayer
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mlp import GatedMLP
-from ligermodels.vision.siglip import SiglipLanguageModel
+from ligermodels.vision.fixed_size import PICTURE_NAMES
+from ligermodels.vision.multimodal import VisionLanguageModel
+from ligermodels.vision.siglip import PooledPlacer, PooledProjector, siglip_tower
+from ligermodels.vision.tower import VisionTower
 
 
 @dataclass(kw_only=True)
@@ -80,15 +83,27 @@ class Gemma3Text(CausalLM):
         return SandwichLayer(config, attention, GatedMLP(config))
 
 
-class Gemma3(SiglipLanguageModel, Gemma3Text):
+class Gemma3(VisionLanguageModel, Gemma3Text):
     Config = Gemma3MultimodalConfig
+    Placer = PooledPlacer
+    names = PICTURE_NAMES
+    image_processor_type = "Gemma3ImageProcessor"
     hub_class = "Gemma3ForConditionalGeneration"
     SIZES: ClassVar = {
         "tiny": {
-            "model_type": "gemma3", "image_token_index": 1023, "mm_tokens_per_image": 16,
-            "text_config": tiny(BASE) | SMALL, "vision_config": preset(SIGLIP, 64, 128, 2, 4, 4) | {"image_size": 112},
+            "model_type": "gemma3",
+            "image_token_index": 1023,
+            "mm_tokens_per_image": 16,
+            "text_config": tiny(BASE) | SMALL,
+            "vision_config": preset(SIGLIP, 64, 128, 2, 4, 4) | {"image_size": 112},
         },
         "4b": MULTIMODAL | {"text_config": preset(LONG, 2560, 10240, 34, 8, 4)},
         "27b": MULTIMODAL
         | {"text_config": preset(LONG, 5376, 21504, 62, 32, 16) | {"head_dim": 128, "query_pre_attn_scalar": 168}},
-    }  # fmt: skip
+    }
+
+    def tower(self, config: SiglipConfig) -> VisionTower:
+        return siglip_tower(config)
+
+    def merger(self, config: SiglipConfig) -> PooledProjector:
+        return PooledProjector(config, self.config.hidden_size)

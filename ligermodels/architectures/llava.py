@@ -3,8 +3,8 @@
 Pixtral has the same model_type: Mistral and a tower that takes images of any size, with a feature for each patch.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from ligermodels.configs.base import preset, tiny
@@ -18,11 +18,10 @@ from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mlp import GatedMLP
-from ligermodels.vision.fixed_size import PictureLanguageModel, picture_blocks
-from ligermodels.vision.hub_names import LinearProjector
-from ligermodels.vision.patch_positions import Grid, PatchLayout, class_token_layout
-from ligermodels.vision.pixtral import PixtralLanguageModel
-from ligermodels.vision.tower import VisionTower
+from ligermodels.vision.fixed_size import PICTURE_NAMES, ClipPlacer, picture_blocks
+from ligermodels.vision.multimodal import VisionLanguageModel
+from ligermodels.vision.pixtral import PIXTRAL_NAMES, PixtralPlacer, pixtral_tower
+from ligermodels.vision.tower import LinearProjector, VisionTower
 
 
 @dataclass(kw_only=True)
@@ -66,17 +65,30 @@ TEXT = {"model_type": "llama", "vocab_size": 32064, "max_position_embeddings": 4
 HUB = BASE | {"pad_token_id": 32001, "vision_config": TOWER}
 
 
-class Pixtral(PixtralLanguageModel):
+class Pixtral(VisionLanguageModel):
     Config = PixtralConfig
+    Placer = PixtralPlacer
+    names = PIXTRAL_NAMES
+    image_processor_type = "PixtralImageProcessor"
     hub_class = "LlavaForConditionalGeneration"
     SIZES: ClassVar = {}
 
     def layer(self, config: PixtralConfig, index: int) -> DecoderLayer:
         return DecoderLayer(config, Attention(config, window=config.window(index)), GatedMLP(config))
 
+    def tower(self, config: PixtralVisionConfig) -> VisionTower:
+        return pixtral_tower(config)
 
-class Llava(PictureLanguageModel):
+    def merger(self, config: PixtralVisionConfig) -> LinearProjector:
+        text = self.config
+        activation, bias = text.projector_activation, text.projector_bias
+        return LinearProjector(config.feature_width, text.hidden_size, activation, bias=bias)
+
+
+class Llava(VisionLanguageModel):
     Config = LlavaConfig
+    Placer = ClipPlacer
+    names = replace(PICTURE_NAMES, kept=("post_layernorm",))
     hub_class = "LlavaForConditionalGeneration"
     image_processor_type = "CLIPImageProcessor"
     SIZES: ClassVar = {
@@ -107,25 +119,3 @@ class Llava(PictureLanguageModel):
         text, rows = self.config, config.table_side**2 + 1 if config.drops_class_token else None
         activation, bias = text.projector_activation, text.projector_bias
         return LinearProjector(config.feature_width, text.hidden_size, activation, bias=bias, rows_per_image=rows)
-
-    def kept_in_tower(self) -> tuple[str, ...]:
-        """The blocks behind the features, and the norm of the pooled output."""
-        return "post_layernorm", *super().kept_in_tower()
-
-    def patch_layout(self, grids: Sequence[Grid]) -> tuple[PatchLayout, None]:
-        return class_token_layout(len(grids), self.config.vision.table_side), None
-
-    @property
-    def smallest_grid(self) -> Grid:
-        return Grid(1, *[self.config.vision.table_side] * 2)
-
-    @property
-    def processor_settings(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        vision = self.config.vision
-        side = vision.image_size
-        image = {
-            "image_processor_type": self.image_processor_type, "size": {"shortest_edge": side},
-            "crop_size": {"height": side, "width": side},
-        }  # fmt: skip
-        text = {"vision_feature_select_strategy": vision.vision_feature_select_strategy}
-        return image, text | {"patch_size": vision.patch_size, "num_additional_image_tokens": 1}

@@ -1,7 +1,7 @@
 """Mistral Small 3, Devstral Small 2, Ministral 3: Mistral or Ministral 3 with images of any size, in merged patches."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from ligermodels.configs.base import preset, tiny
@@ -13,8 +13,10 @@ from ligermodels.configs.rope import object_or_empty
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.mlp import GatedMLP
-from ligermodels.vision.pixtral import MergingProjector, PixtralLanguageModel
-from ligermodels.weights.mapping import Rename, Rule
+from ligermodels.vision.multimodal import VisionLanguageModel
+from ligermodels.vision.pixtral import PIXTRAL_NAMES, MergingProjector, PixtralPlacer, pixtral_tower
+from ligermodels.vision.tower import VisionTower
+from ligermodels.weights.mapping import Rename
 
 # The defaults of a text_config, by its model_type.
 TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
@@ -51,8 +53,13 @@ TEXT = {
 }  # fmt: skip
 
 
-class Mistral3(PixtralLanguageModel):
+class Mistral3(VisionLanguageModel):
     Config = Mistral3Config
+    Placer = PixtralPlacer
+    names = replace(
+        PIXTRAL_NAMES, projector_rules=(Rename("projector.patch_merger.merging_layer", "projector.patch_merger"),)
+    )
+    image_processor_type = "PixtralImageProcessor"
     hub_class = "Mistral3ForConditionalGeneration"
     SIZES: ClassVar = {
         "tiny": BASE
@@ -68,11 +75,11 @@ class Mistral3(PixtralLanguageModel):
     def layer(self, config: Mistral3Config, index: int) -> DecoderLayer:
         return DecoderLayer(config, Attention(config, window=config.window(index)), GatedMLP(config))
 
+    def tower(self, config: PixtralVisionConfig) -> VisionTower:
+        return pixtral_tower(config)
+
     def merger(self, config: PixtralVisionConfig) -> MergingProjector:
         text = self.config
         return MergingProjector(
             config, text.hidden_size, text.projector_activation, bias=text.projector_bias, eps=text.rms_norm_eps
         )
-
-    def projector_rules(self) -> tuple[Rule, ...]:
-        return (Rename("projector.patch_merger.merging_layer", "projector.patch_merger"),)

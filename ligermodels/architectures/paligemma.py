@@ -13,7 +13,11 @@ from ligermodels.configs.vision import SiglipConfig, vision_fields
 from ligermodels.errors import ConfigError
 from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.gemma import gemma2_block, gemma_block
-from ligermodels.vision.prefix_lm import PrefixLanguageModel
+from ligermodels.vision.fixed_size import PICTURE_NAMES
+from ligermodels.vision.multimodal import VisionLanguageModel
+from ligermodels.vision.prefix_lm import PrefixPlacer
+from ligermodels.vision.siglip import PatchProjector, siglip_tower
+from ligermodels.vision.tower import VisionTower
 
 DEFAULT_TEXT = {
     "model_type": "gemma", "hidden_size": 2048, "num_hidden_layers": 18, "intermediate_size": 16384,
@@ -92,8 +96,11 @@ TEXT = {"model_type": "gemma", "vocab_size": 257216, "head_dim": 256}
 TEXT2 = TEXT | {"model_type": "gemma2", "query_pre_attn_scalar": 256}
 
 
-class Paligemma(PrefixLanguageModel):
+class Paligemma(VisionLanguageModel):
     Config = PaligemmaConfig
+    Placer = PrefixPlacer
+    names = PICTURE_NAMES
+    image_processor_type = "SiglipImageProcessor"
     hub_class = "PaliGemmaForConditionalGeneration"
     SIZES: ClassVar = {
         "tiny": BASE
@@ -109,3 +116,9 @@ class Paligemma(PrefixLanguageModel):
 
     def layer(self, config: PaligemmaConfig | Paligemma2Config, index: int) -> DecoderLayer:
         return gemma2_block(config, index) if isinstance(config, Paligemma2Config) else gemma_block(config)
+
+    def tower(self, config: SiglipConfig) -> VisionTower:
+        return siglip_tower(config)
+
+    def merger(self, config: SiglipConfig) -> PatchProjector:
+        return PatchProjector(config, self.config.hidden_size)

@@ -11,9 +11,12 @@ from ligermodels.configs.qwen_vl import HUB_MROPE, VISION_TOKENS, Qwen2VLTextCon
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.mlp import GatedMLP
-from ligermodels.vision.multimodal import QWEN_NAMES, VisionLanguageModel
+from ligermodels.vision.hub_names import NamesBesideText
+from ligermodels.vision.image_placer import GridPlacer
+from ligermodels.vision.multimodal import VisionLanguageModel
 from ligermodels.vision.patch_positions import Grid, PatchLayout, patch_layout
-from ligermodels.vision.tower import VisionTower
+from ligermodels.vision.qwen3_vl import QWEN_FILES, QWEN_IN_MEMORY, QWEN_TOWER
+from ligermodels.vision.tower import PatchMerger, VisionTower
 
 
 @dataclass(kw_only=True)
@@ -43,14 +46,28 @@ TINY = {
 }  # fmt: skip
 
 
+class Qwen25Placer(GridPlacer):
+    def layout(self, grids: Sequence[Grid]) -> tuple[PatchLayout, Tensor | None]:
+        vision, side = self.config.vision, self.config.vision.spatial_merge_size
+        return patch_layout(grids, side, vision.window_size // side // vision.patch_size)
+
+    def frame_interval(self, seconds: float) -> float:
+        return self.config.vision.tokens_per_second * seconds
+
+
 class Qwen25VL(VisionLanguageModel):
     Config = Qwen25VLConfig
+    Placer = Qwen25Placer
+    names = NamesBesideText(
+        QWEN_TOWER
+        | {
+            "visual.blocks.{}.mlp.gate_up_proj": ("visual.blocks.{}.mlp.gate_proj", "visual.blocks.{}.mlp.up_proj"),
+            "visual.blocks.{}.mlp.down_proj": "visual.blocks.{}.mlp.down_proj",
+        },
+        (QWEN_FILES, QWEN_IN_MEMORY),
+    )
     hub_class = "Qwen2_5_VLForConditionalGeneration"
-    hub_names: ClassVar = {
-        **QWEN_NAMES,
-        "visual.blocks.{}.mlp.gate_up_proj": ("visual.blocks.{}.mlp.gate_proj", "visual.blocks.{}.mlp.up_proj"),
-        "visual.blocks.{}.mlp.down_proj": "visual.blocks.{}.mlp.down_proj",
-    }
+    image_processor_type = "Qwen2VLImageProcessor"
     SIZES: ClassVar = {
         "tiny": tiny(BASE) | TINY,
         "3b": preset(HUB, 2048, 11008, 36, 16, 2)
@@ -69,9 +86,5 @@ class Qwen25VL(VisionLanguageModel):
         windowed = set(layers) - set(config.fullatt_block_indexes)
         return VisionTower(config, [block() for _ in layers], windowed=windowed)
 
-    def patch_layout(self, grids: Sequence[Grid]) -> tuple[PatchLayout, Tensor | None]:
-        vision, side = self.config.vision, self.config.vision.spatial_merge_size
-        return patch_layout(grids, side, vision.window_size // side // vision.patch_size)
-
-    def frame_interval(self, seconds: float) -> float:
-        return self.config.vision.tokens_per_second * seconds
+    def merger(self, config: Qwen25VLVisionConfig) -> PatchMerger:
+        return PatchMerger(config, self.config.hidden_size)

@@ -10,8 +10,11 @@ from ligermodels.configs.qwen_vl import HUB_MROPE, VISION_TOKENS, Qwen2VLTextCon
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.mlp import MLP, GatedMLP
-from ligermodels.vision.multimodal import QWEN_NAMES, VisionLanguageModel
-from ligermodels.vision.tower import VisionTower
+from ligermodels.vision.hub_names import NamesBesideText
+from ligermodels.vision.image_placer import GridPlacer
+from ligermodels.vision.multimodal import VisionLanguageModel
+from ligermodels.vision.qwen3_vl import QWEN_FILES, QWEN_IN_MEMORY, QWEN_TOWER
+from ligermodels.vision.tower import PatchMerger, VisionTower
 
 
 @dataclass(kw_only=True)
@@ -50,11 +53,17 @@ TINY = {
 
 class Qwen2VL(VisionLanguageModel):
     Config = Qwen2VLConfig
+    Placer = GridPlacer
+    names = NamesBesideText(
+        QWEN_TOWER
+        | {
+            "visual.blocks.{}.mlp.up_proj": "visual.blocks.{}.mlp.fc1",
+            "visual.blocks.{}.mlp.down_proj": "visual.blocks.{}.mlp.fc2",
+        },
+        (QWEN_FILES, QWEN_IN_MEMORY),
+    )
     hub_class = "Qwen2VLForConditionalGeneration"
-    hub_names: ClassVar = QWEN_NAMES | {
-        "visual.blocks.{}.mlp.up_proj": "visual.blocks.{}.mlp.fc1",
-        "visual.blocks.{}.mlp.down_proj": "visual.blocks.{}.mlp.fc2",
-    }
+    image_processor_type = "Qwen2VLImageProcessor"
     SIZES: ClassVar = {
         "tiny": tiny(BASE) | TINY,
         "2b": preset(HUB, 1536, 8960, 28, 12, 2)
@@ -70,3 +79,6 @@ class Qwen2VL(VisionLanguageModel):
             return DecoderLayer(config, Attention(config, qkv_bias=True, o_bias=True), MLP(config, bias=True))
 
         return VisionTower(config, [block() for _ in range(config.num_hidden_layers)])
+
+    def merger(self, config: Qwen2VLVisionConfig) -> PatchMerger:
+        return PatchMerger(config, self.config.hidden_size)

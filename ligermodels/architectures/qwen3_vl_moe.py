@@ -5,13 +5,15 @@ from typing import ClassVar
 
 from ligermodels.configs.base import preset
 from ligermodels.configs.features import SparseStepConfig
-from ligermodels.configs.qwen3_vl import QWEN3_VL_TEXT, TINY_QWEN3_VL, TINY_TEXT, Qwen3VLTextConfig
+from ligermodels.configs.qwen3_vl import QWEN3_VL_TEXT, TINY_QWEN3_VL, TINY_TEXT, Qwen3VisionConfig, Qwen3VLTextConfig
 from ligermodels.configs.qwen_vl import VISION_TOKENS
 from ligermodels.layers.attention import QKNormAttention
 from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.moe import MoE
-from ligermodels.vision.qwen3_vl import Qwen3VisionLanguageModel
+from ligermodels.vision.multimodal import VisionLanguageModel
+from ligermodels.vision.qwen3_vl import QWEN3_NAMES, Qwen3Placer, qwen3_tower
+from ligermodels.vision.tower import PatchMerger, VisionTower
 from ligermodels.weights.mapping import Rule, packed_projections, permuted
 
 
@@ -35,8 +37,11 @@ TEXT = QWEN3_VL_TEXT | {"num_experts": 128, "num_experts_per_tok": 8}
 TINY = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
 
 
-class Qwen3VLMoe(Qwen3VisionLanguageModel):
+class Qwen3VLMoe(VisionLanguageModel):
     Config = Qwen3VLMoeConfig
+    Placer = Qwen3Placer
+    names = QWEN3_NAMES
+    image_processor_type = "Qwen2VLImageProcessor"
     hub_class = "Qwen3VLMoeForConditionalGeneration"
     SIZES: ClassVar = {
         "tiny": BASE | TINY_QWEN3_VL | {"text_config": TINY_TEXT | TINY},
@@ -60,6 +65,12 @@ class Qwen3VLMoe(Qwen3VisionLanguageModel):
         experts = MoE(config, normalize=True, **config.expert_sizes)
         return DecoderLayer(config, attention, experts)
 
+    def tower(self, config: Qwen3VisionConfig) -> VisionTower:
+        return qwen3_tower(config)
+
+    def merger(self, config: Qwen3VisionConfig) -> PatchMerger:
+        return PatchMerger(config, self.config.hidden_size)
+
     def text_rules(self) -> tuple[Rule, ...]:
         """Experts are stacked, inputs before outputs."""
         experts, hidden, inner = self.config.num_experts, self.config.hidden_size, self.config.moe_intermediate_size
@@ -72,4 +83,4 @@ class Qwen3VLMoe(Qwen3VisionLanguageModel):
 
     def other_weight_rules(self) -> tuple[tuple[Rule, ...], ...]:
         """The layout that transformers 5 has in memory, where experts are stacked as they are here."""
-        return (self.rules("model.language_model", "model.", packed_projections(self.config)),)
+        return self.names.layouts(packed_projections(self.config))

@@ -29,10 +29,10 @@ from ligermodels.errors import InputError
 from ligermodels.hub.adapters import base_model_name
 from ligermodels.hub.models import create, load_folder, resolve
 from ligermodels.integrations.generation_cache import GenerationCache, refuse_other_caches, refuse_other_positions
-from ligermodels.layers.decoder import CausalLM, refuse_options
+from ligermodels.layers.decoder import CausalLM
+from ligermodels.layers.hub_interface import AdaptableModule, take_documents
+from ligermodels.layers.inputs import Inputs
 from ligermodels.layers.lm_head import LMHead
-from ligermodels.layers.packed import AdaptableModule
-from ligermodels.layers.row_layout import batch_shape, hub_offsets
 from ligermodels.weights.config_file import GENERATION_CONFIG_FILE, read_config
 from ligermodels.weights.exporting import export_weights
 from ligermodels.weights.files import INDEX_FILE, SINGLE_FILE
@@ -66,19 +66,22 @@ class Backbone:
         return getattr(self.owner.model, name)
 
     def __call__(
-        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None, output_hidden_states: bool | None = None,
-        output_router_logits: bool | None = None, cu_seq_lens_q: Tensor | None = None,
-        cu_seq_lens_k: Tensor | None = None, max_length_q: int | None = None, max_length_k: int | None = None,
-        seq_idx: Tensor | None = None, **options: Any,
-    ) -> MoeModelOutputWithPast:  # fmt: skip
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        output_router_logits: bool | None = None,
+        **options: Any,
+    ) -> MoeModelOutputWithPast:
         """Arguments as those of `CausalLM.forward`."""
-        refuse_options(options)
-        cu_seqlens = hub_offsets(None, cu_seq_lens_q, cu_seq_lens_k, seq_idx)
-        decoded = self.owner.bare.decode(
-            input_ids, None, attention_mask, position_ids, cu_seqlens, max_length_q, None, inputs_embeds,
-            bool(output_hidden_states),
+        cu_seqlens, max_seqlen = take_documents(options, None, None)
+        inputs = Inputs(
+            input_ids=input_ids, inputs_embeds=inputs_embeds, attention_mask=attention_mask, position_ids=position_ids,
+            cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
         )  # fmt: skip
+        decoded = self.owner.bare.decode(inputs, output_hidden_states=bool(output_hidden_states))
         hidden, states = decoded.unpack(decoded.output.hidden), map(decoded.unpack, decoded.output.hidden_states)
         routers = decoded.router_logits() if output_router_logits else None
         return MoeModelOutputWithPast(hidden, hidden_states=tuple(states) or None, router_logits=routers)
@@ -176,7 +179,7 @@ class TransformersModel(AdaptableModule, PreTrainedModel, GenerationMixin):
             past_key_values = GenerationCache()
         cache = None
         if past_key_values is not None:
-            batch, length = batch_shape(input_ids, inputs_embeds)
+            batch, length = Inputs(input_ids, inputs_embeds).tokens.shape[:2]
             cache = past_key_values.extend(self.bare, batch, length)
             refuse_other_positions(position_ids, cache, attention_mask, length)
             position_ids = None

@@ -17,7 +17,8 @@ from ligermodels.layers.fused import (
     qk_norm_then_rope,
     rope_then_write,
 )
-from ligermodels.layers.mixer import Mixer, Positions
+from ligermodels.layers.inputs import Positions
+from ligermodels.layers.mixer import Mixer
 from ligermodels.layers.norm import PreNorm, RMSNorm
 
 
@@ -93,7 +94,7 @@ class Attention(Mixer):
         options |= {} if positions.ahead is None else {"ahead": positions.ahead}
         if cache is not None:
             return cache.attend(q, k, v, positions.position_ids, **options)
-        return positions.attend(q, k, v, dropout=self.dropout if self.training else 0.0, **options)
+        return positions.sequences.attend(q, k, v, dropout=self.dropout if self.training else 0.0, **options)
 
     @property
     def packed_heads(self) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,11 +18,11 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from ligermodels.configs.base import Config
 from ligermodels.generation.cache import LayerCache, LayerStates
-from ligermodels.kernels.activations.gated_activation import gated_activation
 from ligermodels.layers.checkpointing.kept_tensors import ResultSize, keeping
 from ligermodels.layers.checkpointing.offloaded_inputs import OffloadedInputs
-from ligermodels.layers.fused import add_then_norm, apply_linear
-from ligermodels.layers.mixer import KeysAndValues, KeysReadLater, Mixer, Positions
+from ligermodels.layers.fused import add_then_norm
+from ligermodels.layers.inputs import KeysAndValues, KeysReadLater, Positions
+from ligermodels.layers.mixer import Mixer
 from ligermodels.layers.mlp import MLP, GatedMLP
 from ligermodels.layers.moe import MoE
 from ligermodels.layers.norm import PreNorm, hidden_norm
@@ -193,52 +193,6 @@ class SandwichLayer(DecoderLayer):
         x, residual, router_logits = self.mlp(PreNorm(self.pre_feedforward_layernorm), x, residual)
         x = self.post_feedforward_layernorm(x)
         return x, residual, router_logits
-
-
-class LayerInputLayer(SandwichLayer):
-    """Sandwich norms; then, with a per-layer input e, x = x + norm(projection(activation(gate(x)) * e)); then the whole
-    residual stream times a number.
-
-    layer_scalar [1]: that number, a buffer.
-    moe: routed experts beside the MLP, each with norms of its own; None for the MLP alone.
-    layer_input_size: elements of its input for each token; 0 for none.
-    """
-
-    layer_scalar: Tensor
-    stored_buffers: ClassVar = {"layer_scalar": 1.0}
-
-    def __init__(self, config: Config, mixer: Mixer, mlp: GatedMLP, *, moe: MoE | None, layer_input_size: int) -> None:
-        super().__init__(config, mixer, mlp)
-        self.activation = config.activation
-        self.register_buffer("layer_scalar", torch.ones(1))
-        self.moe = moe
-        if moe is not None:
-            self.post_feedforward_layernorm_1, self.post_feedforward_layernorm_2 = (hidden_norm(config) for _ in "12")
-            self.pre_feedforward_layernorm_2 = hidden_norm(config)
-        self.has_layer_input = layer_input_size > 0
-        if self.has_layer_input:
-            self.per_layer_input_gate = nn.Linear(config.hidden_size, layer_input_size, bias=False)
-            self.per_layer_projection = nn.Linear(layer_input_size, config.hidden_size, bias=False)
-            self.post_per_layer_input_norm = hidden_norm(config)
-
-    def forward_block(
-        self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | LayerStates | None
-    ) -> BlockOutput:
-        x, residual = self.mixer(PreNorm(self.input_layernorm), x, residual, positions, cache)
-        x, residual, router_logits = self.mlp(
-            PreNorm(self.pre_feedforward_layernorm), self.post_attention_layernorm(x), residual
-        )
-        if self.moe is not None:
-            routed, _, router_logits = self.moe(PreNorm(self.pre_feedforward_layernorm_2), residual, None)
-            x = self.post_feedforward_layernorm_1(x) + self.post_feedforward_layernorm_2(routed)
-        x = self.post_feedforward_layernorm(x)
-        if self.has_layer_input and positions.layer_input is not None:
-            residual = x + residual
-            gate = apply_linear(self.per_layer_input_gate, residual)
-            gate_up = torch.cat([gate, positions.layer_input], -1)
-            x = apply_linear(self.per_layer_projection, gated_activation(gate_up, self.activation))
-            x = self.post_per_layer_input_norm(x)
-        return (x + residual) * self.layer_scalar.to(x.dtype), None, router_logits
 
 
 class PostNormLayer(Block):

@@ -6,29 +6,31 @@ Must not know any architecture: each one subclasses `CausalLM` and builds its bl
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Unpack, cast
+from typing import Any, ClassVar, NamedTuple, Unpack, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import _register_namedtuple
 
 from ligermodels.configs.base import Config as AnyConfig
 from ligermodels.configs.features import MoEConfig
-from ligermodels.errors import InputError
 from ligermodels.generation.cache import Cache, Kept, PerToken
 from ligermodels.generation.decoding import generate
 from ligermodels.generation.image_features import CrossFeatures, ImageFeatures
 from ligermodels.generation.sampling import Sampling
 from ligermodels.generation.texts import TextTokenizer
-from ligermodels.kernels.attention.attention_mask import document_ids
 from ligermodels.kernels.attention.shared_keys import SharedKeys
+from ligermodels.kernels.losses.linear_divergence import DivergenceOutput
 from ligermodels.kernels.losses.logprobs_of_logits import LogProbs
 from ligermodels.layers.block import Block
-from ligermodels.layers.causal_lm_output import CausalLMOutput, Decoded, DecoderOutput
-from ligermodels.layers.checkpointing.checkpointed import CheckpointedModel
+from ligermodels.layers.checkpointing.kept_tensors import choose_kept
+from ligermodels.layers.checkpointing.offloaded_inputs import OffloadedInputs
 from ligermodels.layers.context_parallel import ContextGroup
 from ligermodels.layers.fused import add_then_norm
+from ligermodels.layers.hub_interface import AdaptableModule, HubInterface, take_documents
 from ligermodels.layers.initialization import initialize
+from ligermodels.layers.inputs import Inputs, KeysReadLater, Positions, Sequences
 from ligermodels.layers.lm_head import (
     LMHead,
     divergence_from,
@@ -37,20 +39,62 @@ from ligermodels.layers.lm_head import (
     loss_of,
     select_rows,
 )
-from ligermodels.layers.mixer import KeysReadLater, Positions
 from ligermodels.layers.moe import load_balancing_loss
 from ligermodels.layers.norm import hidden_norm
-from ligermodels.layers.packed import AdaptableModule, name_parts
+from ligermodels.layers.packed import name_parts
 from ligermodels.layers.rope import query_scale, rotary_embedding
-from ligermodels.layers.row_layout import AlignedRows, batch_shape, hub_offsets, row_layout
+from ligermodels.layers.row_layout import AlignedRows, PackedRows
 from ligermodels.weights.mapping import Rule, packed_projections
 from ligermodels.weights.module import HubModule, quantised_bytes
 
 IGNORE_INDEX = -100
 
 
-# Options of the Hub's forward with the only value that they can have here.
-FIXED_OPTIONS = {"return_dict": True, "output_attentions": False, "use_cache": False}
+class CausalLMOutput(NamedTuple):
+    """What a causal language model returns.
+
+    Fields are read by name, `out.loss` or `out["loss"]`, or by index among those that are not None.
+    """
+
+    loss: Tensor | None  # scalar, fp32
+    logits: Tensor | None  # [B, T, V]
+    hidden_states: tuple[Tensor, ...] | None = None  # num_hidden_layers + 1 of [B, T, H]
+    aux_loss: Tensor | None = None  # scalar, fp32: the routers' load-balancing loss, before its coefficient
+    logprobs: LogProbs | None = None  # each field [B, T], or [N] of N rows
+    divergence: DivergenceOutput | None = None  # from a teacher; its fields but the loss [B, T], or [N] of N rows
+
+    def __getitem__(self, key):
+        if isinstance(key, str):
+            return self._asdict()[key]
+        return tuple(value for value in self if value is not None)[key]
+
+
+# Under this name torch.export.save writes the type of a program's output.
+_register_namedtuple(CausalLMOutput, serialized_type_name="ligermodels.CausalLMOutput")
+
+
+class DecoderOutput(NamedTuple):
+    hidden: Tensor  # [B, T, H], after the final norm
+    router_logits: list[Tensor]  # [B * T, E] of every router
+    hidden_states: list[Tensor]  # if requested: the input of every block, then `hidden`
+
+
+class Decoded(NamedTuple):
+    """A batch behind the decoder, as the decoder has seen it: with a layout, tokens are where that has put them."""
+
+    output: DecoderOutput
+    labels: Tensor | None
+    cu_seqlens: Tensor | None
+    layout: PackedRows | AlignedRows | None
+
+    def unpack(self, tokens: Tensor) -> Tensor:
+        """What the decoder returned for tokens -> [B, T, ...], at their places in the batch."""
+        return tokens if self.layout is None else self.layout.unpack(tokens)
+
+    def router_logits(self) -> tuple[Tensor, ...]:
+        """[B * T, E] of every router, at the tokens' places in the batch."""
+        rows = self.output.hidden.shape[:2]
+        return tuple(self.unpack(x.unflatten(0, rows)).flatten(0, 1) for x in self.output.router_logits)
 
 
 class Decoder(nn.Module):
@@ -71,46 +115,18 @@ class Decoder(nn.Module):
             }
         )
 
-    def forward(
-        self,
-        input_ids: Tensor | None,
-        position_ids: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
-        cache: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
-        output_hidden_states: bool = False,
-        shared_keys: SharedKeys | None = None,
-        features: ImageFeatures | CrossFeatures | None = None,
-        rope_ids: Tensor | None = None,
-        padding: Tensor | None = None,
-        context: ContextGroup | None = None,
-    ) -> DecoderOutput:
-        """Arguments as those of `CausalLM.forward`. padding: int64 [B], with a cache: how many places at the end of
-        each row are no tokens; None for none."""
+    def forward(self, inputs: Inputs, output_hidden_states: bool = False) -> DecoderOutput:
+        """inputs: without a mask: see `Inputs.rearranged`. Other arguments as those of `CausalLM.forward`."""
+        input_ids, cache, features = inputs.input_ids, inputs.cache, inputs.features
+        position_ids = inputs.positions()
         lengths = None if cache is None else cache.sequence_lengths
-        if context is not None and input_ids is not None:
-            if position_ids is None:
-                position_ids = default_positions(input_ids, cu_seqlens, None)
+        if inputs.context is not None and input_ids is not None:
             lengths = position_ids.amax(-1, keepdim=True) + 1
-            input_ids, position_ids = context.part(input_ids), context.part(position_ids)
-        x = self.scale(self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds)
+            input_ids, position_ids = inputs.context.part(input_ids), inputs.context.part(position_ids)
+        x = self.scale(self.embed_tokens(input_ids) if inputs.inputs_embeds is None else inputs.inputs_embeds)
         if features is not None:
             x = features.insert(x)
-        if position_ids is None:
-            position_ids = default_positions(x, cu_seqlens, cache)
-        if rope_ids is None:
-            rope_ids = position_ids
-            if cache is not None and cache.rope_offsets is not None:
-                rope_ids = position_ids + cache.rope_offsets
-        angles = {name: rotary(rope_ids, lengths) for name, rotary in self.rotary_emb.items()}
-        scale = None if self.query_scale is None else query_scale(self.query_scale, position_ids).to(x.dtype)
-        positions = Positions(
-            position_ids, angles, cu_seqlens, max_seqlen, shared_keys, scale, padding=padding,
-            ahead=features.seen_ahead(x.shape[:2]) if isinstance(features, ImageFeatures) else None,
-            cross=features if isinstance(features, CrossFeatures) else None,
-            read_later=KeysReadLater() if self.keys_are_shared else None, context=context,
-        )  # fmt: skip
+        positions = self.positions(inputs, position_ids, lengths, x)
         layer_inputs = self.layer_inputs(input_ids, x)
         residual, routers, states = None, [], []
         for index, layer in enumerate(self.layers):
@@ -126,9 +142,31 @@ class Decoder(nn.Module):
             if isinstance(features, ImageFeatures) and index < len(features.deepstack):
                 x, residual = features.add(index, x + residual), None
         if cache is not None:
-            cache.advance(x.shape[1] if padding is None else x.shape[1] - padding)
+            cache.advance(x.shape[1] if inputs.padding is None else x.shape[1] - inputs.padding)
         hidden, _ = add_then_norm(self.norm, x, residual)
         return DecoderOutput(hidden, routers, [*states, hidden] if output_hidden_states else states)
+
+    def positions(self, inputs: Inputs, position_ids: Tensor, lengths: Tensor | None, x: Tensor) -> Positions:
+        """What all blocks read of the positions of x [B, T, H].
+
+        lengths: of each token's sequence, [B or 1, T or 1]; None for what the positions say.
+        """
+        cache, features, rope_ids = inputs.cache, inputs.features, inputs.rope_ids
+        if rope_ids is None:
+            rope_ids = position_ids
+            if cache is not None and cache.rope_offsets is not None:
+                rope_ids = position_ids + cache.rope_offsets
+        return Positions(
+            position_ids,
+            {name: rotary(rope_ids, lengths) for name, rotary in self.rotary_emb.items()},
+            Sequences(
+                inputs.cu_seqlens, inputs.max_seqlen, inputs.shared_keys, padding=inputs.padding, context=inputs.context
+            ),
+            None if self.query_scale is None else query_scale(self.query_scale, position_ids).to(x.dtype),
+            ahead=features.seen_ahead(x.shape[:2]) if isinstance(features, ImageFeatures) else None,
+            cross=features if isinstance(features, CrossFeatures) else None,
+            read_later=KeysReadLater() if self.keys_are_shared else None,
+        )
 
     def layer_inputs(self, input_ids: Tensor | None, embeddings: Tensor) -> tuple[Tensor, ...]:
         """What each layer reads beside the residual stream, [B, T, size]; empty for nothing.
@@ -144,24 +182,9 @@ class Decoder(nn.Module):
         return embeddings * embeddings.new_full((), self.embedding_scale)
 
 
-def default_positions(x: Tensor, cu_seqlens: Tensor | None, cache: Cache | None) -> Tensor:
-    """Positions [B or 1, T] of x [B, T, ...]: from 0, from the start of each packed document, or the cache's end."""
-    length = x.shape[1]
-    if cache is not None:
-        return cache.next_positions(length)
-    position = torch.arange(length, device=x.device)
-    if cu_seqlens is not None:
-        position = position - cu_seqlens[document_ids(position, cu_seqlens)]
-    return position[None]
-
-
-class CausalLM(CheckpointedModel, AdaptableModule, HubModule, ABC):
+class CausalLM(HubInterface, AdaptableModule, HubModule, ABC):
     """A decoder with a language-model head. Subclasses are the architectures."""
 
-    accepts_loss_kwargs = True  # Hugging Face's Trainer then passes num_items_in_batch,
-    loss_type = "ForCausalLM"  # and counts the labels that are targets
-    is_gradient_checkpointing = False  # PEFT need not make embeddings require gradients: ours is not reentrant
-    _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}  # PEFT reads it with the config
     Config: ClassVar[type[AnyConfig]] = AnyConfig
     SIZES: ClassVar[dict[str, dict[str, Any]]]  # presets: name -> content of a config.json
     takes_images: ClassVar[bool] = False
@@ -178,15 +201,6 @@ class CausalLM(CheckpointedModel, AdaptableModule, HubModule, ABC):
     def of_config(cls, raw: Mapping[str, Any]) -> "type[CausalLM]":
         """The architecture of this config.json, whose model_type is that of this class."""
         return cls
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Raises InputError if the head is given an adapter: PEFT's "all-linear" would give it one."""
-        if name == "lm_head" and hasattr(value, "base_layer"):
-            raise InputError(
-                "lm_head cannot have an adapter, which PEFT's 'all-linear' includes: set exclude_modules=['lm_head'], "
-                "or train it as a whole, with modules_to_save=['lm_head']"
-            )
-        super().__setattr__(name, value)
 
     def tie_weights(self) -> None:
         """Makes head and embedding one parameter, if the config ties them and neither was wrapped or replaced."""
@@ -206,6 +220,28 @@ class CausalLM(CheckpointedModel, AdaptableModule, HubModule, ABC):
         """All blocks through which gradients flow, in the order of the forward pass."""
         return [cast(Block, block) for block in self.model.layers]
 
+    def checkpoint_activations(
+        self, count: int | None = None, kept_tensors: int | None = 0, sequence_length: int = 1
+    ) -> None:
+        """Enables activation checkpointing in the first `count` blocks; None for all.
+
+        It takes the first blocks because their backward runs last, when the other blocks have freed their activations.
+        kept_tensors: how many results these blocks keep; None for all that `choose_kept` finds, with sequences of
+        sequence_length tokens.
+        """
+        blocks = self.blocks[:count]
+        for block, kept in zip(blocks, choose_kept(blocks, kept_tensors, sequence_length), strict=True):
+            block.checkpoint_activations({tensor.size for tensor in kept})
+
+    def offload_inputs(self, count: int | None = None, every: int = 1) -> None:
+        """Keeps the inputs of every k-th of the first `count` blocks, which are checkpointed, in pinned host memory.
+
+        count: None for all blocks. every: k.
+        """
+        offloaded = OffloadedInputs()
+        for block in self.blocks[:count][::every]:
+            block.offloaded_inputs = offloaded
+
     def replicated_parameters(self, quantised: bool = False) -> list[nn.Parameter]:
         """Parameters that every rank keeps whole where the others are sharded. Those in fp32: FSDP2 shards and gathers
         parameters of one dtype together.
@@ -224,10 +260,6 @@ class CausalLM(CheckpointedModel, AdaptableModule, HubModule, ABC):
 
     def set_output_embeddings(self, head: nn.Module) -> None:
         self.lm_head = cast(LMHead, head)
-
-    def prepare_inputs_for_generation(self, input_ids: Tensor, **inputs: Any) -> dict[str, Any]:
-        """The arguments of `forward`; a method that PEFT expects of causal language models."""
-        return {"input_ids": input_ids} | inputs
 
     def kept_by_layers(self) -> list[Kept]:
         """What a cache keeps for each layer."""
@@ -272,11 +304,6 @@ class CausalLM(CheckpointedModel, AdaptableModule, HubModule, ABC):
         skip_logits: bool | None = None,
         output_hidden_states: bool | None = None,
         output_router_logits: bool | None = None,
-        cu_seq_lens_q: Tensor | None = None,
-        cu_seq_lens_k: Tensor | None = None,
-        max_length_q: int | None = None,
-        max_length_k: int | None = None,
-        seq_idx: Tensor | None = None,
         rows: Tensor | None = None,
         logprobs: Mapping[str, Any] | None = None,
         divergence: Mapping[str, Any] | None = None,
@@ -299,8 +326,6 @@ class CausalLM(CheckpointedModel, AdaptableModule, HubModule, ABC):
         other, and the last token of a document is not supervised. max_seqlen: the longest document's length, if known.
         shared_keys: with cu_seqlens and position_ids, the keys of documents that share a prefix; the positions of a
         document then begin where those of its prefix end.
-        cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k, seq_idx: the same under the names of the Hub's
-        collators. seq_idx, the number of each token's document, only beside the offsets.
         cache: keys and values of earlier tokens; those of input_ids are added to it.
         inputs_embeds: [B, T, H], in place of input_ids: what `get_input_embeddings()` returns, before the family's
         embedding scale.
@@ -323,20 +348,21 @@ class CausalLM(CheckpointedModel, AdaptableModule, HubModule, ABC):
         context: the ranks that share this row, which all of them pass whole, as input_ids [1, T], with the labels and
         the offsets of its documents. Each computes its part of the tokens: the outputs are those of its part, `rows`
         are places in it, and the loss is its share of a sum, which num_items_in_batch divides.
-        options: return_dict, output_attentions and use_cache, as long as they ask for nothing else than what is done.
+        options: cu_seqlens and max_seqlen under the names of the Hub's collators, see `take_documents`; return_dict,
+        output_attentions and use_cache, as long as they ask for nothing else than what is done.
 
         An attention mask, or position_ids without cu_seqlens, is read on the host.
         Raises ValueError for arguments that contradict each other; TypeError for options that have no effect here.
         """
-        refuse_options(options)
+        cu_seqlens, max_seqlen = take_documents(options, cu_seqlens, max_seqlen)
         if labels is None and not (rows is logprobs is divergence is None):
             raise ValueError("forward: rows, logprobs and divergence need labels")
-        cu_seqlens = hub_offsets(cu_seqlens, cu_seq_lens_q, cu_seq_lens_k, seq_idx)
-        max_seqlen = max_seqlen if cu_seq_lens_q is None else max_length_q
-        decoded = self.decode(
-            input_ids, labels, attention_mask, position_ids, cu_seqlens, max_seqlen, cache, inputs_embeds,
-            bool(output_hidden_states), shared_keys, features, rope_ids, context,
+        inputs = Inputs(
+            input_ids=input_ids, inputs_embeds=inputs_embeds, attention_mask=attention_mask, position_ids=position_ids,
+            rope_ids=rope_ids, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, shared_keys=shared_keys, features=features,
+            cache=cache, context=context,
         )  # fmt: skip
+        decoded = self.decode(inputs, labels, bool(output_hidden_states))
         output, labels = decoded.output, decoded.labels
         if decoded.layout is not None and not (rows is divergence is None):
             raise ValueError(
@@ -401,49 +427,15 @@ class CausalLM(CheckpointedModel, AdaptableModule, HubModule, ABC):
 
         inputs: cu_seqlens, max_seqlen, position_ids and shared_keys, as those of `forward`.
         """
-        hidden = self.decode(input_ids, **inputs).output.hidden
+        hidden = self.decode(Inputs(input_ids, **inputs)).output.hidden
         return hidden if rows is None else hidden.flatten(0, 1).index_select(0, rows)
 
-    def decode(
-        self,
-        input_ids: Tensor | None,
-        labels: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
-        cache: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
-        output_hidden_states: bool = False,
-        shared_keys: SharedKeys | None = None,
-        features: ImageFeatures | CrossFeatures | None = None,
-        rope_ids: Tensor | None = None,
-        context: ContextGroup | None = None,
-    ) -> Decoded:
-        """Runs the decoder on a batch. Arguments as those of `forward`."""
-        shape = batch_shape(input_ids, inputs_embeds)
-        if context is not None:
-            context.check(input_ids)
-            others = attention_mask, cache, inputs_embeds, shared_keys, features, rope_ids
-            if any(other is not None for other in others):
-                raise ValueError("forward: context goes with input_ids, position_ids and cu_seqlens alone")
-        if shared_keys is not None and (cu_seqlens is None or position_ids is None):
-            raise ValueError("forward: shared_keys need cu_seqlens and position_ids")
-        layout = row_layout(shape, attention_mask, position_ids, cu_seqlens, cached=cache is not None)
+    def decode(self, inputs: Inputs, labels: Tensor | None = None, output_hidden_states: bool = False) -> Decoded:
+        """Runs the decoder on a batch. labels, output_hidden_states: as those of `forward`."""
+        layout = inputs.layout()
         if layout is not None:
-            inputs = input_ids, inputs_embeds, labels, position_ids
-            input_ids, inputs_embeds, labels, position_ids = (None if x is None else layout.pack(x) for x in inputs)
-            cu_seqlens, max_seqlen = layout.cu_seqlens, layout.max_seqlen
-            if rope_ids is not None:  # the axes are last while the tokens move
-                rope_ids = layout.pack(rope_ids.movedim((-2, -1), (0, 1))).movedim((0, 1), (-2, -1))
-            if features is not None:
-                features = features.moved(layout.new_places)
-        padding = layout.padding if isinstance(layout, AlignedRows) else None
-        output = self.model(
-            input_ids, position_ids, cu_seqlens, max_seqlen, cache, inputs_embeds, output_hidden_states, shared_keys,
-            features, rope_ids, padding, context,
-        )  # fmt: skip
-        return Decoded(output, labels, cu_seqlens, layout)
+            inputs, labels = inputs.rearranged(layout), None if labels is None else layout.pack(labels)
+        return Decoded(self.model(inputs, output_hidden_states), labels, inputs.cu_seqlens, layout)
 
     def balance(
         self, router_logits: list[Tensor], requested: bool | None, context: ContextGroup | None
@@ -536,13 +528,3 @@ def next_tokens(labels: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     if cu_seqlens is not None:
         targets = targets.index_fill(1, cu_seqlens[1:].long() - 1, IGNORE_INDEX)  # index_put would synchronise the host
     return targets
-
-
-def refuse_options(options: Mapping[str, Any]) -> None:
-    """Raises TypeError for options of the Hub's forward that would have no effect, RuntimeError under torch.jit."""
-    if torch.jit.is_tracing():
-        raise RuntimeError("ligermodels: torch.jit.trace is not supported; use torch.compile or torch.export")
-    for name, value in options.items():
-        if value is not None and (name not in FIXED_OPTIONS or value != FIXED_OPTIONS[name]):
-            given = name if isinstance(value, Tensor) else f"{name}={value!r}"
-            raise TypeError(f"forward: {given} is not supported; leave it out")

@@ -17,7 +17,8 @@ from ligermodels.kernels.dispatch import widen
 from ligermodels.kernels.norms.gated_rms_norm import gated_rms_norm
 from ligermodels.layers.attention import GatedQKNormAttention
 from ligermodels.layers.fused import apply_linear, norm_then_linear
-from ligermodels.layers.mixer import Mixer, Positions
+from ligermodels.layers.inputs import Positions
+from ligermodels.layers.mixer import Mixer
 from ligermodels.layers.norm import PreNorm
 from ligermodels.layers.states import CausalConv, begin, delta_rule
 from ligermodels.weights.module import Fp32Module

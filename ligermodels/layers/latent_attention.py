@@ -17,7 +17,8 @@ from ligermodels.generation.cache import LayerCache, PerToken
 from ligermodels.kernels.attention.attention import packed_attention_name
 from ligermodels.kernels.attention.rope import rope_
 from ligermodels.layers.fused import apply_linear, effective_weight, norm_then_linear
-from ligermodels.layers.mixer import Mixer, Positions
+from ligermodels.layers.inputs import Positions
+from ligermodels.layers.mixer import Mixer
 from ligermodels.layers.norm import PreNorm, RMSNorm
 from ligermodels.layers.rope import score_factor
 
@@ -70,7 +71,7 @@ class LatentAttention(Mixer):
         if cache is None:
             kv, _ = norm_then_linear(PreNorm(self.kv_a_layernorm), self.kv_b_proj, latent, None)
             dropout = self.dropout if self.training else 0.0
-            out = positions.attend(q, *self.keys_and_values(kv, k_rope), scale=self.scale, dropout=dropout)
+            out = positions.sequences.attend(q, *self.keys_and_values(kv, k_rope), scale=self.scale, dropout=dropout)
         else:
             latents = torch.cat([self.kv_a_layernorm(latent)[:, :, None], k_rope], -1)
             out = cache.attend_latents(q, latents, positions.position_ids, self, scale=self.scale)

@@ -15,7 +15,8 @@ from ligermodels.generation.cache import LayerStates, PerRow
 from ligermodels.kernels.dispatch import widen
 from ligermodels.kernels.norms.gated_rms_norm import gated_rms_norm
 from ligermodels.layers.fused import apply_linear, norm_then_linear
-from ligermodels.layers.mixer import Mixer, Positions
+from ligermodels.layers.inputs import Positions
+from ligermodels.layers.mixer import Mixer
 from ligermodels.layers.norm import PreNorm
 from ligermodels.layers.states import CausalConv, begin, state_space
 from ligermodels.weights.module import Fp32Module

@@ -23,7 +23,7 @@ from ligermodels.kernels.quant.quantised_weight import QuantisedWeight, WeightLa
 from ligermodels.layers.fused import add_then_norm, routed_experts
 from ligermodels.layers.lora import GroupedUpdate, reset_lora
 from ligermodels.layers.mlp import GatedMLP
-from ligermodels.layers.norm import PreNorm, RMSNorm
+from ligermodels.layers.norm import PreNorm
 from ligermodels.layers.packed import is_intercepted
 from ligermodels.layers.quantised import FrozenWeights
 from ligermodels.weights.module import Fp32Module
@@ -205,25 +205,6 @@ class Router(nn.Module):
 
     def extra_repr(self) -> str:
         return f"in_features={self.weight.shape[1]}, num_experts={self.num_experts}"
-
-
-class NormedRouter(Router):
-    """Router that norms the residual stream itself, and multiplies each expert's routing weight by a learnt number,
-    per_expert_weight [E]."""
-
-    norms_input = True
-
-    def __init__(self, config: Config, num_experts: int) -> None:
-        super().__init__(config, num_experts)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.per_expert_weight = nn.Parameter(torch.ones(num_experts))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(self.norm(x) * x.shape[-1] ** -0.5, self.weight)
-
-    def choose(self, logits: Tensor, k: int, normalize: bool) -> tuple[Tensor, Tensor]:
-        weight, index = route(logits, k, normalize)
-        return weight * self.per_expert_weight[index], index
 
 
 class SigmoidRouter(Fp32Module, Router):

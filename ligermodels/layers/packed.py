@@ -8,7 +8,7 @@ keeps no parameter, and from then on its output is theirs, concatenated. A tool 
 and numbers that it would have in the Hub's own model, and nothing is computed twice. The numbers of a part with hooks
 are computed by the part, too.
 
-Must not know what a projection is used for. Of PEFT it knows the attribute that is set on adapted models.
+Must not know what a projection is used for.
 """
 
 import copy
@@ -240,29 +240,6 @@ def add_parts(parent: PackingModule, name: str, rows: dict[str, slice]) -> None:
     setattr(parent, name, packed)
     for part, its_rows in rows.items():
         setattr(parent, part, PackedPart(packed, its_rows))
-
-
-class AdaptableModule:
-    """Base class of models that PEFT adapts: packed linears keep up with what it sets and deletes, `peft_config`."""
-
-    @property
-    def peft_config(self) -> dict[str, Any]:
-        """The configurations of PEFT's adapters by their names, while the model has adapters."""
-        if "_peft_config" not in vars(self):
-            raise AttributeError("peft_config")
-        return vars(self)["_peft_config"]
-
-    @peft_config.setter
-    def peft_config(self, configs: dict[str, Any]) -> None:
-        """PEFT has added adapters: what is trained of packed linears (biases) gets the Hub's names, too."""
-        vars(self)["_peft_config"] = configs
-        take_apart_trained(cast(nn.Module, self))
-
-    @peft_config.deleter
-    def peft_config(self) -> None:
-        """PEFT has merged or removed its adapters: the linears that it took apart are packed again."""
-        del vars(self)["_peft_config"]
-        put_together(cast(nn.Module, self))
 
 
 def take_apart_trained(model: nn.Module) -> None:

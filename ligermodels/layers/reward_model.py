@@ -14,9 +14,10 @@ from torch.utils._pytree import _register_namedtuple
 from ligermodels.configs.base import Config as AnyConfig
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.kernels.attention.shared_keys import SharedKeys
-from ligermodels.layers.decoder import CausalLM, refuse_options
+from ligermodels.layers.decoder import CausalLM
+from ligermodels.layers.hub_interface import take_documents
+from ligermodels.layers.inputs import Inputs
 from ligermodels.layers.lm_head import ScoreHead
-from ligermodels.layers.row_layout import hub_offsets
 from ligermodels.weights.mapping import pieces_of
 from ligermodels.weights.sharding import copy_local_shard
 
@@ -70,10 +71,6 @@ class RewardModel(CausalLM):
         max_seqlen: int | None = None,
         shared_keys: SharedKeys | None = None,
         inputs_embeds: Tensor | None = None,
-        cu_seq_lens_q: Tensor | None = None,
-        cu_seq_lens_k: Tensor | None = None,
-        max_length_q: int | None = None,
-        max_length_k: int | None = None,
         rows: Tensor | None = None,
         **options: Any,
     ) -> RewardOutput:
@@ -90,9 +87,7 @@ class RewardModel(CausalLM):
             raise InputError(f"{self.hub_class} is a reward model, without a language-model head: it cannot generate")
         images = options.pop("images", None) if self.takes_images else None
         pixels = {name: options.pop(name) for name in self.pixel_inputs if options.get(name) is not None}
-        refuse_options(options)
-        cu_seqlens = hub_offsets(cu_seqlens, cu_seq_lens_q, cu_seq_lens_k, None)
-        max_seqlen = max_seqlen if cu_seq_lens_q is None else max_length_q
+        cu_seqlens, max_seqlen = take_documents(options, cu_seqlens, max_seqlen)
         if rows is None:
             rows = self.last_tokens(input_ids, inputs_embeds, attention_mask, cu_seqlens)
         inputs: dict[str, Any] = {
@@ -101,7 +96,7 @@ class RewardModel(CausalLM):
         }  # fmt: skip
         if self.takes_images:
             input_ids, inputs = cast(Any, self).with_features(input_ids, images, pixels, **inputs)
-        decoded = self.decode(input_ids, **inputs)
+        decoded = self.decode(Inputs(input_ids, **inputs))
         hidden = decoded.unpack(decoded.output.hidden)
         return RewardOutput(self.score(hidden.flatten(0, 1).index_select(0, rows)))
 

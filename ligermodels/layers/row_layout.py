@@ -72,30 +72,6 @@ class AlignedRows:
         return self.order.reshape(*self.order.shape, *[1] * (rows.ndim - 2)).expand_as(rows)
 
 
-def hub_offsets(
-    cu_seqlens: Tensor | None, queries: Tensor | None, keys: Tensor | None, seq_idx: Tensor | None
-) -> Tensor | None:
-    """cu_seqlens, also from the arguments of the Hub's collators: cu_seq_lens_q, cu_seq_lens_k and seq_idx.
-
-    Raises ValueError for offsets that are not the same for queries and keys, TypeError for seq_idx without offsets.
-    """
-    if queries is not None:
-        if cu_seqlens is not None or (keys is not None and keys is not queries and not torch.equal(keys, queries)):
-            raise ValueError("forward: cu_seq_lens_q and cu_seq_lens_k must be equal, and replace cu_seqlens")
-        cu_seqlens = queries.int()
-    if seq_idx is not None and cu_seqlens is None:
-        raise TypeError("forward: seq_idx is not supported; leave it out")
-    return cu_seqlens
-
-
-def batch_shape(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> tuple[int, int]:
-    """(B, T) of the input. Raises ValueError unless it is given in one of the two forms."""
-    given = [x for x in (input_ids, inputs_embeds) if x is not None]
-    if len(given) != 1:
-        raise ValueError("forward: pass either input_ids or inputs_embeds")
-    return given[0].shape[0], given[0].shape[1]
-
-
 def row_layout(
     shape: tuple[int, int],
     attention_mask: Tensor | None,

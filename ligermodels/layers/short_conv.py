@@ -7,7 +7,8 @@ from ligermodels.configs.hybrid import ShortConvConfig
 from ligermodels.generation.cache import LayerStates, PerRow
 from ligermodels.layers.attention import QKNormAttention
 from ligermodels.layers.fused import apply_linear, norm_then_linear
-from ligermodels.layers.mixer import Mixer, Positions
+from ligermodels.layers.inputs import Positions
+from ligermodels.layers.mixer import Mixer
 from ligermodels.layers.norm import PreNorm
 from ligermodels.layers.states import CausalConv, begin
 

@@ -16,7 +16,7 @@ from ligermodels.kernels.linear_attention.gated_delta_rule import gated_delta_ru
 from ligermodels.kernels.linear_attention.gated_delta_step import gated_delta_step_
 from ligermodels.kernels.linear_attention.mamba2_scan import mamba2_scan
 from ligermodels.kernels.linear_attention.mamba2_step import mamba2_step_
-from ligermodels.layers.mixer import Positions
+from ligermodels.layers.inputs import Positions
 
 
 class Uncached(NamedTuple):
@@ -33,11 +33,12 @@ def begin(x: Tensor, positions: Positions, cache: LayerStates | None) -> Call:
 
     Raises ValueError for documents that share prefixes: each one needs the state at the end of its prefix.
     """
-    if positions.shared_keys is not None:
+    sequences = positions.sequences
+    if sequences.shared_keys is not None:
         raise ValueError("forward: layers with states cannot share the keys of prefixes; give each document its own")
     if cache is None:
-        return Uncached(positions.cu_seqlens)
-    return cache.begin((x.shape[0], x.shape[1]), positions.padding)
+        return Uncached(sequences.cu_seqlens)
+    return cache.begin((x.shape[0], x.shape[1]), sequences.padding)
 
 
 class CausalConv(nn.Module):

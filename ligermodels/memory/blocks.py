@@ -9,10 +9,11 @@ from torch import nn
 
 from ligermodels.kernels.linear_attention.document_chunks import SPAN
 from ligermodels.layers.attention import Attention, GatedQKNormAttention, QKNormAttention
-from ligermodels.layers.block import Block, LayerInputLayer, ParallelLayer, PostNormLayer
+from ligermodels.layers.block import Block, ParallelLayer, PostNormLayer
 from ligermodels.layers.checkpointing.kept_tensors import FP32_BYTES
 from ligermodels.layers.context_parallel import copies_of_keys
 from ligermodels.layers.gated_delta import GatedDeltaNet
+from ligermodels.layers.gemma4 import LayerInputLayer, NormedHeadsAttention, ReadingAttention
 from ligermodels.layers.latent_attention import LatentAttention
 from ligermodels.layers.lora import GroupedUpdate, LoRALinear, lora_modules
 from ligermodels.layers.mamba2 import Mamba2
@@ -20,7 +21,6 @@ from ligermodels.layers.mixer import Mixer
 from ligermodels.layers.mlp import MLP, GatedMLP
 from ligermodels.layers.moe import LoRAExperts, MoE
 from ligermodels.layers.norm import LayerNorm, RMSNorm
-from ligermodels.layers.normed_heads import NormedHeadsAttention, ReadingAttention
 from ligermodels.layers.packed import PackedLinear
 from ligermodels.layers.quantised import QuantisedLinear
 from ligermodels.layers.short_conv import ShortConv

@@ -4,12 +4,12 @@ from ligermodels.layers.block import Block
 from ligermodels.layers.checkpointing.kept_tensors import FP32_BYTES
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.vision.cross_attention import CrossAttention
-from ligermodels.vision.hub_names import LinearProjector
 from ligermodels.vision.multimodal import VisionLanguageModel, is_trained
 from ligermodels.vision.pixtral import MergingProjector
 from ligermodels.vision.siglip import PatchProjector, PooledProjector
 from ligermodels.vision.siglip_tiles import SquareProjector
 from ligermodels.vision.tiled_model import TiledVisionLanguageModel
+from ligermodels.vision.tower import LinearProjector
 
 
 def saved_by_patch(model: CausalLM, size: int) -> int:

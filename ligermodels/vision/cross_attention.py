@@ -12,7 +12,8 @@ from ligermodels.generation.image_features import CrossFeatures, EarlierImages
 from ligermodels.kernels.attention.attention import attention, packed_attention_name
 from ligermodels.layers.block import BlockOutput, DecoderLayer
 from ligermodels.layers.fused import apply_linear, norm_then_linear
-from ligermodels.layers.mixer import Mixer, Positions
+from ligermodels.layers.inputs import Positions
+from ligermodels.layers.mixer import Mixer
 from ligermodels.layers.mlp import MLP, GatedMLP
 from ligermodels.layers.norm import PreNorm, RMSNorm
 

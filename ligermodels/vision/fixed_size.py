@@ -1,9 +1,9 @@
-"""Language models with pictures of one size: their inputs, which tokens stand for each, the blocks of their towers.
+"""Pictures of one size: which tokens stand for each, and the names and the blocks of the towers that encode them.
 
 Every picture has the same number of tokens. Must not know any text model.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +14,9 @@ from ligermodels.errors import InputError
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.mlp import MLP
-from ligermodels.vision.hub_names import WrappedLanguageModel
-from ligermodels.vision.multimodal import Images
-from ligermodels.vision.patch_positions import Grid
+from ligermodels.vision.hub_names import WrappedNames
+from ligermodels.vision.image_placer import Images, PixelPlacer
+from ligermodels.vision.patch_positions import Grid, PatchLayout, class_token_layout
 from ligermodels.vision.token_places import Documents, TokenGrid, place_images
 from ligermodels.weights.mapping import Concat, Rename, Rule
 
@@ -36,31 +36,33 @@ TOWER_NAMES = {
 }
 
 
-class PictureLanguageModel(WrappedLanguageModel):
-    """A causal language model with pictures of one size. `config.vision` is a `PictureConfig`."""
+def picture_tower_rules(hub: str) -> tuple[Rule, ...]:
+    """The rules of `visual`, a tower of CLIP's kind whose name on the Hub is `hub`."""
+    heads = tuple(f"{hub}.{LAYER}.self_attn.{part}_proj" for part in "qkv")
+    renamed = (Rename(f"{hub}.{theirs}", f"visual.{ours}") for ours, theirs in TOWER_NAMES.items())
+    return Concat("visual.blocks.{}.self_attn.qkv_proj", heads), *renamed
 
-    hub_block = LAYER
-    hub_towers = ("vision_tower.vision_model", "vision_tower")
 
-    def tower_rules(self, hub: str) -> tuple[Rule, ...]:
-        heads = tuple(f"{hub}.{LAYER}.self_attn.{part}_proj" for part in "qkv")
-        renamed = (Rename(f"{hub}.{theirs}", f"visual.{ours}") for ours, theirs in TOWER_NAMES.items())
-        return Concat("visual.blocks.{}.self_attn.qkv_proj", heads), *renamed
+PICTURE_NAMES = WrappedNames(picture_tower_rules, LAYER, ("vision_tower.vision_model", "vision_tower"))
 
-    def example_images(self, rows: int) -> tuple[int, dict[str, Tensor]]:
+
+class PicturePlacer(PixelPlacer):
+    """Places pictures of one size. `config.vision` is a `PictureConfig`."""
+
+    def example(self, rows: int) -> tuple[int, dict[str, Tensor]]:
         vision = self.config.vision
         shape = rows, vision.in_channels, vision.image_size, vision.image_size
         pixels = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
         return vision.features_per_picture, {"pixel_values": pixels}
 
-    def place_pixels(self, documents: Documents, pixels: Tensor, **others: Any) -> Images:
+    def place(self, documents: Documents, pixels: Tensor, **others: Any) -> Images:
         """pixels: [pictures, C, side, side], crops as pictures."""
         vision, side = self.config.vision, self.config.vision.image_size
         expected = [vision.in_channels, side, side]
         if pixels.ndim != 4 or list(pixels.shape[1:]) != expected:
             raise InputError(f"pixel_values: has shape {list(pixels.shape)}; must be [pictures, *{expected}]")
         count, token = len(pixels), TokenGrid(self.config.image_token_id, Grid(1, 1, vision.features_per_picture))
-        layout, _ = self.patch_layout([Grid(1, *[vision.table_side] * 2)] * count)
+        layout, _ = self.layout([Grid(1, *[vision.table_side] * 2)] * count)
         patches = picture_patches(pixels, vision.patch_size, vision.spatial_merge_size)
         return Images(patches, layout, place_images(documents, [token] * count).places)
 
@@ -73,6 +75,25 @@ class PictureLanguageModel(WrappedLanguageModel):
         if len(pictures):
             raise InputError(f"pixel_values: {len(pictures)} pictures have no tokens in the text; remove them")
         return rows
+
+
+class ClipPlacer(PicturePlacer):
+    """Places pictures for CLIP, which reads a class token before the patches of each one."""
+
+    def layout(self, grids: Sequence[Grid]) -> tuple[PatchLayout, None]:
+        return class_token_layout(len(grids), self.config.vision.table_side), None
+
+    @property
+    def smallest_grid(self) -> Grid:
+        return Grid(1, *[self.config.vision.table_side] * 2)
+
+    @property
+    def settings(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        vision = self.config.vision
+        side = vision.image_size
+        text = {"vision_feature_select_strategy": vision.vision_feature_select_strategy}
+        text |= {"patch_size": vision.patch_size, "num_additional_image_tokens": 1}
+        return {"size": {"shortest_edge": side}, "crop_size": {"height": side, "width": side}}, text
 
 
 def picture_blocks(config: PictureConfig) -> list[DecoderLayer]:

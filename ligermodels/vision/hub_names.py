@@ -1,20 +1,13 @@
-"""Models whose checkpoints wrap a text model, a vision tower and a projector: the names of their tensors.
-
-Of some the text model alone is computed. Also the projector of linears. Must not know any family.
-"""
+"""Names of checkpoints that hold a text model with an image side, computed or kept."""
 
 from abc import abstractmethod
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
-from torch import Tensor, nn
-from torch._compile import _disable_dynamo
-
-from ligermodels.errors import InputError
+from ligermodels.configs.vision import VisionConfig
 from ligermodels.layers.decoder import CausalLM
-from ligermodels.layers.fused import activation_then_linear, apply_linear
-from ligermodels.vision.multimodal import Images, VisionLanguageModel
-from ligermodels.vision.token_places import Documents, documents_of
-from ligermodels.weights.mapping import Rename, Rule
+from ligermodels.weights.mapping import Concat, Rename, Rule
 
 
 class TextPartModel(CausalLM):
@@ -42,95 +35,84 @@ class TextPartModel(CausalLM):
         return self.layouts()[1:]
 
 
-class WrappedLanguageModel(VisionLanguageModel):
-    """hub_towers: the Hub's names of the tower; the first is that of published checkpoints.
+class ImageNames(Protocol):
+    """The names of a checkpoint of a text model with an image side."""
 
-    hub_block: the pattern of the names of its blocks, below the tower.
-    other_pixel_inputs: what the model takes beside pixel_values.
+    def layouts(self, text_rules: tuple[Rule, ...]) -> tuple[tuple[Rule, ...], ...]:
+        """The rules of all layouts that loading accepts; that of published files first.
+
+        text_rules: of the text model in the Hub's layout, under its names here.
+        """
+        ...
+
+    def kept_tensors(self, vision: VisionConfig) -> tuple[str, ...]:
+        """Name patterns of tensors of the image side that a checkpoint may hold and that the model does not compute."""
+        ...
+
+
+@dataclass(frozen=True)
+class NamesBesideText:
+    """Names of a tower and a projector that stand beside the text model.
+
+    image_names: our names of tower and projector -> the Hub's, or those of its parts.
+    places: for each layout the name of the text model, and what is before the names of tower and projector.
     """
 
-    hub_towers: ClassVar[tuple[str, ...]] = ("vision_tower",)
-    hub_block: ClassVar[str]
-    other_pixel_inputs: ClassVar[tuple[str, ...]] = ()
+    image_names: Mapping[str, str | tuple[str, ...]]
+    places: tuple[tuple[str, str], ...]
 
-    def weight_rules(self) -> tuple[Rule, ...]:
-        return self.layout("", self.hub_towers[0])
+    def layouts(self, text_rules: tuple[Rule, ...]) -> tuple[tuple[Rule, ...], ...]:
+        return tuple(
+            (
+                Rename(text, "model", text_rules),
+                *(
+                    Rename(outer + hub, ours)
+                    if isinstance(hub, str)
+                    else Concat(ours, tuple(outer + part for part in hub))
+                    for ours, hub in self.image_names.items()
+                ),
+            )
+            for text, outer in self.places
+        )
 
-    def other_weight_rules(self) -> tuple[tuple[Rule, ...], ...]:
-        """The names that transformers 5 writes for a new model, and its names in memory."""
-        written = tuple(self.layout("", tower) for tower in self.hub_towers[1:])
-        return *written, *(self.layout("model.", tower) for tower in self.hub_towers)
+    def kept_tensors(self, vision: VisionConfig) -> tuple[str, ...]:
+        return ()
 
-    def layout(self, outer: str, tower: str) -> tuple[Rule, ...]:
+
+@dataclass(frozen=True)
+class WrappedNames:
+    """Names of a text model, a tower and a projector inside a wrapper.
+
+    tower_rules: returns the rules of `visual`, whose name on the Hub it is given.
+    block: the pattern of the names of the tower's blocks, below the tower.
+    towers: the Hub's names of the tower: that of published checkpoints, then those that transformers 5 writes for a new
+    model.
+    projector_rules: the rules of the projector in the Hub's layout, under its name here.
+    kept: name patterns, below the tower, of tensors that the features do not depend on, beside those of later blocks.
+    """
+
+    tower_rules: Callable[[str], tuple[Rule, ...]]
+    block: str
+    towers: tuple[str, ...] = ("vision_tower",)
+    projector_rules: tuple[Rule, ...] = ()
+    kept: tuple[str, ...] = ()
+
+    def layouts(self, text_rules: tuple[Rule, ...]) -> tuple[tuple[Rule, ...], ...]:
+        """Files have the first layouts, transformers 5 has the others in memory."""
+        return tuple(self.layout(outer, tower, text_rules) for outer in ("", "model.") for tower in self.towers)
+
+    def layout(self, outer: str, tower: str, text_rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
         """The rules of a layout with `outer` before the names of the image side."""
         text = "model.language_model" if outer else "language_model.model"
         return (
-            Rename(text, "model", self.text_rules()),
+            Rename(text, "model", text_rules),
             *(() if outer else (Rename("language_model.lm_head", "lm_head"),)),
-            Rename(f"{outer}multi_modal_projector", "projector", self.projector_rules()),
+            Rename(f"{outer}multi_modal_projector", "projector", self.projector_rules),
             *self.tower_rules(outer + tower),
         )
 
-    def projector_rules(self) -> tuple[Rule, ...]:
-        """Those of the projector in the Hub's layout, under its name here."""
-        return ()
-
-    @_disable_dynamo
-    def prepare_images(
-        self,
-        input_ids: Tensor,
-        *,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        pixel_values: Tensor | None = None,
-        **others: Any,
-    ) -> Images:
-        """As `VisionLanguageModel.prepare_images`, of pixel_values and the other inputs of `place_pixels`."""
-        unknown = [name for name in others if name not in self.other_pixel_inputs]
-        if pixel_values is None or unknown:
-            names = " and ".join(("pixel_values", *self.other_pixel_inputs))
-            raise InputError(f"{', '.join(unknown) or 'images'}: the model takes {names} alone")
-        documents = documents_of(input_ids.cpu(), attention_mask, position_ids, cu_seqlens)
-        return self.place_pixels(documents, pixel_values, **others)
-
-    @abstractmethod
-    def place_pixels(self, documents: Documents, pixels: Tensor, **others: Any) -> Images:
-        """The images of these pixel_values, which the documents' tokens stand for. others: `other_pixel_inputs`."""
-
-    @abstractmethod
-    def tower_rules(self, hub: str) -> tuple[Rule, ...]:
-        """The weight rules of `visual`, a tower whose name on the Hub is `hub`."""
-
-    def kept_in_tower(self) -> tuple[str, ...]:
-        """Name patterns below the tower, on the Hub, of tensors that the features do not depend on: of later blocks."""
-        vision = self.config.vision
-        return tuple(self.hub_block.format(index) for index in range(vision.computed_blocks, vision.num_hidden_layers))
-
-    def kept_tensors(self) -> tuple[str, ...]:
-        places = (f"{outer}{tower}" for outer in ("", "model.") for tower in self.hub_towers)
-        return tuple(f"{place}.{name}" for place in places for name in self.kept_in_tower())
-
-
-class LinearProjector(nn.Module):
-    """linear_2(activation(linear_1(hidden states))): one feature of the text model, [D], for each row of the tower.
-
-    width, hidden_size: of the tower's rows, E, and of the features, D. rows_per_image: rows of an image, the first of
-    which is a class token that has no feature; None if all rows have one.
-    """
-
-    def __init__(
-        self, width: int, hidden_size: int, activation: str, *, bias: bool, rows_per_image: int | None = None
-    ) -> None:
-        super().__init__()
-        self.activation, self.rows_per_image = activation, rows_per_image
-        self.linear_1 = nn.Linear(width, hidden_size, bias=bias)
-        self.linear_2 = nn.Linear(hidden_size, hidden_size, bias=bias)
-
-    def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        """The tower's output, [1, P, E] each -> features [N, D]."""
-        states = x if residual is None else x + residual
-        if self.rows_per_image is not None:
-            states = states.view(-1, self.rows_per_image, states.shape[-1])[:, 1:]
-        hidden = apply_linear(self.linear_1, states.reshape(-1, states.shape[-1]))
-        return activation_then_linear(hidden, self.activation, self.linear_2, fused=True)
+    def kept_tensors(self, vision: VisionConfig) -> tuple[str, ...]:
+        later = range(vision.computed_blocks, vision.num_hidden_layers)
+        names = *self.kept, *(self.block.format(index) for index in later)
+        places = (f"{outer}{tower}" for outer in ("", "model.") for tower in self.towers)
+        return tuple(f"{place}.{name}" for place in places for name in names)

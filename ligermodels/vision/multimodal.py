@@ -6,7 +6,7 @@ result to `forward`, which then waits for nothing. Must not know any family, nor
 
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Self, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,14 +15,14 @@ from torch.utils._pytree import tree_map_only
 
 from ligermodels.configs.multimodal import MultimodalConfig
 from ligermodels.errors import InputError
-from ligermodels.generation.image_features import ImageFeatures, PromptImages, SeenAhead, no_features
+from ligermodels.generation.image_features import ImageFeatures, PromptImages, no_features
 from ligermodels.layers.block import Block
 from ligermodels.layers.decoder import CausalLM, CausalLMOutput
 from ligermodels.layers.packed import name_parts
-from ligermodels.vision.patch_positions import Grid, PatchLayout, patch_layout
-from ligermodels.vision.token_places import TokenGrid, documents_of, place_images, read_grids, split_by_row
+from ligermodels.vision.hub_names import ImageNames
+from ligermodels.vision.image_placer import ImagePlacer, Images
 from ligermodels.vision.tower import PatchMerger, VisionTower
-from ligermodels.weights.mapping import Concat, Rename, Rule, packed_projections
+from ligermodels.weights.mapping import Rule, packed_projections
 from ligermodels.weights.sharding import is_sharded
 
 PIXEL_INPUTS = (
@@ -30,54 +30,6 @@ PIXEL_INPUTS = (
     "pixel_attention_mask",
 )  # fmt: skip
 MODEL_PARTS = ("vision", "projector", "text")
-BLOCK, MERGER = "visual.blocks.{}", "visual.merger"
-# The names of Qwen's towers: ours -> those on the Hub, without the feed-forward layers.
-QWEN_NAMES = {
-    "visual.patch_embed": "visual.patch_embed.proj",
-    f"{BLOCK}.input_layernorm": f"{BLOCK}.norm1",
-    f"{BLOCK}.post_attention_layernorm": f"{BLOCK}.norm2",
-    f"{BLOCK}.self_attn.qkv_proj": f"{BLOCK}.attn.qkv",
-    f"{BLOCK}.self_attn.o_proj": f"{BLOCK}.attn.proj",
-    "projector.norm": f"{MERGER}.ln_q",
-    "projector.fc1": f"{MERGER}.mlp.0",
-    "projector.fc2": f"{MERGER}.mlp.2",
-}
-
-
-class Images(NamedTuple):
-    """The images and videos of a batch [B, T], as the model reads them.
-
-    pixels: [P, values of a patch], the patches of all images, then of all videos, in the order of the tower's windows.
-    layout: of these patches. places: int64 [N], of the tokens of their features in the flattened batch.
-    rope_ids: int64 [3, B, T], the positions of all tokens, from 0 in each row or packed document.
-    rope_offsets: int64 [B, 1], of unpacked rows: what positions behind them are ahead of the number of tokens.
-    These two are None where the tokens' own positions are those of RoPE.
-    ahead: which tokens of the flattened batch see others behind them; None for none.
-    """
-
-    pixels: Tensor
-    layout: PatchLayout
-    places: Tensor
-    rope_ids: Tensor | None = None
-    rope_offsets: Tensor | None = None
-    ahead: SeenAhead | None = None
-
-    def continuing(self, offsets: Sequence[int], prefixes: Sequence[int | None]) -> Self:
-        """The same where packed documents share prefixes: the positions of a document go on from those of its prefix.
-
-        offsets: of the documents. prefixes: for each, the number of the document whose keys it reads before its own.
-        """
-        if self.rope_ids is None:
-            return self
-        rope_ids = self.rope_ids.clone()
-        for document, prefix in enumerate(prefixes):
-            if prefix is not None:
-                behind = self.rope_ids[..., offsets[prefix] : offsets[prefix + 1]].max() + 1
-                rope_ids[..., offsets[document] : offsets[document + 1]] += behind
-        return self._replace(rope_ids=rope_ids)
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> Self:
-        return tree_map_only(Tensor, lambda x: x.to(device, non_blocking=non_blocking), self)
 
 
 class ImageParts(CausalLM):
@@ -88,7 +40,6 @@ class ImageParts(CausalLM):
 
     config: Any
     tower_lists: ClassVar[tuple[str, ...]] = ("visual.blocks",)  # of the tower's blocks, by name
-    sees_prompt_ahead: ClassVar = False  # whether tokens of a prompt see those behind them
     visual: Any
     projector: nn.Module
     deepstack: nn.ModuleList
@@ -105,6 +56,11 @@ class ImageParts(CausalLM):
     @abstractmethod
     def processor_settings(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """What a new processor must know: the fields of preprocessor_config.json, and of processor_config.json."""
+
+    @property
+    def sees_prompt_ahead(self) -> bool:
+        """Whether tokens of a prompt see those behind them."""
+        return False
 
     @property
     def tower_blocks(self) -> list[Block]:
@@ -150,21 +106,22 @@ class ImageParts(CausalLM):
 
 
 class VisionLanguageModel(ImageParts):
-    """A causal language model with images. Subclasses are the architectures.
+    """A causal language model with images. Its subclasses, the architectures, name its four parts.
 
-    visual: the tower. projector: from the tower's width to that of the text model.
+    They are the text model, whose blocks `layer` builds; the vision tower `visual`, which `tower` builds; the
+    `projector`, from the tower's width to that of the text model, which `merger` builds; and `Placer`, which decides
+    what the tower reads of images and which tokens stand for them.
+    names: how a checkpoint names tower and projector.
     as_transformers: positions behind a video as in transformers 5, which departs from the models' training: see
     `text_positions`. For comparisons.
     """
 
-    config: Any
     as_transformers = False
     takes_images = True
     pixel_inputs = PIXEL_INPUTS
-    image_processor_type: ClassVar = "Qwen2VLImageProcessor"  # of the Hub's files
-    splits_videos: ClassVar[bool] = False  # whether text stands between the frames of a video
-    hub_text: ClassVar[str] = "model"  # the Hub's name of the text model
-    hub_names: ClassVar[Mapping[str, str | tuple[str, ...]]]  # of tower and projector: ours -> the Hub's, or its parts
+    image_processor_type: ClassVar[str]  # of the Hub's files
+    Placer: ClassVar[type[ImagePlacer]]
+    names: ClassVar[ImageNames]
 
     def __init__(self, config: MultimodalConfig) -> None:
         super().__init__(config)
@@ -178,37 +135,34 @@ class VisionLanguageModel(ImageParts):
         )
         name_parts(self, self.weight_rules())
 
-    def weight_rules(self) -> tuple[Rule, ...]:
-        return self.rules(self.hub_text, "", self.text_rules())
-
-    def other_weight_rules(self) -> tuple[tuple[Rule, ...], ...]:
-        """The names that transformers 5 has in memory."""
-        return (self.rules("model.language_model", "model.", self.text_rules()),)
-
-    def rules(self, text: str, outer: str, text_rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
-        """The rules of the layout that has the text model at `text`, and `outer` before the names of the image side.
-
-        text_rules: of the text model, under its names here.
-        """
-        return (
-            Rename(text, "model", text_rules),
-            *(
-                Rename(outer + hub, ours) if isinstance(hub, str) else Concat(ours, tuple(outer + part for part in hub))
-                for ours, hub in self.hub_names.items()
-            ),
-        )
-
-    def text_rules(self) -> tuple[Rule, ...]:
-        """Those of the text model in the Hub's layout, under its names here."""
-        return packed_projections(self.config)
-
     @abstractmethod
     def tower(self, config: Any) -> VisionTower:
         """Builds the vision tower."""
 
+    @abstractmethod
     def merger(self, config: Any) -> nn.Module:
         """Builds the projector, which takes the tower's output (x, residual)."""
-        return PatchMerger(config, self.config.hidden_size)
+
+    @property
+    def placer(self) -> ImagePlacer:
+        return self.Placer(self.config, self.as_transformers)
+
+    @property
+    def sees_prompt_ahead(self) -> bool:
+        return self.Placer.sees_prompt_ahead
+
+    def text_rules(self) -> tuple[Rule, ...]:
+        """The rules of the text model in the Hub's layout, under its names here."""
+        return packed_projections(self.config)
+
+    def weight_rules(self) -> tuple[Rule, ...]:
+        return self.names.layouts(self.text_rules())[0]
+
+    def other_weight_rules(self) -> tuple[tuple[Rule, ...], ...]:
+        return self.names.layouts(self.text_rules())[1:]
+
+    def kept_tensors(self) -> tuple[str, ...]:
+        return self.names.kept_tensors(self.config.vision)
 
     def forward(
         self,
@@ -234,14 +188,19 @@ class VisionLanguageModel(ImageParts):
         images: what `prepare_images` returned, on the model's device. In its place the tensors of the Hub's processors:
         pixel_values: [P, values of a patch], patches of all images in the order of their tokens. image_grid_thw: int
         [images, 3], patches over time, height and width. pixel_values_videos, video_grid_thw: the same of videos.
-        image_sizes: see `prepare_images` of the models that take it in place of grids.
+        image_sizes: see `PixtralPlacer.place`.
         second_per_grid_ts: of each video, the seconds between two of its frames; None for one.
         pixel_attention_mask: of tiles [B, N, side, side], 0 at padding; None for no padding.
-        mm_token_type_ids, token_type_ids: not needed; the token ids say it.
+        mm_token_type_ids: not needed; the token ids say it. token_type_ids: needed neither, but read where a prompt is
+        seen as a whole: see `PrefixPlacer.prepare`.
         position_ids: as those of `CausalLM.forward`; or [3, B, T], of time, height and width; or [4, B, T], both.
 
         Without `images` the ids are read on the host. Raises InputError for images that do not fit the tokens.
         """
+        if self.sees_prompt_ahead and token_type_ids is not None and pixel_values is None:
+            raise InputError(
+                "token_type_ids: belong to pixel_values; a text without pictures is causal, leave them out"
+            )
         pixels: dict[str, Any] = {
             "pixel_values": pixel_values, "image_grid_thw": image_grid_thw, "image_sizes": image_sizes,
             "pixel_values_videos": pixel_values_videos, "video_grid_thw": video_grid_thw,
@@ -304,42 +263,19 @@ class VisionLanguageModel(ImageParts):
         Where the model is sharded, ranks without images run it too: all ranks gather weights and reduce gradients.
         Where nothing of the text model is trained, a batch without an image has zero gradients through it.
         """
-        device = self.device
-        layout, _ = self.patch_layout([self.smallest_grid])
-        pixels = torch.zeros(self.smallest_grid.patches, self.config.vision.pixels_per_patch, device=device)
+        device, grid = self.device, self.placer.smallest_grid
+        layout, _ = self.placer.layout([grid])
+        pixels = torch.zeros(grid.patches, self.config.vision.pixels_per_patch, device=device)
         layout = tree_map_only(Tensor, lambda x: x.to(device), layout)
         return self.encode_images(Images(pixels, layout, pixels.new_empty(0)))
 
     @property
-    def smallest_grid(self) -> Grid:
-        side = self.config.vision.spatial_merge_size
-        return Grid(1, side, side)
-
-    @property
     def processor_settings(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What a new processor must know: the fields of preprocessor_config.json, and of processor_config.json."""
-        vision = self.config.vision
-        image = {
-            "image_processor_type": self.image_processor_type, "patch_size": vision.patch_size,
-            "merge_size": vision.spatial_merge_size, "temporal_patch_size": vision.temporal_patch_size,
-        }  # fmt: skip
-        return image, {}
+        image, processor = self.placer.settings
+        return {"image_processor_type": self.image_processor_type} | image, processor
 
     def example_images(self, rows: int) -> tuple[int, dict[str, Tensor]]:
-        """Random pixel inputs of one image a row, and the image tokens of each."""
-        vision, side = self.config.vision, self.config.vision.spatial_merge_size
-        grid = Grid(1, 2 * side, 3 * side)
-        generator = torch.Generator().manual_seed(0)
-        pixels = torch.randn(rows * grid.patches, vision.pixels_per_patch, generator=generator)
-        return grid.merged(side).patches, {"pixel_values": pixels, "image_grid_thw": torch.tensor([grid] * rows)}
-
-    def patch_layout(self, grids: Sequence[Grid]) -> tuple[PatchLayout, Tensor | None]:
-        """The layout of the patches of images with these grids, and the order of their squares in it."""
-        return patch_layout(grids, self.config.vision.spatial_merge_size)
-
-    def frame_interval(self, seconds: float) -> float:
-        """What time advances from one frame of a video to the next, in positions. seconds: between them."""
-        return 1.0
+        return self.placer.example(rows)
 
     @torch.no_grad()
     def generate(
@@ -351,61 +287,30 @@ class VisionLanguageModel(ImageParts):
         token_type_ids: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
-        """As `CausalLM.generate`, with the pixel inputs of `forward` among the options."""
+        """As `CausalLM.generate`, with the pixel inputs of `forward` among the options.
+
+        Raises InputError for tokens behind a prompt that is seen as a whole, by token_type_ids: all of it is seen.
+        """
+        if self.sees_prompt_ahead and token_type_ids is not None and token_type_ids.any():
+            raise InputError("token_type_ids: has 1, which is behind a prompt; generate takes prompts alone")
         pixels = {name: options.pop(name) for name in PIXEL_INPUTS if options.get(name) is not None}
         if pixels:
             rows = input_ids if attention_mask is None else input_ids.masked_fill(attention_mask == 0, -1)
-            options["images"] = self.split_by_row(pixels, rows.cpu())
+            options["images"] = self.placer.split_by_row(pixels, rows.cpu())
         return super().generate(input_ids, attention_mask, **options)
 
-    def split_by_row(self, pixels: Mapping[str, Any], ids: Tensor) -> list[dict[str, Any]]:
-        """The pixel inputs of a batch, for each of its rows alone. ids: [B, T] on the CPU, other ids at padding."""
-        return split_by_row(pixels, ids, self.config)
-
     @_disable_dynamo
-    def prepare_images(
-        self,
-        input_ids: Tensor,
-        *,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        pixel_values: Tensor | None = None,
-        image_grid_thw: Tensor | None = None,
-        pixel_values_videos: Tensor | None = None,
-        video_grid_thw: Tensor | None = None,
-        second_per_grid_ts: Sequence[float] | Tensor | None = None,
-        **others: Any,
-    ) -> Images:
+    def prepare_images(self, input_ids: Tensor, **inputs: Any) -> Images:
         """Everything about the images of a batch that needs no weights, on the CPU but for the pixels.
 
         Arguments as those of `forward`. Uses the configuration alone: the model may be on the meta device.
         Raises InputError if the images are not those that the tokens of each row or packed document stand for.
         """
-        if others:
-            raise InputError(f"{', '.join(others)}: the model takes pixels with grids; leave it out")
-        vision, ids = self.config.vision, input_ids.cpu()
-        pictures = read_grids("image_grid_thw", image_grid_thw, pixel_values, vision)
-        videos = read_grids("video_grid_thw", video_grid_thw, pixel_values_videos, vision)
-        seconds = [1.0] * len(videos) if second_per_grid_ts is None else [float(x) for x in second_per_grid_ts]
-        if len(seconds) != len(videos):
-            raise InputError(f"second_per_grid_ts: has {len(seconds)} numbers for {len(videos)} videos")
-        side = vision.spatial_merge_size
-        grids = [TokenGrid(self.config.image_token_id, grid.merged(side)) for grid in pictures]
-        for grid, second in zip(videos, seconds, strict=True):
-            if self.splits_videos:
-                grids += [TokenGrid(self.config.video_token_id, Grid(1, *grid[1:]).merged(side))] * grid.t
-            else:
-                grids.append(TokenGrid(self.config.video_token_id, grid.merged(side), self.frame_interval(second)))
-        documents = documents_of(ids, attention_mask, position_ids, cu_seqlens)
-        placed = place_images(documents, grids, self.as_transformers)
-        given = [x for x in (pixel_values, pixel_values_videos) if x is not None]
-        pixels = given[0] if len(given) == 1 else torch.cat(given)
-        layout, order = self.patch_layout([*pictures, *videos])
-        if order is not None:
-            squares = pixels.view(-1, vision.patches_per_feature * vision.pixels_per_patch)
-            pixels, placed = squares[order.to(pixels.device)].view_as(pixels), placed.reordered(order)
-        return Images(pixels, layout, *placed)
+        return self.placer.prepare(input_ids, **inputs)
+
+    def prepare_training_images(self, input_ids: Tensor, labels: Tensor | None, **inputs: Any) -> Images:
+        inputs |= {"labels": labels} if self.sees_prompt_ahead else {}
+        return self.prepare_images(input_ids, **inputs)
 
 
 def is_trained(module: nn.Module) -> bool:

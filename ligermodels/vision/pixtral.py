@@ -1,4 +1,4 @@
-"""Language models with images of any size, which the tower of Pixtral encodes: their inputs, the tower, its merger.
+"""Images of any size, which the tower of Pixtral encodes: their places, the tower, its merger, their names.
 
 Each row of an image's features stands in the text by itself: a token that is not an image's ends it. Must not know any
 text model.
@@ -19,16 +19,16 @@ from ligermodels.layers.fused import add_then_norm, apply_linear
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.norm import RMSNorm
 from ligermodels.vision.fixed_size import picture_patches
-from ligermodels.vision.hub_names import LinearProjector, WrappedLanguageModel
-from ligermodels.vision.multimodal import Images
+from ligermodels.vision.hub_names import WrappedNames
+from ligermodels.vision.image_placer import Images, PixelPlacer
 from ligermodels.vision.patch_positions import Grid
 from ligermodels.vision.token_places import Documents, TokenGrid, place_images
-from ligermodels.vision.tower import VisionTower
+from ligermodels.vision.tower import LinearProjector, VisionTower
 from ligermodels.weights.mapping import Concat, Rename, Rule
 
 PIXTRAL_BLOCK = "transformer.layers.{}"
 # Names of the tower: ours -> those on the Hub, below the tower.
-PIXTRAL_NAMES = {
+PIXTRAL_TOWER = {
     "visual.patch_embed": "patch_conv",
     "visual.first_norm": "ln_pre",
     "visual.blocks.{}.input_layernorm": f"{PIXTRAL_BLOCK}.attention_norm",
@@ -38,47 +38,45 @@ PIXTRAL_NAMES = {
 }
 
 
-class PixtralLanguageModel(WrappedLanguageModel):
-    """A causal language model whose images the tower of Pixtral encodes. `config.vision`: a `PixtralVisionConfig`."""
+def pixtral_tower(config: PixtralVisionConfig) -> VisionTower:
+    blocks = [DecoderLayer(config, Attention(config), GatedMLP(config)) for _ in range(config.computed_blocks)]
+    return VisionTower(config, blocks, first_norm=True, joined=config.joined_blocks)
 
-    image_processor_type = "PixtralImageProcessor"
-    hub_block = PIXTRAL_BLOCK
-    other_pixel_inputs = ("image_sizes",)
 
-    def tower(self, config: PixtralVisionConfig) -> VisionTower:
-        blocks = [DecoderLayer(config, Attention(config), GatedMLP(config)) for _ in range(config.computed_blocks)]
-        return VisionTower(config, blocks, first_norm=True, joined=config.joined_blocks)
+def pixtral_tower_rules(hub: str) -> tuple[Rule, ...]:
+    """The rules of `visual`, a tower whose name on the Hub is `hub`."""
+    heads = tuple(f"{hub}.{PIXTRAL_BLOCK}.attention.{part}_proj" for part in "qkv")
+    gate_up = tuple(f"{hub}.{PIXTRAL_BLOCK}.feed_forward.{part}_proj" for part in ("gate", "up"))
+    renamed = (Rename(f"{hub}.{theirs}", ours) for ours, theirs in PIXTRAL_TOWER.items())
+    packed = {"self_attn.qkv_proj": heads, "mlp.gate_up_proj": gate_up}
+    return *(Concat(f"visual.blocks.{{}}.{ours}", theirs) for ours, theirs in packed.items()), *renamed
 
-    def merger(self, config: PixtralVisionConfig) -> nn.Module:
-        text = self.config
-        return LinearProjector(
-            config.feature_width, text.hidden_size, text.projector_activation, bias=text.projector_bias
-        )
 
-    def tower_rules(self, hub: str) -> tuple[Rule, ...]:
-        heads = tuple(f"{hub}.{PIXTRAL_BLOCK}.attention.{part}_proj" for part in "qkv")
-        gate_up = tuple(f"{hub}.{PIXTRAL_BLOCK}.feed_forward.{part}_proj" for part in ("gate", "up"))
-        renamed = (Rename(f"{hub}.{theirs}", ours) for ours, theirs in PIXTRAL_NAMES.items())
-        packed = {"self_attn.qkv_proj": heads, "mlp.gate_up_proj": gate_up}
-        return *(Concat(f"visual.blocks.{{}}.{ours}", theirs) for ours, theirs in packed.items()), *renamed
+PIXTRAL_NAMES = WrappedNames(pixtral_tower_rules, PIXTRAL_BLOCK)
+
+
+class PixtralPlacer(PixelPlacer):
+    """Places images of any size. `config.vision` is a `PixtralVisionConfig`."""
+
+    other_inputs = ("image_sizes",)
 
     @property
-    def processor_settings(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def settings(self) -> tuple[dict[str, Any], dict[str, Any]]:
         vision = self.config.vision
         image = {
-            "image_processor_type": self.image_processor_type, "size": {"longest_edge": vision.image_size},
+            "size": {"longest_edge": vision.image_size},
             "patch_size": {"height": vision.patch_size, "width": vision.patch_size},
         }  # fmt: skip
         return image, {"patch_size": vision.patch_size, "spatial_merge_size": vision.spatial_merge_size}
 
-    def example_images(self, rows: int) -> tuple[int, dict[str, Tensor]]:
+    def example(self, rows: int) -> tuple[int, dict[str, Tensor]]:
         """One row of features an image."""
         vision, count = self.config.vision, 6
         size = vision.feature_side, count * vision.feature_side
         pixels = torch.randn(rows, vision.in_channels, *size, generator=torch.Generator().manual_seed(0))
         return count, {"pixel_values": pixels, "image_sizes": torch.tensor([size] * rows)}
 
-    def place_pixels(
+    def place(
         self, documents: Documents, pixels: Tensor, *, image_sizes: Tensor | None = None, **others: Any
     ) -> Images:
         """pixels: [images, C, H, W]. image_sizes: int [images, 2], the height and the width of each in pixels; what
@@ -95,7 +93,7 @@ class PixtralLanguageModel(WrappedLanguageModel):
                 "the processor expand the text, and cut no image off"
             )
         places = place_images(documents, [TokenGrid(token, row) for row in rows]).places
-        layout, _ = self.patch_layout(grids)
+        layout, _ = self.layout(grids)
         size = vision.patch_size
         patches = [
             picture_patches(image[None, :, : grid.h * size, : grid.w * size], size, vision.spatial_merge_size)

@@ -1,4 +1,4 @@
-"""Language models whose prompts are seen as a whole: each token of a text with pictures sees all of its prompt.
+"""Prompts that are seen as a whole: each token of a text with pictures sees all of its prompt.
 
 What follows the prompt is causal. A text without pictures is causal from its start. Must not know any text model.
 Source: PaliGemma, https://arxiv.org/abs/2407.07726.
@@ -8,32 +8,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
-from ligermodels.configs.vision import SiglipConfig
 from ligermodels.errors import InputError
 from ligermodels.generation.image_features import SeenAhead
-from ligermodels.layers.decoder import IGNORE_INDEX, CausalLMOutput
-from ligermodels.vision.fixed_size import PictureLanguageModel
-from ligermodels.vision.multimodal import Images
-from ligermodels.vision.siglip import PatchProjector, SiglipLanguageModel
+from ligermodels.layers.decoder import IGNORE_INDEX
+from ligermodels.vision.image_placer import Images
+from ligermodels.vision.siglip import SiglipPlacer
 from ligermodels.vision.token_places import Documents, documents_of
 
 
-class PrefixLanguageModel(SiglipLanguageModel):
-    """A causal language model whose pictures SigLIP encodes, a feature for each patch, and whose prompts see ahead."""
+class PrefixPlacer(SiglipPlacer):
+    """Places pictures for SigLIP in prompts that see ahead, a feature for each patch."""
 
-    image_processor_type = "SiglipImageProcessor"
     sees_prompt_ahead = True
 
-    def merger(self, config: SiglipConfig) -> PatchProjector:
-        return PatchProjector(config, self.config.hidden_size)
-
-    def prepare_training_images(self, input_ids: Tensor, labels: Tensor | None, **inputs: Any) -> Images:
-        return self.prepare_images(input_ids, labels=labels, **inputs)
-
-    @_disable_dynamo
-    def prepare_images(
+    def prepare(
         self,
         input_ids: Tensor,
         *,
@@ -44,7 +33,7 @@ class PrefixLanguageModel(SiglipLanguageModel):
         cu_seqlens: Tensor | None = None,
         **inputs: Any,
     ) -> Images:
-        """As `PictureLanguageModel.prepare_images`.
+        """As `PixelPlacer.prepare`.
 
         The prompt of a row or packed document are its first tokens: those of token_type_ids 0, int [B, T], followed by
         1; without them, and with pictures, those before its first label, int [B, T]; without labels all of it.
@@ -53,7 +42,7 @@ class PrefixLanguageModel(SiglipLanguageModel):
         given: dict[str, Any] = {
             "attention_mask": attention_mask, "position_ids": position_ids, "cu_seqlens": cu_seqlens,
         }  # fmt: skip
-        images = PictureLanguageModel.prepare_images(self, input_ids, **given, **inputs)
+        images = SiglipPlacer.prepare(self, input_ids, **given, **inputs)
         documents = documents_of(input_ids.cpu(), **given)
         behind = torch.zeros(input_ids.shape, dtype=torch.bool)
         if token_type_ids is not None:
@@ -76,38 +65,9 @@ class PrefixLanguageModel(SiglipLanguageModel):
                 f"{window} of text_config, which is not supported; shorten it, or take a model of smaller pictures"
             )
 
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        labels: Tensor | None = None,
-        *,
-        pixel_values: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        **inputs: Any,
-    ) -> CausalLMOutput:
-        """As `VisionLanguageModel.forward`; token_type_ids: see `prepare_images`."""
-        if token_type_ids is not None and pixel_values is None:
-            raise InputError(
-                "token_type_ids: belong to pixel_values; a text without pictures is causal, leave them out"
-            )
-        return super().forward(input_ids, labels, pixel_values=pixel_values, token_type_ids=token_type_ids, **inputs)
-
-    def generate(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        *,
-        token_type_ids: Tensor | None = None,
-        **options: Any,
-    ) -> Tensor:
-        """As `VisionLanguageModel.generate`. Raises InputError for tokens behind the prompt: all of it is seen."""
-        if token_type_ids is not None and token_type_ids.any():
-            raise InputError("token_type_ids: has 1, which is behind a prompt; generate takes prompts alone")
-        return super().generate(input_ids, attention_mask, **options)
-
     @property
-    def processor_settings(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        return super().processor_settings[0] | {"image_seq_length": self.config.vision.features_per_picture}, {}
+    def settings(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        return super().settings[0] | {"image_seq_length": self.config.vision.features_per_picture}, {}
 
 
 def prompts_seen(documents: Documents, behind: Tensor, token: int | None) -> SeenAhead:

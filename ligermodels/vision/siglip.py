@@ -1,4 +1,4 @@
-"""Language models with pictures of one size, which SigLIP encodes: the tower, its pooled features.
+"""Pictures of one size that SigLIP encodes: the tower, its pooled features.
 
 All tokens of a picture see all of their picture. Must not know any text model.
 Source: SigLIP, https://arxiv.org/abs/2303.15343; the pooling and the attention of Gemma 3, https://arxiv.org/abs/2503.19786.
@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 
-from ligermodels.configs.vision import SiglipConfig
+from ligermodels.configs.vision import PictureConfig, SiglipConfig
 from ligermodels.generation.image_features import SeenAhead
 from ligermodels.layers.fused import apply_linear
 from ligermodels.layers.norm import RMSNorm
-from ligermodels.vision.fixed_size import PictureLanguageModel, picture_blocks
-from ligermodels.vision.multimodal import Images
+from ligermodels.vision.fixed_size import PicturePlacer, picture_blocks
+from ligermodels.vision.image_placer import Images
 from ligermodels.vision.patch_positions import Grid, PatchLayout, patch_layout
 from ligermodels.vision.tower import VisionTower
 
@@ -51,31 +50,34 @@ class PatchProjector(nn.Module):
         return apply_linear(self.linear, x.view(-1, x.shape[-1]))
 
 
-class SiglipLanguageModel(PictureLanguageModel):
-    """A causal language model whose pictures SigLIP encodes. The tokens of a picture see its later ones too."""
+def siglip_tower(config: PictureConfig) -> VisionTower:
+    """Builds the tower: learned positions, no class token, a norm behind the blocks."""
+    return VisionTower(config, picture_blocks(config), patch_bias=True, table=config.table_side**2, final_norm=True)
 
-    image_processor_type = "Gemma3ImageProcessor"
 
-    def tower(self, config: SiglipConfig) -> VisionTower:
-        return VisionTower(config, picture_blocks(config), patch_bias=True, table=config.table_side**2, final_norm=True)
-
-    def merger(self, config: SiglipConfig) -> nn.Module:
-        return PooledProjector(config, self.config.hidden_size)
+class SiglipPlacer(PicturePlacer):
+    """Places pictures for SigLIP. `config.vision` is a `SiglipConfig`."""
 
     @property
-    def processor_settings(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def settings(self) -> tuple[dict[str, Any], dict[str, Any]]:
         vision = self.config.vision
         size = {"height": vision.image_size, "width": vision.image_size}
-        image = {"image_processor_type": self.image_processor_type, "size": size}
-        return image, {"image_seq_length": vision.mm_tokens_per_image}
+        return {"size": size}, {}
 
-    def patch_layout(self, grids: Sequence[Grid]) -> tuple[PatchLayout, Tensor | None]:
+    def layout(self, grids: Sequence[Grid]) -> tuple[PatchLayout, Tensor | None]:
         vision = self.config.vision
         return patch_layout(grids, vision.spatial_merge_size, table=vision.table_side)
 
-    @_disable_dynamo
-    def prepare_images(self, input_ids: Tensor, **inputs: Any) -> Images:
-        images = super().prepare_images(input_ids, **inputs)
+
+class PooledPlacer(SiglipPlacer):
+    """Places pictures with pooled features. The tokens of a picture see its later ones too."""
+
+    @property
+    def settings(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        return super().settings[0], {"image_seq_length": self.config.vision.mm_tokens_per_image}
+
+    def prepare(self, input_ids: Tensor, **inputs: Any) -> Images:
+        images = super().prepare(input_ids, **inputs)
         counts = seen_ahead(self.config.vision.mm_tokens_per_image, images.places)
         return images._replace(ahead=SeenAhead(images.places, counts))
 

@@ -1,4 +1,4 @@
-"""Language models with images in square tiles, which SigLIP encodes one by one: inputs, layout, projector.
+"""Images in square tiles, which SigLIP encodes one by one: their places, layout, projector, names.
 
 A tile may be padded: its patches of padding have features too, but no other patch sees them. Every tile has the same
 number of tokens, causal as those of text. Must not know any text model.
@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.configs.idefics3 import Idefics3VisionConfig
+from ligermodels.configs.vision import VisionConfig
 from ligermodels.errors import InputError
 from ligermodels.kernels.attention.shared_keys import SharedKeys
 from ligermodels.layers.fused import apply_linear
-from ligermodels.vision.fixed_size import PictureLanguageModel, picture_blocks, picture_patches
-from ligermodels.vision.multimodal import Images
+from ligermodels.vision.fixed_size import PicturePlacer, picture_patches, picture_tower_rules
+from ligermodels.vision.image_placer import Images
 from ligermodels.vision.patch_positions import (
     Grid,
     PatchLayout,
@@ -26,7 +27,6 @@ from ligermodels.vision.patch_positions import (
     patch_positions,
 )
 from ligermodels.vision.token_places import Documents, TokenGrid, place_images
-from ligermodels.vision.tower import VisionTower
 from ligermodels.weights.mapping import Rename, Rule
 
 TOWER, CONNECTOR, TEXT = "model.vision_model", "model.connector.modality_projection", "model.text_model"
@@ -47,25 +47,23 @@ class SquareProjector(nn.Module):
         return apply_linear(self.proj, x.view(-1, self.proj.in_features))
 
 
-class TileLanguageModel(PictureLanguageModel):
-    """A causal language model with tiles. `config.vision` is an `Idefics3VisionConfig`, image_size its tiles' side."""
+class TileNames:
+    """The names of a checkpoint of Idefics 3."""
 
-    other_pixel_inputs = ("pixel_attention_mask",)
+    def layouts(self, text_rules: tuple[Rule, ...]) -> tuple[tuple[Rule, ...], ...]:
+        text = Rename(TEXT, "model", text_rules)
+        return ((text, Rename(CONNECTOR, "projector"), *picture_tower_rules(TOWER)),)
 
-    def tower(self, config: Idefics3VisionConfig) -> VisionTower:
-        return VisionTower(config, picture_blocks(config), patch_bias=True, table=config.table_side**2, final_norm=True)
-
-    def merger(self, config: Idefics3VisionConfig) -> SquareProjector:
-        return SquareProjector(config, self.config.hidden_size)
-
-    def weight_rules(self) -> tuple[Rule, ...]:
-        text = Rename(TEXT, "model", self.text_rules())
-        return text, Rename(CONNECTOR, "projector"), *self.tower_rules(TOWER)
-
-    def other_weight_rules(self) -> tuple[tuple[Rule, ...], ...]:
+    def kept_tensors(self, vision: VisionConfig) -> tuple[str, ...]:
         return ()
 
-    def patch_layout(self, grids: Sequence[Grid]) -> tuple[PatchLayout, None]:
+
+class TilePlacer(PicturePlacer):
+    """Places images in tiles. `config.vision` is an `Idefics3VisionConfig`, image_size its tiles' side."""
+
+    other_inputs = ("pixel_attention_mask",)
+
+    def layout(self, grids: Sequence[Grid]) -> tuple[PatchLayout, None]:
         """The layout of tiles, each of which begins with its grid of patches; the others are padding."""
         vision = self.config.vision
         return padded_tile_layout(grids, vision.table_side, vision.spatial_merge_size), None
@@ -75,20 +73,20 @@ class TileLanguageModel(PictureLanguageModel):
         return Grid(1, *[self.config.vision.table_side] * 2)
 
     @property
-    def processor_settings(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    def settings(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """At most 2 × 2 tiles and the whole, where published models have 4 × 4: new models are small."""
         vision = self.config.vision
         image = {
-            "image_processor_type": self.image_processor_type, "size": {"longest_edge": 2 * vision.image_size},
+            "size": {"longest_edge": 2 * vision.image_size},
             "max_image_size": {"longest_edge": vision.image_size},
         }  # fmt: skip
         return image, {"image_seq_len": vision.features_per_picture}
 
-    def example_images(self, rows: int) -> tuple[int, dict[str, Tensor]]:
-        features, inputs = super().example_images(rows)
+    def example(self, rows: int) -> tuple[int, dict[str, Tensor]]:
+        features, inputs = super().example(rows)
         return features, {"pixel_values": inputs["pixel_values"][:, None]}
 
-    def place_pixels(
+    def place(
         self, documents: Documents, pixels: Tensor, *, pixel_attention_mask: Tensor | None = None, **others: Any
     ) -> Images:
         """pixels: [B, N, C, side, side], the tiles of each row of text, N at most; those of zeros alone are none.
@@ -111,7 +109,7 @@ class TileLanguageModel(PictureLanguageModel):
             raise InputError("pixel_values: all tiles are zeros, which is padding; leave them out")
         features = TokenGrid(token, Grid(1, 1, vision.features_per_picture))
         patches = picture_patches(pixels[real], vision.patch_size, vision.spatial_merge_size)
-        layout, _ = self.patch_layout(grids)
+        layout, _ = self.layout(grids)
         return Images(patches, layout, place_images(documents, [features] * len(grids)).places)
 
     def split_by_row(self, pixels: Mapping[str, Any], ids: Tensor) -> list[dict[str, Any]]:

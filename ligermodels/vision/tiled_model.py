@@ -1,5 +1,8 @@
 """A causal language model that sees tiles of images by cross-attention.
 
+A token sees the image whose token is before it, up to the next image; of images that follow one another the k-th token
+sees the first k, and the text behind them all.
+
 `prepare_images` does on the CPU what depends on masks and token ids alone; a data loader may call it, and pass its
 result to `forward`, which then waits for nothing. Must not know any family, nor files or processors of images.
 """
@@ -19,12 +22,12 @@ from ligermodels.layers.decoder import CausalLMOutput
 from ligermodels.layers.packed import name_parts
 from ligermodels.vision.multimodal import ImageParts, is_trained
 from ligermodels.vision.tiled_vision import TiledVisionTower, TileLayout, tile_layout
-from ligermodels.vision.tiles_seen import Tiles, as_mask, moved, spans_of_mask, spans_of_tokens
 from ligermodels.vision.token_places import Documents, documents_of
 from ligermodels.weights.sharding import is_sharded
 
 TILE_INPUTS = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask", "cross_attention_mask")
 UNSUPERVISED = -100
+Tiles = tuple[int, ...]
 SQUARE_RATIO = 6  # of aspect_ratio_ids: two rows of two tiles
 
 
@@ -280,3 +283,34 @@ class TiledVisionLanguageModel(ImageParts):
             spans += [moved(span, int(places[span.first])) for span in inside]
             last.append(inside[-1].tiles)
         return spans, last
+
+
+def spans_of_tokens(image_places: Sequence[int], images: Sequence[Tiles]) -> list[TileSpan]:
+    """The spans of a document whose image tokens stand at these places. images: the tiles of each."""
+    spans = [] if image_places and image_places[0] == 0 else [TileSpan(0, ())]
+    seen: Tiles = ()
+    for number, place in enumerate(image_places):
+        follows = number > 0 and image_places[number - 1] == place - 1
+        seen = (*seen, *images[number]) if follows else images[number]
+        spans.append(TileSpan(place, seen))
+    return spans
+
+
+def spans_of_mask(mask: Tensor, tiles: Sequence[int], blind: Tiles) -> list[TileSpan]:
+    """The spans of a row by a mask [T, tiles] of the tiles that each token sees. tiles: the number of each column, -1
+    for a tile that no image has. blind: the tiles that tokens attend to which see none."""
+    changes = (mask[1:] != mask[:-1]).any(1).nonzero()[:, 0] + 1
+    spans = []
+    for first in (0, *changes.tolist()):
+        seen = tuple(tiles[column] for column in mask[first].nonzero()[:, 0].tolist() if tiles[column] >= 0)
+        spans.append(TileSpan(first, seen or blind, is_blind=not seen))
+    return spans
+
+
+def moved(span: TileSpan, place: int) -> TileSpan:
+    return span._replace(first=place)
+
+
+def as_mask(values: Tensor) -> Tensor:
+    """The columns [T, images, tiles] of a mask as [T, images tiles], bool."""
+    return values.flatten(1) > torch.zeros((), dtype=values.dtype)

@@ -18,7 +18,7 @@ from ligermodels.kernels.attention.shared_keys import SharedKeys
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.fused import add_then_norm
-from ligermodels.layers.mixer import Positions
+from ligermodels.layers.inputs import Positions, Sequences
 from ligermodels.layers.mlp import MLP
 from ligermodels.layers.norm import LayerNorm
 from ligermodels.vision.cross_attention import GatedLayer
@@ -134,7 +134,8 @@ class TiledVisionTower(nn.Module):
         images, tiles, own, width = x.shape
         x = F.pad(x, (0, 0, 0, self.config.rows_per_tile - own))
         places = torch.arange(len(layout.order), device=x.device)[None]
-        spans = Positions(places, {}, layout.cu_seqlens, layout.longest, layout.keys, causal=False, runs=layout.runs)
+        sequences = Sequences(layout.cu_seqlens, layout.longest, layout.keys, causal=False, runs=layout.runs)
+        spans = Positions(places, {}, sequences)
         inverse = torch.empty_like(layout.order).index_copy(0, layout.order, places[0])
         x, residual, taps = x.view(1, -1, width)[:, layout.order], None, []
         for index, block in enumerate(self.blocks):

@@ -16,7 +16,7 @@ from ligermodels.configs.vision import VisionConfig
 from ligermodels.kernels.dispatch import widen
 from ligermodels.layers.block import Block
 from ligermodels.layers.fused import activation_then_linear, add_then_norm, apply_linear
-from ligermodels.layers.mixer import Positions
+from ligermodels.layers.inputs import Positions, Sequences
 from ligermodels.layers.norm import LayerNorm, hidden_norm
 from ligermodels.layers.rope import rotary_embedding
 from ligermodels.vision.patch_positions import PatchLayout
@@ -90,7 +90,7 @@ class VisionTower(nn.Module):
         rotary = self.rotary_emb
         angles = {} if rotary is None else {FULL_ATTENTION: rotary(layout.positions[:, None])}
         frames, windows = (
-            None if spans is None else Positions(layout.positions, angles, *spans, keys, causal=False)
+            None if spans is None else Positions(layout.positions, angles, Sequences(*spans, keys, causal=False))
             for spans, keys in ((layout.frames, layout.keys), (layout.windows, None))
         )
         for index, block in enumerate(self.blocks):
@@ -125,3 +125,27 @@ class PatchMerger(nn.Module):
             x = x.view(-1, self.width)
         normed, _ = add_then_norm(self.norm, x, residual)
         return activation_then_linear(apply_linear(self.fc1, normed.view(-1, self.width)), "gelu", self.fc2, fused=True)
+
+
+class LinearProjector(nn.Module):
+    """linear_2(activation(linear_1(hidden states))): one feature of the text model, [D], for each row of the tower.
+
+    width, hidden_size: of the tower's rows, E, and of the features, D. rows_per_image: rows of an image, the first of
+    which is a class token that has no feature; None if all rows have one.
+    """
+
+    def __init__(
+        self, width: int, hidden_size: int, activation: str, *, bias: bool, rows_per_image: int | None = None
+    ) -> None:
+        super().__init__()
+        self.activation, self.rows_per_image = activation, rows_per_image
+        self.linear_1 = nn.Linear(width, hidden_size, bias=bias)
+        self.linear_2 = nn.Linear(hidden_size, hidden_size, bias=bias)
+
+    def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """The tower's output, [1, P, E] each -> features [N, D]."""
+        states = x if residual is None else x + residual
+        if self.rows_per_image is not None:
+            states = states.view(-1, self.rows_per_image, states.shape[-1])[:, 1:]
+        hidden = apply_linear(self.linear_1, states.reshape(-1, states.shape[-1]))
+        return activation_then_linear(hidden, self.activation, self.linear_2, fused=True)

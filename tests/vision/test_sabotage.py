@@ -14,7 +14,7 @@ TILES = "ligermodels.vision.siglip_tiles"
 FEATURES = "ligermodels.generation.image_features"
 PREFIX = "ligermodels.vision.prefix_lm"
 PIXTRAL = "ligermodels.vision.pixtral"
-LINEARS = "ligermodels.vision.hub_names:LinearProjector"
+LINEARS = "ligermodels.vision.tower:LinearProjector"
 TOWER = "ligermodels.vision.tower:VisionTower.forward"
 
 BREAKS = {
@@ -172,13 +172,13 @@ BREAKS = {
         f"{PIXTRAL}:MergingProjector.merged", "= normed.view", "= (x + residual).view", "mistral3"
     ),
     "padding taken for the image": Sabotage(
-        f"{PIXTRAL}:PixtralLanguageModel.place_pixels",
+        f"{PIXTRAL}:PixtralPlacer.place",
         ": grid.h * size, : grid.w * size",
         "-grid.h * size :, -grid.w * size :",
         "pixtral",
     ),
     "columns of features taken for rows": Sabotage(
-        f"{PIXTRAL}:PixtralLanguageModel.place_pixels",
+        f"{PIXTRAL}:PixtralPlacer.place",
         "Grid(1, 1, grid.w) for grid in merged for _ in range(grid.h)",
         "Grid(1, 1, grid.h) for grid in merged for _ in range(grid.w)",
         "mistral3",
@@ -193,7 +193,7 @@ BREAKS = {
         f"{PREFIX}:prompts_seen", "int(others[0])", "int(others[0]) - 1", "paligemma"
     ),
     "all of a text is its prompt": Sabotage(
-        f"{PREFIX}:PrefixLanguageModel.prepare_images",
+        f"{PREFIX}:PrefixPlacer.prepare",
         "token_type_ids.cpu() != 0",
         "token_type_ids.cpu() < 0",
         "paligemma",
@@ -225,7 +225,7 @@ def test_a_break_makes_its_parity_case_fail(name, monkeypatch):
 
 
 def test_times_of_a_video_without_seconds_fail(monkeypatch):
-    where = "ligermodels.architectures.qwen2_5_vl:Qwen25VL.frame_interval"
+    where = "ligermodels.architectures.qwen2_5_vl:Qwen25Placer.frame_interval"
     Sabotage(where, "tokens_per_second * seconds", "tokens_per_second", "").apply(monkeypatch)
     with pytest.raises(AssertionError):
         check_image_parity("qwen2_5_vl", "video", "cpu")

@@ -313,7 +313,7 @@ BREAKS = {
     "keys not normed": Sabotage(f"{CROSS}:CrossAttention.attend", "k = self.k_norm(k)", "k = k * 1", ""),
     "causal cross-attention": Sabotage(f"{CROSS}:CrossAttention.attend", "causal=False", "causal=True", ""),
     "tokens see the image before": Sabotage(
-        "ligermodels.vision.tiles_seen:spans_of_mask", "nonzero()[:, 0] + 1", "nonzero()[:, 0] + 2", ""
+        "ligermodels.vision.tiled_model:spans_of_mask", "nonzero()[:, 0] + 1", "nonzero()[:, 0] + 2", ""
     ),
 }
 

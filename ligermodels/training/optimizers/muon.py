@@ -30,14 +30,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ligermodels.errors import InputError
 from ligermodels.kernels.optim.param_rounding import master_reference, split_reference
 from ligermodels.layers.attention import Attention
-from ligermodels.layers.block import LayerInputLayer
 from ligermodels.layers.gated_delta import GatedDeltaNet
+from ligermodels.layers.gemma4 import LayerInputLayer, NormedHeadsAttention, ReadingAttention
 from ligermodels.layers.latent_attention import LatentAttention
 from ligermodels.layers.lora import GroupedUpdate, LoRALinear
 from ligermodels.layers.mamba2 import Mamba2
 from ligermodels.layers.mlp import MLP, GatedMLP
 from ligermodels.layers.moe import Experts
-from ligermodels.layers.normed_heads import NormedHeadsAttention, ReadingAttention
 from ligermodels.layers.short_conv import ShortConv
 from ligermodels.training.optimizers.adamw import AdamW, compiled_on_gpu, local_view, write_if_finite
 from ligermodels.vision.cross_attention import CrossAttention

@@ -29,7 +29,7 @@ def flops_per_patch(model: VisionLanguageModel, grids: Sequence[Grid]) -> float:
         tower.patches_per_feature
     )
     flops += product_flops([tower.blocks], backward) * vision.rows_of(patches) / patches
-    layout, _ = model.patch_layout(grids)
+    layout, _ = model.placer.layout(grids)
     for index in range(len(tower.blocks)):
         spans = layout.windows if index in tower.windowed and layout.windows is not None else layout.frames
         keys = float(spans.cu_seqlens.diff().double().square().sum()) / patches

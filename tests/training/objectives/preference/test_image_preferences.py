@@ -257,7 +257,7 @@ TOKENS = "ligermodels.training.data.preferences.tokenization"
 LAYOUT = "ligermodels.training.data.preferences.layout"
 BREAKS = {
     "positions of completions that ignore the prompt's images": Sabotage(
-        "ligermodels.vision.multimodal:Images.continuing", ".max() + 1", ".shape[-1]", "qwen2_vl dpo"
+        "ligermodels.vision.image_placer:Images.continuing", ".max() + 1", ".shape[-1]", "qwen2_vl dpo"
     ),
     "positions of completions from 0": Sabotage(
         f"{COLLATION}:image_arguments", "if layout.shares and", "if False and", "qwen2_vl dpo"
