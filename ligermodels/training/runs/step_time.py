@@ -66,8 +66,8 @@ class StepTime:
         self, memory: TrainingMemory, tokens: int, micro_batches: int, checkpointed_blocks: int, kept_tensors: int, *,
         in_backward: bool, in_8_bits: bool,
     ) -> float:  # fmt: skip
-        """The seconds of a step with this plan of the memory. tokens are those of a micro-batch; in_backward and in_8_bits
-        describe the optimizer."""
+        """The seconds of a step with this plan of the memory. tokens are those of a micro-batch. in_backward and
+        in_8_bits describe the optimizer."""
         rates, trained = self.rates, self.trained
         products = self.flops * (tokens + TOKENS_OF_MICRO_BATCH) / rates.flops
         again = tokens * self.recomputed_by(checkpointed_blocks, kept_tensors) / rates.flops
