@@ -106,7 +106,7 @@ def check_divergence(kind: str, b: float, temperature: float) -> None:
 
 
 def check_top_k(shape: tuple[int, ...], ids: Tensor, logprobs: Tensor, kind: str, tail: bool) -> None:
-    """shape: [..., V], of the student's logits."""
+    """Raises InputError for a top-k teacher that does not fit the student's logits, whose shape is [..., V]."""
     if kind not in TOP_K_KINDS:
         raise InputError(f"kind is {kind!r}; for a top-k teacher it must be {' or '.join(TOP_K_KINDS)}")
     if not tail and kind != "forward_kl":
@@ -127,7 +127,7 @@ def valid_ids(ids: Tensor, vocab: int) -> Tensor:
 
 
 def with_tail(logprobs: Tensor) -> tuple[Tensor, Tensor]:
-    """(log q of the k classes, log q_T): if Σ q exceeds 1, by the rounding of stored numbers, it becomes 1."""
+    """Returns (log q of the k classes, log q_T). If Σ q exceeds 1, by the rounding of stored numbers, it becomes 1."""
     total = logprobs.exp().sum(-1)
     return logprobs - total.clamp_min(1).log()[..., None], (1 - total).clamp_min(LEAST_TAIL).log()
 

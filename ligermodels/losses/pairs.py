@@ -75,7 +75,7 @@ def sum_over_pairs(
     metrics: dict[str, Tensor],
     dtype: torch.dtype,
 ) -> PairLoss:
-    """losses, nll and each metric: [P]; lengths: tokens of both sides, [P, 2]."""
+    """Adds up losses, nll and each metric, [P]. lengths are the tokens of both sides, [P, 2]."""
     absent = lengths.amin(1) == 0
     summed = {name: values.detach().masked_fill(absent, 0).sum().to(dtype) for name, values in metrics.items()}
     return PairLoss(

@@ -1,4 +1,4 @@
-"""The training loop: one run, to be read from top to bottom.
+"""The training loop: one run, to be read from top to bottom, from `train` on.
 
     from ligermodels.training import TrainConfig, train
     result = train(TrainConfig(model="qwen2", steps=200))
@@ -57,10 +57,12 @@ from ligermodels.weights.writing import failure
 
 @dataclass(frozen=True)
 class TrainResult:
-    """model: as it was trained; under FSDP2 its parameters are DTensors. step: the step after which it had these
-    weights: the last one, or that with the lowest validation loss (`best_checkpoint`). metrics: the records of
-    metrics.jsonl, in order, such as {"step": 1, "loss": 6.9, …}. folder: of the run. exported: the model's or the
-    adapter's folder in it; None where nothing was exported.
+    """What a run returns.
+
+    The model is as it was trained; under FSDP2 its parameters are DTensors. step is the one after which it had these
+    weights: the last one, or that with the lowest validation loss (`best_checkpoint`). metrics has the records of
+    metrics.jsonl, in order, such as {"step": 1, "loss": 6.9, …}. folder is that of the run, and exported the model's or
+    the adapter's folder in it; None where nothing was exported.
     """
 
     model: CausalLM

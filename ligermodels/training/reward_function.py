@@ -47,7 +47,7 @@ class RewardModelFunction:
 
     @torch.no_grad()
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
-        """prompts, completions: strings, or lists of messages. columns: those of the data, without effect.
+        """Scores completions. Prompts and completions are strings, or lists of messages; columns have no effect.
 
         Raises InputError, which names the completion, for one that is too long or cannot be rendered.
         """

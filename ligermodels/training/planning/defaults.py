@@ -33,7 +33,7 @@ VALIDATIONS = 10
 
 
 class Choice(NamedTuple):
-    """reason: why the value was chosen; empty where it is a constant."""
+    """A value that is chosen for a setting. reason says why; it is empty where the value is a constant."""
 
     value: Any
     reason: str = ""

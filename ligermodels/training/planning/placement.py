@@ -73,8 +73,8 @@ class Placement:
 
 @dataclass(frozen=True)
 class Device:
-    """usable: bytes that a step can use. total: bytes that it has. host: available bytes of host memory. time: of
-    steps on it."""
+    """What a placement must fit into. A step can use `usable` of the device's `total` bytes, and `host` bytes of host
+    memory are available. time plans that of steps on it."""
 
     usable: float
     total: int

@@ -397,7 +397,7 @@ class StateBytes(NamedTuple):
 
 
 def state_sizes(optimizer: AdamW) -> StateBytes:
-    """optimizer: of a model on the meta device, on which its states are created."""
+    """Creates the states of an optimizer, whose model is on the meta device, and counts their bytes."""
     optimizer.create_states()
     return StateBytes(state_bytes(optimizer), *bytes_where_offloaded(optimizer))
 

@@ -54,7 +54,7 @@ class StepTime:
     """The time of a model's step on one rank."""
 
     def __init__(self, model: CausalLM, sequence_length: int, rates: Rates, shards: int = 1) -> None:
-        """model: unsharded, on any device. shards: the ranks over which it is to be sharded."""
+        """Reads a model, which is unsharded, on any device, and is to be sharded over so many ranks."""
         self.rates, self.blocks, self.length = rates, model.blocks, sequence_length
         self.trained = sum(parameter.nbytes for parameter in trained_parameters(model)) / shards
         self.flops = flops_per_token(model, sequence_length)
@@ -66,7 +66,8 @@ class StepTime:
         self, memory: TrainingMemory, tokens: int, micro_batches: int, checkpointed_blocks: int, kept_tensors: int, *,
         in_backward: bool, in_8_bits: bool,
     ) -> float:  # fmt: skip
-        """memory: the plan of the step. tokens: of a micro-batch. in_backward, in_8_bits: the optimizer."""
+        """The seconds of a step with this plan of the memory. tokens are those of a micro-batch. in_backward and
+        in_8_bits describe the optimizer."""
         rates, trained = self.rates, self.trained
         products = self.flops * (tokens + TOKENS_OF_MICRO_BATCH) / rates.flops
         again = tokens * self.recomputed_by(checkpointed_blocks, kept_tensors) / rates.flops

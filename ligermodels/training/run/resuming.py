@@ -104,7 +104,7 @@ def last_step(output: Path) -> int:
 
 
 def refuse_other_data(config: TrainConfig, saved: Mapping[str, Any] | None, fingerprint: str) -> None:
-    """saved: the settings in the newest checkpoint. Raises InputError where it was trained on other data."""
+    """Raises InputError where the newest checkpoint, whose settings are `saved`, was trained on other data."""
     if saved is not None and saved.get("data_fingerprint") != fingerprint and not config.allow_changes:
         raise InputError(
             f"--resume {config.resume}: the data have changed: documents, their order or their tokens differ; restore "

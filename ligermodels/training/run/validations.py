@@ -58,7 +58,7 @@ class Validations:
         return f"early stopping: {number} in a row had no lower loss" + (f" than step {step}" if step else "")
 
     def best_line(self) -> str:
-        """With --best-checkpoint: which weights are exported."""
+        """Says which weights are exported with --best-checkpoint."""
         step = self.best
         if step is None:
             return "no validation loss was finite: the last weights are exported"
@@ -83,7 +83,7 @@ def validation_due(config: RunConfig, step: int) -> bool:
 
 
 def checkpoint_due(config: RunConfig, step: int, *, overdue: bool) -> bool:
-    """overdue: whether the last checkpoint is older than `checkpoint_minutes`."""
+    """Tells whether a checkpoint is due. overdue says whether the last one is older than `checkpoint_minutes`."""
     every = config.checkpoint_every
     if every == 0:
         return False

@@ -64,9 +64,10 @@ class CompletionBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Rewards:
-    """values: of each function, in order, the rewards of all completions. extras: columns of completions.jsonl.
+    """What reward functions have returned.
 
-    metrics: what the functions have logged, by name.
+    values has, for each function in order, the rewards of all completions. extras are columns of completions.jsonl.
+    metrics has what the functions have logged, by name.
     """
 
     values: list[list[float | None]]
