@@ -65,6 +65,9 @@ class GroupSelection:
         documents, offsets = self.store.firsts[self.numbers], self.store.tokens.offsets
         return int((offsets[documents + 1] - offsets[documents]).max())
 
+    def places(self, index: int) -> list[str]:
+        return [self.store.place(int(self.numbers[index]))]
+
     def piece(self, index: int, unit: int) -> GroupPiece:
         """Group number `index` of these. unit: the number that it gets in its step."""
         number = int(self.numbers[index])
@@ -125,11 +128,6 @@ class Groups(Concatenated[GroupSelection]):
     def prompt(self, number: int, unit: int) -> GroupPrompt:
         part, index = self.locate(number)
         return part.store.prompt(int(part.numbers[index]), unit)._replace(number=number)
-
-    def places(self, number: int) -> list[str]:
-        """Returns where the group was read."""
-        part, index = self.locate(number)
-        return [part.store.place(int(part.numbers[index]))]
 
     def dealt_prompts(self, numbers: Sequence[int], world: World) -> list[GroupPrompt]:
         """Returns this rank's prompts of these groups, dealt by their tokens; `unit` numbers all of them."""

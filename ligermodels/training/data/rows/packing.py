@@ -191,14 +191,19 @@ class Rows:
         sizes = zip(self.starts[span].tolist(), self.lengths[span].tolist(), strict=True)
         return [Segment(self.store, start, size) for start, size in sizes]
 
+    def places(self, row: int) -> list[str]:
+        return [self.store.place(segment.start) for segment in self.segments(row)]
+
 
 class RowPart(Protocol):
-    """The rows of one store."""
+    """The rows of one store. places: returns where the documents of a row were read."""
 
     def __len__(self) -> int: ...
 
     @property
     def fingerprint(self) -> str: ...
+
+    def places(self, row: int) -> list[str]: ...
 
 
 AnyPart = TypeVar("AnyPart", bound=RowPart)
@@ -219,6 +224,11 @@ class Concatenated(Generic[AnyPart]):
         part = bisect.bisect_right(self.ends, number)
         return self.parts[part], number - self.ends[part] + len(self.parts[part])
 
+    def places(self, number: int) -> list[str]:
+        """Returns where the documents of a row were read."""
+        part, row = self.locate(number)
+        return part.places(row)
+
     @property
     def fingerprint(self) -> str:
         """A hash of all rows and of their order."""
@@ -234,10 +244,6 @@ class ConcatenatedRows(Concatenated[Rows]):
     def segments(self, row: int) -> list[Segment]:
         part, index = self.locate(row)
         return part.segments(index)
-
-    def places(self, row: int) -> list[str]:
-        """Returns where the documents of a row were read."""
-        return [segment.store.place(segment.start) for segment in self.segments(row)]
 
 
 def pack_documents(parts: Sequence[Selection], length: int, packing: bool) -> ConcatenatedRows:

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import zip_longest
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -20,11 +20,15 @@ from ligermodels.distributed import World, raise_on_all
 from ligermodels.errors import InputError
 from ligermodels.training.data.rows.batches import Batch, collate, split_global_batch
 from ligermodels.training.data.rows.image_documents import ImageDecoder, images_of
-from ligermodels.training.data.rows.packing import ConcatenatedRows, Segment
+from ligermodels.training.data.rows.packing import Concatenated, ConcatenatedRows, Segment
 from ligermodels.training.data.rows.stored_states import StoredStates
 
 PROMPT_TOKENS = 16  # of a text, as the prompt of a sample
 MIXTURE_BLOCK = 10_000  # entries; weights hold exactly within each block, so 1 / MIXTURE_BLOCK is the smallest weight
+
+PrefetchRequest = TypeVar("PrefetchRequest")
+Prefetched = TypeVar("Prefetched")
+Sequenced = TypeVar("Sequenced", bound=Concatenated[Any])
 
 
 class Mixture:
@@ -92,10 +96,6 @@ def mixture_block(shares: tuple[int, ...], seed: int, block: int) -> tuple[np.nd
     return sources[order], numbers[order]
 
 
-PrefetchRequest = TypeVar("PrefetchRequest")
-Prefetched = TypeVar("Prefetched")
-
-
 class DataError(InputError):
     """Data that cannot be read at their turn in a run. All ranks raise it at the same place, between two steps."""
 
@@ -139,21 +139,6 @@ class Prefetcher(Generic[PrefetchRequest, Prefetched]):
         """Yields the results of requests, in order; one is prefetched while the one before is used."""
         for request, following in zip_longest(requests, requests[1:]):
             yield self.take(request, following)
-
-
-class RowSequence(Protocol):
-    """Rows of several stores, as one sequence."""
-
-    def __len__(self) -> int: ...
-
-    @property
-    def fingerprint(self) -> str: ...
-
-    def places(self, number: int) -> list[str]:
-        """Returns where the documents of a row were read."""
-
-
-Sequenced = TypeVar("Sequenced", bound=RowSequence)
 
 
 class MixedRows(Generic[Sequenced, Prefetched]):
