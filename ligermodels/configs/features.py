@@ -161,7 +161,7 @@ class MoEConfig(Config):
     experts_optional: ClassVar[bool] = False  # whether layers without experts are dense
 
     @property
-    def expert_sizes(self) -> dict[str, int]:
+    def expert_sizes(self) -> dict[str, Any]:
         """The sizes of the routed experts, as `MoE` takes them."""
         width = getattr(self, "moe_intermediate_size", self.intermediate_size)
         experts = getattr(self, self.experts_field)

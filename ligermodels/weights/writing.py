@@ -61,10 +61,16 @@ def write_folder(
     ranks that do not write advance it too, all ranks return when the folder is complete, and all raise if rank 0 fails.
     Raises CheckpointError if `folder` is in use or cannot be written; then nothing is left behind.
     """
-    writers = [write] if also is None else [write, also]
+
+    def write_files() -> None:
+        with atomic_folder(folder, bool(replaced)) as temporary:
+            write(temporary)
+            if also is not None:
+                also(temporary)
+
     error = failure(prepare_writing, folder, replaced) if is_first() else None
     (raise_on_all if sharded else raise_if_any)(error)
-    write_on_first_rank(lambda: write_atomically(folder, writers, bool(replaced)), tensors, sharded)
+    write_on_first_rank(write_files, tensors, sharded)
 
 
 def write_on_first_rank(write: Callable[[], None], tensors: Iterator[Any], sharded: bool) -> None:
@@ -126,12 +132,6 @@ def refuse_in_use(folder: Path, replaced: Sequence[str] = ()) -> None:
         raise CheckpointError(
             f"{others[0]}: is no file of an export, and would be lost; move it, or export to another folder"
         )
-
-
-def write_atomically(folder: Path, writers: Iterable[Callable[[Path], None]], replace: bool) -> None:
-    with atomic_folder(folder, replace) as temporary:
-        for write in writers:
-            write(temporary)
 
 
 @contextmanager
