@@ -184,9 +184,7 @@ class MoEConfig(Config):
 @dataclass(kw_only=True)
 class ClampedExpertsConfig(MoEConfig):
     """Experts with a clamped SwiGLU. Its numbers are those of all published models: the kernels have them as constants.
-
-    hidden_act is not what is computed.
-    """
+    hidden_act is not what is computed."""
 
     swiglu_limit: float = 7.0
     swiglu_alpha: float = 1.702

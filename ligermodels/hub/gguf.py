@@ -77,10 +77,8 @@ def stored_tokenizer(model: CausalLM) -> Tokenizer:
 
 
 def hub_gguf(name: str, revision: str | None, token: str | None) -> Path | None:
-    """Downloads a GGUF model of the Hub; returns the folder that shows it. None if the name has no colon.
-
-    Raises HubError, or CheckpointError for a file that is damaged or not supported.
-    """
+    """Downloads a GGUF model of the Hub; returns the folder that shows it. None if the name has no colon. Raises
+    HubError, or CheckpointError for a file that is damaged or not supported."""
     repository, colon, wanted = name.partition(":")
     if not colon or "/" not in repository:
         return None

@@ -74,10 +74,8 @@ def write_folder(
 
 
 def write_on_first_rank(write: Callable[[], None], tensors: Iterator[Any], sharded: bool) -> None:
-    """Calls `write`, which takes what it writes from `tensors`, on rank 0.
-
-    If they are `sharded`, all ranks take part in the gathers, and all raise if rank 0 fails.
-    """
+    """Calls `write`, which takes what it writes from `tensors`, on rank 0. If they are `sharded`, all ranks take part
+    in the gathers, and all raise if rank 0 fails."""
     error = failure(write) if is_first() else None
     deque(tensors, maxlen=0)  # takes part in the remaining gathers, and keeps nothing
     (raise_on_all if sharded else raise_if_any)(error)
@@ -173,10 +171,8 @@ def atomic_path(folder: Path, replace: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def only_writer(folder: Path) -> Iterator[None]:
-    """Lets one process at a time write a folder, and removes first what killed ones have left of it.
-
-    On a file system without locks neither is done. Raises CheckpointError if another process is writing the folder.
-    """
+    """Lets one process at a time write a folder, and removes first what killed ones have left of it. On a file system
+    without locks neither is done. Raises CheckpointError if another process is writing the folder."""
     file = writers_lock(folder)
     try:
         lock = lock_file(file)
@@ -201,9 +197,7 @@ def only_writer(folder: Path) -> Iterator[None]:
 
 def remove_leftovers(folder: Path) -> None:
     """Removes what killed processes have left of a folder that they were writing. Raises CheckpointError if it cannot.
-
-    One that was killed at its end has left a whole folder, and its lock.
-    """
+    One that was killed at its end has left a whole folder, and its lock."""
     if not (writers_lock(folder).exists() or any(unfinished_folders(folder))):
         return
     try:

@@ -86,10 +86,8 @@ class Vocabulary:
 
 
 def tokenizer_files(header: GgufHeader, vocabulary: Vocabulary) -> dict[str, str]:
-    """tokenizer.json, tokenizer_config.json and the chat templates, by their paths in a folder.
-
-    Raises CheckpointError.
-    """
+    """tokenizer.json, tokenizer_config.json and the chat templates, by their paths in a folder. Raises
+    CheckpointError."""
     content = tokenizer_json(vocabulary)
     named = {name: vocabulary.special_id(key) for name, key in SPECIAL_TOKEN_KEYS.items()}
     settings = {
