@@ -73,11 +73,8 @@ def start_alone(device: torch.device) -> None:
 
 
 def stop() -> None:
-    """Leaves the process group.
-
-    Garbage is collected first: reference cycles of a sharded model that is no longer used keep the group alive, and
-    gloo's threads abort the process if they still run when the interpreter shuts down.
-    """
+    """Leaves the process group. Garbage is collected first: reference cycles of a sharded model that is no longer used
+    keep the group alive, and gloo's threads abort the process if they still run when the interpreter shuts down."""
     if dist.is_initialized():
         gc.collect()
         dist.destroy_process_group()
@@ -187,10 +184,8 @@ def raise_on_all(error: Exception | None, group: dist.ProcessGroup | None = None
 
 
 def same_on_all(function: Callable[..., Value], *arguments: Any, group: dist.ProcessGroup | None = None) -> Value:
-    """Calls `function` on every rank, and returns its result, which must be the same on all ranks.
-
-    If it raises an InputError on one rank, every rank raises it. Raises InputError if the results differ.
-    """
+    """Calls `function` on every rank, and returns its result, which must be the same on all ranks. If it raises an
+    InputError on one rank, every rank raises it. Raises InputError if the results differ."""
     result, error = None, None
     try:
         result = function(*arguments)

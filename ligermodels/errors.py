@@ -53,10 +53,8 @@ def exhausted_memory(error: BaseException) -> str | None:
 
 
 def silence_closed_stdout() -> int:
-    """Call this after a BrokenPipeError on stdout; returns the exit status of the process.
-
-    Redirects stdout to /dev/null: otherwise Python's own flush at exit fails too and prints an error.
-    """
+    """Call this after a BrokenPipeError on stdout; returns the exit status of the process. Redirects stdout to
+    /dev/null: otherwise Python's own flush at exit fails too and prints an error."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return SIGPIPE_EXIT_STATUS
 

@@ -11,20 +11,16 @@ from typing import Any
 
 
 def names_of_stub(file: str) -> dict[str, str]:
-    """The names that the `__init__.pyi` beside a package's `__init__.py` imports, each with its module.
-
-    A submodule, as in `from ligermodels import ops as ops`, has the package as its module.
-    """
+    """The names that the `__init__.pyi` beside a package's `__init__.py` imports, each with its module. A submodule, as
+    in `from ligermodels import ops as ops`, has the package as its module."""
     stub = ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8"))
     imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
     return {alias.name: str(node.module) for node in imports for alias in node.names}
 
 
 def import_on_first_use(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """`__getattr__`, `__dir__` and `__all__` of a package. package, file: its `__name__` and `__file__`.
-
-    A submodule is not among the names of `__all__`.
-    """
+    """`__getattr__`, `__dir__` and `__all__` of a package. package, file: its `__name__` and `__file__`. A submodule is
+    not among the names of `__all__`."""
     homes = names_of_stub(file)
 
     def get(name: str) -> Any:

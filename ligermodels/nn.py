@@ -70,9 +70,7 @@ class RMSNorm(nn.Module):
 
 class LayerNorm(nn.Module):
     """torch.nn.LayerNorm over one dimension, the last: same arguments, defaults, parameter names and initial values.
-
-    Raises ValueError where normalized_shape has more than one dimension.
-    """
+    Raises ValueError where normalized_shape has more than one dimension."""
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
@@ -201,10 +199,8 @@ class RotaryEmbedding(nn.Module):
         return angle.cos(), angle.sin()
 
     def rotate(self, q: Tensor, k: Tensor, position_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """q [B, T, H, D], k [B, T, Hkv, D] -> both rotated, out of place (`ops.apply_rope`).
-
-        position_ids [T] or [B, T] int; None for 0 … T - 1.
-        """
+        """q [B, T, H, D], k [B, T, Hkv, D] -> both rotated, out of place (`ops.apply_rope`). position_ids [T] or [B, T]
+        int; None for 0 … T - 1."""
         cos, sin = self._angles(q, position_ids)
         return ops.apply_rope(q, k, cos, sin, self.interleaved)
 
@@ -319,10 +315,8 @@ class Experts(nn.Module):
             nn.init.uniform_(weight, -bound, bound)
 
     def forward(self, x: Tensor, expert_index: Tensor, expert_weight: Tensor) -> Tensor:
-        """x [tokens, H], expert_index [tokens, k] int64 or int32, expert_weight [tokens, k] fp32 -> [tokens, H].
-
-        Raises ValueError where the shapes disagree and for an unknown activation.
-        """
+        """x [tokens, H], expert_index [tokens, k] int64 or int32, expert_weight [tokens, k] fp32 -> [tokens, H]. Raises
+        ValueError where the shapes disagree and for an unknown activation."""
         return ops.experts(x, expert_index, expert_weight, self.gate_up_proj, self.down_proj, self.activation)
 
     def extra_repr(self) -> str:

@@ -210,10 +210,8 @@ def refuse_different_lora(
 
 @torch.no_grad()
 def fill_updates(model: HubModule, adapter: Adapter, layout: Layout, settings: AdapterSettings) -> None:
-    """Copies the adapter's tensors into the model; into the local shards if its parameters are DTensors.
-
-    Raises CheckpointError if the model has different LoRA.
-    """
+    """Copies the adapter's tensors into the model; into the local shards if its parameters are DTensors. Raises
+    CheckpointError if the model has different LoRA."""
     modules = low_rank_modules(model, layout.projections)
     refuse_different_lora(adapter, model, modules, settings)
     pieces = [*adapter_pieces(modules, layout.projections), *saved_pieces(model, layout)]

@@ -21,10 +21,8 @@ from ligermodels.board.server import Access, listen
 
 
 def open_board(folders: Sequence[Path], host: str, port: int, say: Callable[[str], Any]) -> None:
-    """Serves the board until it is interrupted. folders: the first has the runs. say: gets its address.
-
-    Raises InputError for a folder that is none, and an address where it cannot listen.
-    """
+    """Serves the board until it is interrupted. folders: the first has the runs. say: gets its address. Raises
+    InputError for a folder that is none, and an address where it cannot listen."""
     opened = open_folders(folders)
     with Library(opened[:1]) as library, Actions(library, opened) as actions:
         listen(Access.at(host, port), actions.routes(), say)

@@ -22,10 +22,8 @@ WITHOUT = {CHECKPOINTS, MODEL, ADAPTER, "tensorboard", "wandb"}  # folders of a 
 
 
 class Library:
-    """The runs of some folders. A context manager: inside, a thread keeps it up to date.
-
-    Requests read what is there; `wait` lets them wait for more.
-    """
+    """The runs of some folders. A context manager: inside, a thread keeps it up to date. Requests read what is there;
+    `wait` lets them wait for more."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self.folders = list(folders)

@@ -227,10 +227,8 @@ def reduced(rows: np.ndarray, most: int) -> np.ndarray:
 
 
 def curve_text(rows: np.ndarray) -> str:
-    """Steps, lowest, highest and mean values; the last three as one where each row is a single value.
-
-    Written here because it is by far the most that is sent: digits that are not seen in a curve are left out.
-    """
+    """Steps, lowest, highest and mean values; the last three as one where each row is a single value. Written here
+    because it is by far the most that is sent: digits that are not seen in a curve are left out."""
     values = [rows[:, MEAN]] if np.array_equal(rows[:, LOW], rows[:, HIGH]) else [rows[:, i] for i in (LOW, HIGH, MEAN)]
     parts = [",".join(map("{:.10g}".format, rows[:, STEP].tolist()))]
     parts += [",".join(map("{:.6g}".format, column.tolist())) for column in values]

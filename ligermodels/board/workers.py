@@ -34,9 +34,7 @@ class Answerer:
 
     def ask(self, question: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         """The answers to a question, as they come. Questions wait for each other; closing the iterator cancels one.
-
-        Raises InputError where the worker refuses the question, or ends.
-        """
+        Raises InputError where the worker refuses the question, or ends."""
         with self.turn:
             if self.process is None or self.process.poll() is not None:
                 self.process = self.start()

@@ -255,10 +255,8 @@ def encode_result(line: PromptLine, sample: GeneratedSample, logprobs: bool) -> 
 
 
 def results_in(target: Path) -> dict[int, Written]:
-    """What an output has of each line, by its index. A last line that is incomplete does not count.
-
-    Raises InputError for a file that has other lines than `encode_result` writes.
-    """
+    """What an output has of each line, by its index. A last line that is incomplete does not count. Raises InputError
+    for a file that has other lines than `encode_result` writes."""
     written: dict[int, Written] = {}
     for number, line in enumerate(lines_of_output(target), 1):
         if len(line) == MAX_RESULT_BYTES:

@@ -65,10 +65,8 @@ def add_adapter(parser: argparse.ArgumentParser, use: str) -> None:
 
 
 def resolve_model(model: str, args: argparse.Namespace) -> tuple[Path, Path | None]:
-    """The folders of a model and of its adapter, if it has one, by --adapter and --revision.
-
-    The name of an adapter stands for it and its base. Raises InputError.
-    """
+    """The folders of a model and of its adapter, if it has one, by --adapter and --revision. The name of an adapter
+    stands for it and its base. Raises InputError."""
     remedy = f"name its base: {args.parser.prog} BASE --adapter {model}"
     return hub.resolve_with_adapter(model, args.adapter, revision=args.revision, remedy=remedy)
 

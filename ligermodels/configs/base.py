@@ -24,10 +24,8 @@ PLAIN_ACTIVATIONS = KERNEL_ACTIVATIONS | {"quick_gelu": "quick_gelu"}  # of feed
 
 @dataclass(kw_only=True)
 class Config:
-    """The fields that most families have, with the most common defaults; a family overrides what differs.
-
-    Not frozen, because trainers add fields of their own to a model's config.
-    """
+    """The fields that most families have, with the most common defaults; a family overrides what differs. Not frozen,
+    because trainers add fields of their own to a model's config."""
 
     model_type: str
     vocab_size: int = 32000
@@ -114,10 +112,8 @@ class Config:
         return default_head_dim(values["hidden_size"], values["num_attention_heads"])
 
     def to_dict(self) -> dict[str, Any]:
-        """config.json as it was read, with the present values of the fields and the defaults that it omits.
-
-        The fields of a multimodal model are those of its text_config.
-        """
+        """config.json as it was read, with the present values of the fields and the defaults that it omits. The fields
+        of a multimodal model are those of its text_config."""
         fields = {name: value for name, value in vars(self).items() if name not in ("ropes", "raw")}
         if "text_config" in self.raw:
             fields = {"text_config": dict(self.raw["text_config"] or {}) | fields}

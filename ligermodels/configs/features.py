@@ -161,7 +161,7 @@ class MoEConfig(Config):
     experts_optional: ClassVar[bool] = False  # whether layers without experts are dense
 
     @property
-    def expert_sizes(self) -> dict[str, int]:
+    def expert_sizes(self) -> dict[str, Any]:
         """The sizes of the routed experts, as `MoE` takes them."""
         width = getattr(self, "moe_intermediate_size", self.intermediate_size)
         experts = getattr(self, self.experts_field)
@@ -184,9 +184,7 @@ class MoEConfig(Config):
 @dataclass(kw_only=True)
 class ClampedExpertsConfig(MoEConfig):
     """Experts with a clamped SwiGLU. Its numbers are those of all published models: the kernels have them as constants.
-
-    hidden_act is not what is computed.
-    """
+    hidden_act is not what is computed."""
 
     swiglu_limit: float = 7.0
     swiglu_alpha: float = 1.702

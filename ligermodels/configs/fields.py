@@ -41,10 +41,8 @@ MAXIMUM = {name: limit for limit, names in LIMITS.items() for name in names.spli
 
 
 def read_field(name: str, value: Any, annotation: Any) -> Any:
-    """`value`, validated: it has the annotated type (an int counts as a float) and lies in the field's range.
-
-    Returns lists as tuples and ints of float fields as floats. Raises ConfigError.
-    """
+    """`value`, validated: it has the annotated type (an int counts as a float) and lies in the field's range. Returns
+    lists as tuples and ints of float fields as floats. Raises ConfigError."""
     allowed = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
     if value is None and (types.NoneType in allowed or name in MAY_BE_NULL):
         return None

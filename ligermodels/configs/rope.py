@@ -96,10 +96,8 @@ def read_rope(
 
 
 def read_ropes_by_layer_type(raw: Mapping[str, Any], full_theta: float, sliding_theta: float) -> dict[str, Rope]:
-    """The rotary embeddings of full and sliding-window layers, as in nested rope_parameters.
-
-    In the version-4 spelling, top-level theta and scaling belong to the full-attention layers. Raises ConfigError.
-    """
+    """The rotary embeddings of full and sliding-window layers, as in nested rope_parameters. In the version-4 spelling,
+    top-level theta and scaling belong to the full-attention layers. Raises ConfigError."""
     nested = object_or_empty("rope_parameters", raw.get("rope_parameters"))
     if not nested.keys() <= {FULL_ATTENTION, SLIDING_ATTENTION}:
         raise ConfigError(

@@ -88,9 +88,7 @@ def match(adapter: Adapter, model: CausalLM) -> tuple[Layout, AdapterSettings]:
 
 def base_model(folder: Path) -> BaseModel:
     """How an adapter names the folder of its base: one in the Hub's cache by Hub id and commit, another by its path.
-
-    The folder that shows a GGUF file is named as that file.
-    """
+    The folder that shows a GGUF file is named as that file."""
     file = shown_file(folder)
     if file is not None:
         owner = base_model(file.parent)

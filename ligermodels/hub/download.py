@@ -57,10 +57,8 @@ def fetch_files(
 
 
 def adapter_folder(name_or_folder: str | Path, *, revision: str | None = None, token: str | None = None) -> Path:
-    """The folder of an adapter in PEFT's format: a local folder, or one in the Hub's cache, downloaded if necessary.
-
-    Of a Hub repository the two files of the adapter and the tokenizer's are downloaded. Raises HubError.
-    """
+    """The folder of an adapter in PEFT's format: a local folder, or one in the Hub's cache, downloaded if necessary. Of
+    a Hub repository the two files of the adapter and the tokenizer's are downloaded. Raises HubError."""
     folder = local_folder(name_or_folder, revision)
     if folder is not None:
         return folder
@@ -71,10 +69,8 @@ def adapter_folder(name_or_folder: str | Path, *, revision: str | None = None, t
 
 
 def fetch_weights(name: str, folder: Path, *, token: str | None) -> None:
-    """Downloads the repository's safetensors weights into `folder`, the snapshot that `fetch_files` returned.
-
-    Raises HubError. If the repository lacks a file, the error is raised before any weights are downloaded.
-    """
+    """Downloads the repository's safetensors weights into `folder`, the snapshot that `fetch_files` returned. Raises
+    HubError. If the repository lacks a file, the error is raised before any weights are downloaded."""
     missing = missing_weights(folder)
     if not missing:
         return
@@ -99,10 +95,8 @@ def fetch_weights(name: str, folder: Path, *, token: str | None) -> None:
 
 
 def weight_sizes(name: str, folder: Path, *, token: str | None) -> dict[str, int | None]:
-    """The weight files of a repository and their bytes, without a download. folder: its snapshot in the cache.
-
-    None for a file that the index names and the repository does not have. Raises HubError.
-    """
+    """The weight files of a repository and their bytes, without a download. folder: its snapshot in the cache. None for
+    a file that the index names and the repository does not have. Raises HubError."""
     with hub_errors(name, folder.name, token):
         stored = list_files(name, folder.name, token)
     if SINGLE_FILE in stored:
@@ -116,10 +110,8 @@ def indexed_files(folder: Path) -> list[str]:
 
 
 def list_files(name: str, revision: str | None, token: str | None) -> dict[str, int | None]:
-    """The entries of a repository's root: files with their bytes, folders with None.
-
-    Raises the same errors as `snapshot_download`.
-    """
+    """The entries of a repository's root: files with their bytes, folders with None. Raises the same errors as
+    `snapshot_download`."""
 
     def ask() -> dict[str, int | None]:
         entries = HfApi(token=token).list_repo_tree(name, revision=revision)
@@ -150,10 +142,8 @@ def download(name: str, files: Iterable[str], revision: str | None, token: str |
 
 
 def with_retries(call: Callable[[], T]) -> T:
-    """Calls the function; retries it after a pause if the Hub is overloaded or the connection was reset.
-
-    Files that are complete are kept between the attempts.
-    """
+    """Calls the function; retries it after a pause if the Hub is overloaded or the connection was reset. Files that are
+    complete are kept between the attempts."""
     for pause in RETRY_PAUSES:
         try:
             return call()

@@ -45,8 +45,12 @@ def export_gguf(
     """
     file = Path(file).expanduser().absolute()
     refuse_target(file, overwrite)
-    parts = tokenizer_parts(tokenizer or stored_tokenizer(model))
-    planned = prepare_gguf(model, file, known_type(gguf_type, model.dtype), parts, end_ids_of(model))
+    tokenizer = tokenizer or stored_tokenizer(model)
+    templates = {name: template.source for name, template in tokenizer.templates.items()}
+    parts = TokenizerParts(tokenizer.file, tokenizer.tokenizer, tokenizer.named, templates)
+    ends = end_of_text_ids(model.generation_config, GENERATION_CONFIG_FILE)  # of a text or a turn
+    ends = ends or end_of_text_ids(model.config.raw, CONFIG_FILE)
+    planned = prepare_gguf(model, file, known_type(gguf_type, model.dtype), parts, ends)
     tensors = hub_weights(model, torch.float32, planned.rules)
     sharded = any(isinstance(tensor, DTensor) for tensor in model.stored_tensors().values())
 
@@ -72,22 +76,9 @@ def stored_tokenizer(model: CausalLM) -> Tokenizer:
     return Tokenizer.from_folder(model.source)
 
 
-def tokenizer_parts(tokenizer: Tokenizer) -> TokenizerParts:
-    templates = {name: template.source for name, template in tokenizer.templates.items()}
-    return TokenizerParts(tokenizer.file, tokenizer.tokenizer, tokenizer.named, templates)
-
-
-def end_ids_of(model: CausalLM) -> list[int]:
-    """The ids that end a text or a turn."""
-    ids = end_of_text_ids(model.generation_config, GENERATION_CONFIG_FILE)
-    return ids or end_of_text_ids(model.config.raw, CONFIG_FILE)
-
-
 def hub_gguf(name: str, revision: str | None, token: str | None) -> Path | None:
-    """Downloads a GGUF model of the Hub; returns the folder that shows it. None if the name has no colon.
-
-    Raises HubError, or CheckpointError for a file that is damaged or not supported.
-    """
+    """Downloads a GGUF model of the Hub; returns the folder that shows it. None if the name has no colon. Raises
+    HubError, or CheckpointError for a file that is damaged or not supported."""
     repository, colon, wanted = name.partition(":")
     if not colon or "/" not in repository:
         return None

@@ -109,10 +109,8 @@ def quantise_as_stored(model: CausalLM, plan: LoadPlan, quantize: str | None) ->
 
 
 def quantise_on_meta(model: CausalLM, folder: Path, quantize: str | None) -> bool:
-    """Quantises weights of a model on the meta device, whose values `load_weights` will read from `folder`.
-
-    Returns whether it has quantised any: as `quantize` says, or as the folder stores them. Raises InputError.
-    """
+    """Quantises weights of a model on the meta device, whose values `load_weights` will read from `folder`. Returns
+    whether it has quantised any: as `quantize` says, or as the folder stores them. Raises InputError."""
     scheme = scheme_of(model.config.raw)
     if scheme is not None and scheme in ("nf4", quantize):
         quantise_as_stored(model, plan_loading(model, open_checkpoint(folder)), quantize)
@@ -147,10 +145,8 @@ def load_tokenizer(
 
 
 def load_processor(name_or_folder: str | Path, *, revision: str | None = None, token: str | None = None) -> Processor:
-    """Loads the tokenizer and the image processor of a vision-language model, of a Hub repository or a folder.
-
-    Raises HubError; CheckpointError, which names the file and the field, if one of them is missing or not supported.
-    """
+    """Loads the tokenizer and the image processor of a vision-language model, of a Hub repository or a folder. Raises
+    HubError; CheckpointError, which names the file and the field, if one of them is missing or not supported."""
     folder = local_model_folder(name_or_folder, revision) or fetch_all_but_weights(str(name_or_folder), revision, token)
     return Processor.from_folder(folder, load_tokenizer(folder))
 
@@ -339,10 +335,8 @@ def is_adapter(folder: Path) -> bool:
 def fetch_all_but_weights(
     name: str, revision: str | None, token: str | None, files: Iterable[str] = MODEL_FILES
 ) -> Path:
-    """Downloads the files of a Hub repository except its weights; returns the snapshot folder.
-
-    A GGUF file, owner/model:NAME, is downloaded as a whole, because all else is in it.
-    """
+    """Downloads the files of a Hub repository except its weights; returns the snapshot folder. A GGUF file,
+    owner/model:NAME, is downloaded as a whole, because all else is in it."""
     if (folder := hub_gguf(name, revision, token)) is not None:
         return folder
     known = known_models() if "/" in name else (*known_models(), *ARCHITECTURES)  # a bare name may mean an architecture

@@ -71,10 +71,8 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 
 def nearest_model(name: str, candidates: Iterable[str]) -> str | None:
-    """The candidate most similar to `name`, or None; the first one of several that are equal.
-
-    Owner, case and separators are ignored.
-    """
+    """The candidate most similar to `name`, or None; the first one of several that are equal. Owner, case and
+    separators are ignored."""
     spelled = {normalized_name(candidate): candidate for candidate in reversed(list(candidates))}
     alike = difflib.get_close_matches(normalized_name(name), spelled, n=1, cutoff=0.65)
     return spelled[alike[0]] if alike else None

@@ -128,10 +128,8 @@ def checked(image: "Image") -> "Image":
 
 
 def bits_of_channel(image: "Image") -> int:
-    """The most bits a channel of a PNG file that is not decoded yet, or of a TIFF file; 8 for any other image.
-
-    The mode does not say them: Pillow decodes 16 bits of RGB, and of grey with transparency, to 8.
-    """
+    """The most bits a channel of a PNG file that is not decoded yet, or of a TIFF file; 8 for any other image. The mode
+    does not say them: Pillow decodes 16 bits of RGB, and of grey with transparency, to 8."""
     if image.format == "TIFF":
         return max(image.tag_v2.get(BITS_PER_SAMPLE, (1,)))  # type: ignore[attr-defined]
     deep = image.format == "PNG" and any(str(tile[3]).endswith(";16B") for tile in image.tile)  # type: ignore[attr-defined]
@@ -139,11 +137,8 @@ def bits_of_channel(image: "Image") -> int:
 
 
 def orientation(image: "Image", source: ImageSource) -> int:
-    """The EXIF orientation of an image, 1 if it is upright, has none, or did not come from a file.
-
-    Pillow itself turns TIFF files. In a PNG file only what comes before the pixels counts: Pillow would decode them to
-    look for more.
-    """
+    """The EXIF orientation of an image, 1 if it is upright, has none, or did not come from a file. Pillow itself turns
+    TIFF files. In a PNG file only what comes before the pixels counts: Pillow would decode them to look for more."""
     if (
         image is source
         or image.format == "TIFF"

@@ -77,10 +77,8 @@ class MllamaImages(ImageProcessor):
 
 
 def seeing_tokens(images: list[int], length: int) -> list[tuple[int, int]]:
-    """The span of tokens [start, stop) that see each image, given the places of the image tokens.
-
-    An image is seen up to the next one; images whose tokens follow one another are seen up to the end of the last.
-    """
+    """The span of tokens [start, stop) that see each image, given the places of the image tokens. An image is seen up
+    to the next one; images whose tokens follow one another are seen up to the end of the last."""
     stops = [*images[1:], *([length] if images else [])]
     for number in reversed(range(len(images) - 1)):
         if stops[number] == images[number] + 1:

@@ -337,10 +337,8 @@ def wrap(model: CausalLM) -> TransformersModel:
 
 
 def register() -> None:
-    """Makes `AutoModelForCausalLM` return these models for our families, in the whole process.
-
-    Whatever loads its model by that class then gets ours: pipelines, lm-eval, scripts.
-    """
+    """Makes `AutoModelForCausalLM` return these models for our families, in the whole process. Whatever loads its model
+    by that class then gets ours: pipelines, lm-eval, scripts."""
     for model_class in MODEL_CLASSES.values():
         AutoModelForCausalLM.register(model_class.config_class, model_class, exist_ok=True)
 

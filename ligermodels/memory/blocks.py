@@ -76,11 +76,8 @@ def saved_by_mixer(mixer: Mixer, size: int) -> int:
 
 
 def saved_by_attention(attention: Attention, size: int) -> int:
-    """Bytes per token: queries, keys and values, the output, its log-sum-exp.
-
-    With QK-norm also queries and keys before the norm, of scaled queries also the unscaled ones; with an output gate
-    the gate and the gated output.
-    """
+    """Bytes per token: queries, keys and values, the output, its log-sum-exp. With QK-norm also queries and keys before
+    the norm, of scaled queries also the unscaled ones; with an output gate the gate and the gated output."""
     heads, key_value_heads = attention.num_heads, attention.num_key_value_heads
     rows = 2 * (heads + key_value_heads)
     if isinstance(attention, QKNormAttention):

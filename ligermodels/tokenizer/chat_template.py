@@ -30,10 +30,8 @@ MAX_TEMPLATE_BYTES = 10**6  # the largest on the Hub have 60 kB
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A template's Jinja source. origin: its file and field, for errors.
-
-    Raises InputError for a source that is too long: compiling it would take a thousand times its memory.
-    """
+    """A template's Jinja source. origin: its file and field, for errors. Raises InputError for a source that is too
+    long: compiling it would take a thousand times its memory."""
 
     source: str
     origin: str

@@ -75,9 +75,7 @@ def growth_of(component: Mapping[str, Any]) -> Growth:
 
 
 def longest_replacement(charsmap: bytes) -> int:
-    """The characters of the longest text that a SentencePiece character map puts in place of one.
-
-    The map is the length of a trie as 4 little-endian bytes, the trie, and the texts, each followed by a zero.
-    """
+    """The characters of the longest text that a SentencePiece character map puts in place of one. The map is the length
+    of a trie as 4 little-endian bytes, the trie, and the texts, each followed by a zero."""
     texts = charsmap[4 + int.from_bytes(charsmap[:4], "little") :]
     return max(map(len, texts.split(b"\0")))

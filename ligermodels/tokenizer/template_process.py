@@ -33,9 +33,7 @@ class TemplateProcess:
 
     def ask(self, template: str, variables: dict[str, Any]) -> dict[str, Any]:
         """The worker's reply: {text, spans} or {error, line}; an error also if the process ended, as over a limit.
-
-        Raises InputError if the variables are not JSON values.
-        """
+        Raises InputError if the variables are not JSON values."""
         limits = {"seconds": SECONDS, "elapsed_seconds": ELAPSED_SECONDS, "characters": CHARACTERS}
         request = {"template": template, "variables": variables, **limits}
         try:

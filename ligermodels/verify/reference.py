@@ -27,9 +27,7 @@ def require_transformers() -> None:
 
 def refuse_computing_in_bits(name: str | Path, raw: Mapping[str, Any]) -> None:
     """Raises InputError for a checkpoint that transformers keeps in few bits, without gradients. raw: its config.json.
-
-    It dequantises MXFP4.
-    """
+    It dequantises MXFP4."""
     if (scheme := scheme_of(raw)) in ("nf4", "fp8"):
         raise InputError(
             f"verify: {name} is in {scheme.upper()}, in which transformers computes no gradients; verify its "

@@ -51,10 +51,8 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def adapter_config_from(config: Any) -> dict[str, Any]:
-    """The fields of a PEFT `LoraConfig` for a new adapter, as in adapter_config.json.
-
-    Raises InputError for the first field that is unsupported or has an invalid value.
-    """
+    """The fields of a PEFT `LoraConfig` for a new adapter, as in adapter_config.json. Raises InputError for the first
+    field that is unsupported or has an invalid value."""
     fields = PEFT_DEFAULTS | config.to_dict()
     for name in ("target_modules", "exclude_modules", "target_parameters", "modules_to_save"):
         if isinstance(fields.get(name), set | tuple):

@@ -62,9 +62,7 @@ def expected_tensors(shape: tuple[int, ...]) -> dict[str, tuple[torch.dtype, tup
 
 def split_off(tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], dict[str, StoredNf4]]:
     """The tensors of a checkpoint, of each weight in 4 bits one alone, with the shape of its elements; these weights.
-
-    Raises CheckpointError for another layout.
-    """
+    Raises CheckpointError for another layout."""
     for name in tensors:
         if STATE in name and not name.endswith(NF4_STATE):
             raise CheckpointError(f"{tensors[name].file}: {name}: only NF4 is supported; {REMEDY}")

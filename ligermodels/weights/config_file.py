@@ -100,10 +100,8 @@ def old_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_dtype(raw: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """`raw` with its dtype fields, and those of its sub-configurations, set to `dtype`.
-
-    The fields that exist are set; if `raw` has none, `torch_dtype` is added.
-    """
+    """`raw` with its dtype fields, and those of its sub-configurations, set to `dtype`. The fields that exist are set;
+    if `raw` has none, `torch_dtype` is added."""
     keys = [key for key in DTYPE_KEYS if key in raw] or ["torch_dtype"]
     parts = [part for part in PARTS if any(key in (raw.get(part) or ()) for key in DTYPE_KEYS)]
     both = raw | {part: with_dtype(raw[part], dtype) for part in parts}

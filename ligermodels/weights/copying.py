@@ -27,10 +27,8 @@ from ligermodels.weights.writing import Blocks, Entry, failure
 
 
 def source_tensors(source: str | Path | None, names: Iterable[str]) -> dict[str, StoredTensor]:
-    """The tensors `names` of the folder `source`, in order, and those that belong to quantised ones among them.
-
-    Raises InputError without a folder, CheckpointError if it does not hold them.
-    """
+    """The tensors `names` of the folder `source`, in order, and those that belong to quantised ones among them. Raises
+    InputError without a folder, CheckpointError if it does not hold them."""
     names = list(names)
     if not names:
         return {}

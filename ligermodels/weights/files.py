@@ -144,10 +144,8 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 
 
 def parse_entry(file: Path, name: str, entry: Any) -> StoredTensor:
-    """A tensor's entry in the header of its file, with its offset from the start of the data.
-
-    Raises CheckpointError naming file, tensor and field.
-    """
+    """A tensor's entry in the header of its file, with its offset from the start of the data. Raises CheckpointError
+    naming file, tensor and field."""
     fields = entry if isinstance(entry, dict) else {}
     dtype, shape, offsets = (fields.get(field) for field in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or dtype not in SAFETENSORS_DTYPES:

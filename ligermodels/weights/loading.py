@@ -135,10 +135,8 @@ def load_weights(model: HubModule, folder: str | Path, *, allow_unexpected: bool
 
 @torch.no_grad()
 def fill_weights(model: HubModule, plan: LoadPlan) -> None:
-    """The second half of load_weights: reads the tensors of `plan`, which may have been made on another device.
-
-    Raises CheckpointError if tied tensors are stored twice and differ, or if a file cannot be read.
-    """
+    """The second half of load_weights: reads the tensors of `plan`, which may have been made on another device. Raises
+    CheckpointError if tied tensors are stored twice and differ, or if a file cannot be read."""
     refuse_unequal_copies(plan.checkpoint, plan.copies)
     folder, stored = plan.checkpoint.folder, plan.checkpoint.tensors
     tensors = model.stored_tensors()
@@ -285,10 +283,8 @@ def select_layout(checkpoint: Checkpoint, model: HubModule) -> tuple[tuple[Rule,
 def local_transfers(
     local: Tensor, offset: tuple[int, ...], piece: Piece, stored: StoredTensor, scale: Scale | None = None
 ) -> Iterator[Transfer]:
-    """The parts of a piece that overlap this rank's shard. local, offset: as returned by shard_and_offset.
-
-    Of a permuted piece several boxes may overlap, because its shard ends at any row.
-    """
+    """The parts of a piece that overlap this rank's shard. local, offset: as returned by shard_and_offset. Of a
+    permuted piece several boxes may overlap, because its shard ends at any row."""
     starts = [max(box.start, begin) for box, begin in zip(piece.index, offset, strict=True)]
     stops = [min(box.stop, begin + n) for box, begin, n in zip(piece.index, offset, local.shape, strict=True)]
     if any(stop <= start for start, stop in zip(starts, stops, strict=True)):
@@ -366,10 +362,8 @@ def refuse_unready(model: HubModule) -> None:
 
 
 def refuse_miscounted_layers(folder: Path, kept: Iterable[str], layers: KeptLayers | None) -> None:
-    """Raises CheckpointError if a checkpoint has some of these layers, but not as many as its config.json says.
-
-    It may have none: fine-tuned models are often saved without them, and with the config.json of the original.
-    """
+    """Raises CheckpointError if a checkpoint has some of these layers, but not as many as its config.json says. It may
+    have none: fine-tuned models are often saved without them, and with the config.json of the original."""
     if layers is None:
         return
     numbered = re.compile(rf"{re.escape(layers.prefix)}\d+(?=\.)")

@@ -143,10 +143,8 @@ class HubModule(nn.Module):
         return torch.promote_types(dtype, self.stored_dtypes.get(tensor, torch.float32))
 
     def stored_tensors(self) -> dict[str, Any]:
-        """What a checkpoint stores, by name: the parameters, tied ones once, and some buffers.
-
-        A quantised weight stands there under its own name, as a `StoredWeight`, in place of its bytes.
-        """
+        """What a checkpoint stores, by name: the parameters, tied ones once, and some buffers. A quantised weight
+        stands there under its own name, as a `StoredWeight`, in place of its bytes."""
         return named_weights(self) | self.stored_buffers()
 
     def kept_tensors(self) -> tuple[str, ...]:
@@ -263,10 +261,8 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def remove_tied_copies(model: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """A hook of state_dict: safetensors refuses tensors that share memory.
-
-    Inside another module, both names stay: wrappers such as FSDP look for every parameter.
-    """
+    """A hook of state_dict: safetensors refuses tensors that share memory. Inside another module, both names stay:
+    wrappers such as FSDP look for every parameter."""
     if prefix:
         return
     for name in tied_names(model):

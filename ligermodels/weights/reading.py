@@ -57,10 +57,8 @@ def open_for_reading(file: Path) -> Iterator[BufferedReader]:
 
 
 def refuse_irregular(file: Path) -> None:
-    """Raises CheckpointError for a pipe, a device or the like: opening it could block, or reading it never end.
-
-    Also for a path with a zero character, for which opening raises ValueError.
-    """
+    """Raises CheckpointError for a pipe, a device or the like: opening it could block, or reading it never end. Also
+    for a path with a zero character, for which opening raises ValueError."""
     if "\0" in str(file):
         raise CheckpointError(f"{str(file)!r}: has a zero character, which no path can have; correct it")
     if os.path.exists(file) and not os.path.isfile(file):

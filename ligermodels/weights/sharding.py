@@ -9,10 +9,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def reshard(model: nn.Module) -> None:
-    """Makes FSDP2 free the parameters that it has gathered.
-
-    After a forward pass without a backward pass some parameters are still gathered, and in the compute dtype.
-    """
+    """Makes FSDP2 free the parameters that it has gathered. After a forward pass without a backward pass some
+    parameters are still gathered, and in the compute dtype."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -35,10 +33,8 @@ def full_tensor(parameter: Any) -> Tensor:
 
 @torch.no_grad()
 def copy_local_shard(parameter: Tensor, value: Tensor) -> None:
-    """Copies `value` into a parameter; into the local shard if it is a DTensor.
-
-    Every rank must pass the same full value. Nothing is communicated.
-    """
+    """Copies `value` into a parameter; into the local shard if it is a DTensor. Every rank must pass the same full
+    value. Nothing is communicated."""
     if isinstance(parameter, DTensor):
         value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
     parameter.copy_(value)

@@ -132,10 +132,8 @@ def batch_transfers(transfers: Iterable[Transfer]) -> Iterator[list[Transfer]]:
 
 
 class BufferRing:
-    """Buffers that are used in turn. Each is allocated when first used, so that pinning overlaps with reading.
-
-    Buffers for a GPU are pinned and copied on a separate stream. torch's caching host allocator reuses their memory.
-    """
+    """Buffers that are used in turn. Each is allocated when first used, so that pinning overlaps with reading. Buffers
+    for a GPU are pinned and copied on a separate stream. torch's caching host allocator reuses their memory."""
 
     def __init__(self, device: torch.device, count: int) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None

@@ -61,17 +61,21 @@ def write_folder(
     ranks that do not write advance it too, all ranks return when the folder is complete, and all raise if rank 0 fails.
     Raises CheckpointError if `folder` is in use or cannot be written; then nothing is left behind.
     """
-    writers = [write] if also is None else [write, also]
+
+    def write_files() -> None:
+        with atomic_folder(folder, bool(replaced)) as temporary:
+            write(temporary)
+            if also is not None:
+                also(temporary)
+
     error = failure(prepare_writing, folder, replaced) if is_first() else None
     (raise_on_all if sharded else raise_if_any)(error)
-    write_on_first_rank(lambda: write_atomically(folder, writers, bool(replaced)), tensors, sharded)
+    write_on_first_rank(write_files, tensors, sharded)
 
 
 def write_on_first_rank(write: Callable[[], None], tensors: Iterator[Any], sharded: bool) -> None:
-    """Calls `write`, which takes what it writes from `tensors`, on rank 0.
-
-    If they are `sharded`, all ranks take part in the gathers, and all raise if rank 0 fails.
-    """
+    """Calls `write`, which takes what it writes from `tensors`, on rank 0. If they are `sharded`, all ranks take part
+    in the gathers, and all raise if rank 0 fails."""
     error = failure(write) if is_first() else None
     deque(tensors, maxlen=0)  # takes part in the remaining gathers, and keeps nothing
     (raise_on_all if sharded else raise_if_any)(error)
@@ -128,12 +132,6 @@ def refuse_in_use(folder: Path, replaced: Sequence[str] = ()) -> None:
         )
 
 
-def write_atomically(folder: Path, writers: Iterable[Callable[[Path], None]], replace: bool) -> None:
-    with atomic_folder(folder, replace) as temporary:
-        for write in writers:
-            write(temporary)
-
-
 @contextmanager
 def atomic_folder(folder: Path, replace: bool = False) -> Iterator[Path]:
     """Does for a folder what `atomic_path` does for a file: the temporary one exists."""
@@ -173,10 +171,8 @@ def atomic_path(folder: Path, replace: bool = False) -> Iterator[Path]:
 
 @contextmanager
 def only_writer(folder: Path) -> Iterator[None]:
-    """Lets one process at a time write a folder, and removes first what killed ones have left of it.
-
-    On a file system without locks neither is done. Raises CheckpointError if another process is writing the folder.
-    """
+    """Lets one process at a time write a folder, and removes first what killed ones have left of it. On a file system
+    without locks neither is done. Raises CheckpointError if another process is writing the folder."""
     file = writers_lock(folder)
     try:
         lock = lock_file(file)
@@ -201,9 +197,7 @@ def only_writer(folder: Path) -> Iterator[None]:
 
 def remove_leftovers(folder: Path) -> None:
     """Removes what killed processes have left of a folder that they were writing. Raises CheckpointError if it cannot.
-
-    One that was killed at its end has left a whole folder, and its lock.
-    """
+    One that was killed at its end has left a whole folder, and its lock."""
     if not (writers_lock(folder).exists() or any(unfinished_folders(folder))):
         return
     try:

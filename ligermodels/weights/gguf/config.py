@@ -22,10 +22,8 @@ GEMMA3_WINDOW_PATTERN = 6
 
 
 def hub_config(header: GgufHeader, vocabulary: Vocabulary, read_values: ReadValues) -> dict[str, Any]:
-    """The content of config.json. read_values: gives the values of one of the file's small tensors.
-
-    Raises CheckpointError.
-    """
+    """The content of config.json. read_values: gives the values of one of the file's small tensors. Raises
+    CheckpointError."""
     model_type, metadata = stored_as(header).model_type, Metadata(header)
     heads = head_count(header, "head_count")
     config: dict[str, Any] = {"model_type": model_type, "vocab_size": embedded_tokens(header)}

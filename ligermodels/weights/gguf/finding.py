@@ -17,10 +17,8 @@ def is_gguf(path: Path) -> bool:
 
 
 def gguf_files(folder: Path) -> list[Path]:
-    """The GGUF files of the one model that a folder has; none if it has no such files.
-
-    Raises CheckpointError if they are of several models, or if a part is missing.
-    """
+    """The GGUF files of the one model that a folder has; none if it has no such files. Raises CheckpointError if they
+    are of several models, or if a part is missing."""
     files = sorted(file for file in folder.glob("*") if is_gguf(file))
     if not files:
         return []

@@ -28,10 +28,8 @@ HASH_CHARACTERS = 16
 
 
 def shown_folder(path: Path) -> Path:
-    """A folder itself; one that has only a GGUF file, or such a file, as the folder that shows it.
-
-    Raises HubError for another file, CheckpointError for a GGUF file that is damaged or not supported.
-    """
+    """A folder itself; one that has only a GGUF file, or such a file, as the folder that shows it. Raises HubError for
+    another file, CheckpointError for a GGUF file that is damaged or not supported."""
     if not path.is_dir():
         if not is_gguf(path):
             raise HubError(f"{path}: is a file; pass the folder that contains it, or a .gguf file")
@@ -43,10 +41,8 @@ def shown_folder(path: Path) -> Path:
 
 
 def gguf_folder(file: Path) -> Path:
-    """The folder that shows a GGUF file, or a split one by any of its parts, as a checkpoint.
-
-    Raises CheckpointError if the file is damaged or not supported.
-    """
+    """The folder that shows a GGUF file, or a split one by any of its parts, as a checkpoint. Raises CheckpointError if
+    the file is damaged or not supported."""
     parts = all_parts(file)
     folder = user_cache("gguf") / f"{file.stem}-{version_of(parts)}"
     if not folder.exists():

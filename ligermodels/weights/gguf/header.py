@@ -119,10 +119,8 @@ def import_gguf(file: Path | str) -> ModuleType:
 
 
 def read_gguf_header(files: Sequence[Path]) -> GgufHeader:
-    """The header of a model: of one file, or of all files of a split one, of which the first has the metadata.
-
-    Raises CheckpointError, before anything is allocated for what a damaged header claims.
-    """
+    """The header of a model: of one file, or of all files of a split one, of which the first has the metadata. Raises
+    CheckpointError, before anything is allocated for what a damaged header claims."""
     first, *others = (read_one_header(file) for file in files)
     tensors = dict(first.tensors)
     for other in others:

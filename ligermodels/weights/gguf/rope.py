@@ -41,9 +41,7 @@ def rope_scaling(metadata: Metadata, config: Mapping[str, Any], read_values: Rea
 
 def llama3_scaling(metadata: Metadata, config: Mapping[str, Any], factors: np.ndarray) -> dict[str, Any]:
     """Llama 3.1's scaling. A file has its effect on the wavelengths only, from which its constants are recovered.
-
-    Raises CheckpointError if they are not those of all published models.
-    """
+    Raises CheckpointError if they are not those of all published models."""
     scaling: dict[str, Any] = LLAMA3_ROPE | {"factor": float(factors.max())}
     rope = Rope(rope_theta=config["rope_theta"], **scaling)
     expected = llama3_factors(rope, 2 * len(factors))

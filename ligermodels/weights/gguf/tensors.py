@@ -102,10 +102,8 @@ def read_rows(source: TensorInfo, rows: np.ndarray, read_run: ReadRun) -> np.nda
 
 
 def decode(data: np.ndarray, source: TensorInfo) -> np.ndarray:
-    """Rows of bytes -> their values, fp32 [rows, columns].
-
-    Blocks are decoded in groups that stay in a processor's cache, however long the rows are.
-    """
+    """Rows of bytes -> their values, fp32 [rows, columns]. Blocks are decoded in groups that stay in a processor's
+    cache, however long the rows are."""
     import gguf
 
     kind = gguf.GGMLQuantizationType(source.type)

@@ -48,7 +48,9 @@ class Vocabulary:
         texts = header.require(f"{PREFIX}tokens", list)
         self.kinds = self.numbers("token_type", len(texts))
         self.tokens = [self.spelled(text, kind) for text, kind in zip(texts, self.kinds.tolist(), strict=True)]
-        fillers = {index for index in np.flatnonzero(self.kinds == UNUSED).tolist() if is_filler(self.tokens[index])}
+        # Converters fill a vocabulary up to the size of the embedding by tokens of this form.
+        unused = np.flatnonzero(self.kinds == UNUSED).tolist()
+        fillers = {index for index in unused if re.fullmatch(r"\[PAD.*\]", self.tokens[index], re.DOTALL)}
         self.ids = {token: index for index, token in enumerate(self.tokens) if index not in fillers}
         if len(self.ids) + len(fillers) < len(self.tokens):
             twice = next(token for index, token in enumerate(self.tokens) if self.ids.get(token, index) != index)
@@ -83,16 +85,9 @@ class Vocabulary:
         return self.kinds[self.ids[token]] == CONTROL
 
 
-def is_filler(token: str) -> bool:
-    """Whether a token is one of those by which converters fill a vocabulary up to the size of the embedding."""
-    return token.startswith("[PAD") and token.endswith("]")
-
-
 def tokenizer_files(header: GgufHeader, vocabulary: Vocabulary) -> dict[str, str]:
-    """tokenizer.json, tokenizer_config.json and the chat templates, by their paths in a folder.
-
-    Raises CheckpointError.
-    """
+    """tokenizer.json, tokenizer_config.json and the chat templates, by their paths in a folder. Raises
+    CheckpointError."""
     content = tokenizer_json(vocabulary)
     named = {name: vocabulary.special_id(key) for name, key in SPECIAL_TOKEN_KEYS.items()}
     settings = {

@@ -53,10 +53,7 @@ class TokenizerParts:
 
 def tokenizer_metadata(parts: TokenizerParts, name: str, vocab_size: int, end_ids: list[int]) -> dict[str, Any]:
     """The metadata of a tokenizer by its keys. name: of the model. vocab_size: rows of the embedding. end_ids: end a
-    text or a turn.
-
-    Raises InputError if GGUF cannot have it.
-    """
+    text or a turn. Raises InputError if GGUF cannot have it."""
     content = json.loads(parts.tokenizer.to_str())
     model = content["model"]
     if model["type"] != "BPE":
