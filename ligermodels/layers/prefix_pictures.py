@@ -20,6 +20,7 @@ from ligermodels.layers.siglip import SiglipPlacer
 class PrefixPlacer(SiglipPlacer):
     """Places pictures for SigLIP in prompts that see ahead, a feature for each patch."""
 
+    image_processor_type = "SiglipImageProcessor"
     sees_prompt_ahead = True
 
     def prepare(
