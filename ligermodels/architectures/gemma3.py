@@ -4,7 +4,6 @@ from typing import ClassVar
 
 from ligermodels.configs.base import preset, tiny
 from ligermodels.configs.gemma3 import Gemma3Config, Gemma3MultimodalConfig
-from ligermodels.configs.vision import SiglipConfig
 from ligermodels.layers.attention import QKNormAttention
 from ligermodels.layers.block import SandwichLayer
 from ligermodels.layers.decoder import CausalLM
@@ -12,7 +11,6 @@ from ligermodels.layers.mlp import GatedMLP
 from ligermodels.vision.fixed_size import PICTURE_NAMES
 from ligermodels.vision.multimodal import VisionLanguageModel
 from ligermodels.vision.siglip import PooledPlacer, PooledProjector, siglip_tower
-from ligermodels.vision.tower import VisionTower
 
 BASE = {"model_type": "gemma3_text"}
 SMALL = {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 128, "sliding_window_pattern": 2}
@@ -47,8 +45,9 @@ class Gemma3Text(CausalLM):
 class Gemma3(VisionLanguageModel, Gemma3Text):
     Config = Gemma3MultimodalConfig
     Placer = PooledPlacer
+    Projector = PooledProjector
+    tower = staticmethod(siglip_tower)
     names = PICTURE_NAMES
-    image_processor_type = "Gemma3ImageProcessor"
     hub_class = "Gemma3ForConditionalGeneration"
     SIZES: ClassVar = {
         "tiny": {
@@ -62,9 +61,3 @@ class Gemma3(VisionLanguageModel, Gemma3Text):
         "27b": MULTIMODAL
         | {"text_config": preset(LONG, 5376, 21504, 62, 32, 16) | {"head_dim": 128, "query_pre_attn_scalar": 168}},
     }
-
-    def tower(self, config: SiglipConfig) -> VisionTower:
-        return siglip_tower(config)
-
-    def merger(self, config: SiglipConfig) -> PooledProjector:
-        return PooledProjector(config, self.config.hidden_size)

@@ -4,14 +4,12 @@ from typing import ClassVar
 
 from ligermodels.configs.base import preset, tiny
 from ligermodels.configs.paligemma import Paligemma2Config, PaligemmaConfig
-from ligermodels.configs.vision import SiglipConfig
 from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.gemma import gemma2_block, gemma_block
 from ligermodels.vision.fixed_size import PICTURE_NAMES
 from ligermodels.vision.multimodal import VisionLanguageModel
 from ligermodels.vision.prefix_lm import PrefixPlacer
 from ligermodels.vision.siglip import PatchProjector, siglip_tower
-from ligermodels.vision.tower import VisionTower
 
 BASE = {"model_type": "paligemma", "image_token_index": 257152}
 SIGLIP_PATCHES = {"model_type": "siglip_vision_model", "vision_use_head": False, "patch_size": 14}
@@ -23,8 +21,9 @@ TEXT2 = TEXT | {"model_type": "gemma2", "query_pre_attn_scalar": 256}
 class Paligemma(VisionLanguageModel):
     Config = PaligemmaConfig
     Placer = PrefixPlacer
+    Projector = PatchProjector
+    tower = staticmethod(siglip_tower)
     names = PICTURE_NAMES
-    image_processor_type = "SiglipImageProcessor"
     hub_class = "PaliGemmaForConditionalGeneration"
     SIZES: ClassVar = {
         "tiny": BASE
@@ -40,9 +39,3 @@ class Paligemma(VisionLanguageModel):
 
     def layer(self, config: PaligemmaConfig | Paligemma2Config, index: int) -> DecoderLayer:
         return gemma2_block(config, index) if isinstance(config, Paligemma2Config) else gemma_block(config)
-
-    def tower(self, config: SiglipConfig) -> VisionTower:
-        return siglip_tower(config)
-
-    def merger(self, config: SiglipConfig) -> PatchProjector:
-        return PatchProjector(config, self.config.hidden_size)
