@@ -16,7 +16,6 @@ from ligermodels.layers.mlp import GatedMLP
 from ligermodels.vision.fixed_size import PICTURE_NAMES
 from ligermodels.vision.multimodal import VisionLanguageModel
 from ligermodels.vision.siglip import PooledPlacer, PooledProjector, siglip_tower
-from ligermodels.vision.tower import VisionTower
 
 
 @dataclass(kw_only=True)
@@ -86,8 +85,9 @@ class Gemma3Text(CausalLM):
 class Gemma3(VisionLanguageModel, Gemma3Text):
     Config = Gemma3MultimodalConfig
     Placer = PooledPlacer
+    Projector = PooledProjector
+    tower = staticmethod(siglip_tower)
     names = PICTURE_NAMES
-    image_processor_type = "Gemma3ImageProcessor"
     hub_class = "Gemma3ForConditionalGeneration"
     SIZES: ClassVar = {
         "tiny": {
@@ -101,9 +101,3 @@ class Gemma3(VisionLanguageModel, Gemma3Text):
         "27b": MULTIMODAL
         | {"text_config": preset(LONG, 5376, 21504, 62, 32, 16) | {"head_dim": 128, "query_pre_attn_scalar": 168}},
     }
-
-    def tower(self, config: SiglipConfig) -> VisionTower:
-        return siglip_tower(config)
-
-    def merger(self, config: SiglipConfig) -> PooledProjector:
-        return PooledProjector(config, self.config.hidden_size)

@@ -3,14 +3,13 @@
 from typing import ClassVar
 
 from ligermodels.configs.base import preset, tiny
-from ligermodels.configs.idefics3 import Idefics3Config, Idefics3VisionConfig
+from ligermodels.configs.idefics3 import Idefics3Config
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.vision.multimodal import VisionLanguageModel
 from ligermodels.vision.siglip import siglip_tower
 from ligermodels.vision.siglip_tiles import SquareProjector, TileNames, TilePlacer
-from ligermodels.vision.tower import VisionTower
 
 BASE = {"model_type": "idefics3", "image_token_id": 1023, "scale_factor": 2}
 IDEFICS_PATCHES = {"model_type": "idefics3_vision", "patch_size": 14}
@@ -28,27 +27,26 @@ SMOLVLM_TEXT = {
 class Idefics3(VisionLanguageModel):
     Config = Idefics3Config
     Placer = TilePlacer
+    Projector = SquareProjector
+    tower = staticmethod(siglip_tower)
     names = TileNames()
     hub_class = "Idefics3ForConditionalGeneration"
-    image_processor_type = "Idefics3ImageProcessor"
     SIZES: ClassVar = {"tiny": BASE | TINY}
 
     def layer(self, config: Idefics3Config, index: int) -> DecoderLayer:
         attention = Attention(config, qkv_bias=config.attention_bias, o_bias=config.attention_bias)
         return DecoderLayer(config, attention, GatedMLP(config, bias=config.mlp_bias))
 
-    def tower(self, config: Idefics3VisionConfig) -> VisionTower:
-        return siglip_tower(config)
 
-    def merger(self, config: Idefics3VisionConfig) -> SquareProjector:
-        return SquareProjector(config, self.config.hidden_size)
+class SmolVLMPlacer(TilePlacer):
+    image_processor_type = "SmolVLMImageProcessor"
 
 
 class SmolVLM(Idefics3):
     """SmolVLM 2: the same under another name."""
 
+    Placer = SmolVLMPlacer
     hub_class = "SmolVLMForConditionalGeneration"
-    image_processor_type = "SmolVLMImageProcessor"
     SIZES: ClassVar = {
         "tiny": BASE | TINY | {"model_type": "smolvlm"},
         "500m": {

@@ -68,16 +68,13 @@ HUB = BASE | {"pad_token_id": 32001, "vision_config": TOWER}
 class Pixtral(VisionLanguageModel):
     Config = PixtralConfig
     Placer = PixtralPlacer
+    tower = staticmethod(pixtral_tower)
     names = PIXTRAL_NAMES
-    image_processor_type = "PixtralImageProcessor"
     hub_class = "LlavaForConditionalGeneration"
     SIZES: ClassVar = {}
 
     def layer(self, config: PixtralConfig, index: int) -> DecoderLayer:
         return DecoderLayer(config, Attention(config, window=config.window(index)), GatedMLP(config))
-
-    def tower(self, config: PixtralVisionConfig) -> VisionTower:
-        return pixtral_tower(config)
 
     def merger(self, config: PixtralVisionConfig) -> LinearProjector:
         text = self.config
@@ -90,7 +87,6 @@ class Llava(VisionLanguageModel):
     Placer = ClipPlacer
     names = replace(PICTURE_NAMES, kept=("post_layernorm",))
     hub_class = "LlavaForConditionalGeneration"
-    image_processor_type = "CLIPImageProcessor"
     SIZES: ClassVar = {
         "tiny": BASE
         | {
@@ -111,7 +107,8 @@ class Llava(VisionLanguageModel):
         attention = Attention(config, qkv_bias=config.attention_bias, o_bias=config.attention_bias)
         return DecoderLayer(config, attention, GatedMLP(config, bias=config.mlp_bias))
 
-    def tower(self, config: ClipConfig) -> VisionTower:
+    @staticmethod
+    def tower(config: ClipConfig) -> VisionTower:
         blocks, table, joined = picture_blocks(config), config.table_side**2 + 1, config.joined_blocks
         return VisionTower(config, blocks, table=table, first_norm=True, class_token=True, joined=joined)
 

@@ -15,7 +15,6 @@ from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.vision.multimodal import VisionLanguageModel
 from ligermodels.vision.pixtral import PIXTRAL_NAMES, MergingProjector, PixtralPlacer, pixtral_tower
-from ligermodels.vision.tower import VisionTower
 from ligermodels.weights.mapping import Rename
 
 # The defaults of a text_config, by its model_type.
@@ -56,10 +55,10 @@ TEXT = {
 class Mistral3(VisionLanguageModel):
     Config = Mistral3Config
     Placer = PixtralPlacer
+    tower = staticmethod(pixtral_tower)
     names = replace(
         PIXTRAL_NAMES, projector_rules=(Rename("projector.patch_merger.merging_layer", "projector.patch_merger"),)
     )
-    image_processor_type = "PixtralImageProcessor"
     hub_class = "Mistral3ForConditionalGeneration"
     SIZES: ClassVar = {
         "tiny": BASE
@@ -74,9 +73,6 @@ class Mistral3(VisionLanguageModel):
 
     def layer(self, config: Mistral3Config, index: int) -> DecoderLayer:
         return DecoderLayer(config, Attention(config, window=config.window(index)), GatedMLP(config))
-
-    def tower(self, config: PixtralVisionConfig) -> VisionTower:
-        return pixtral_tower(config)
 
     def merger(self, config: PixtralVisionConfig) -> MergingProjector:
         text = self.config

@@ -17,7 +17,6 @@ from ligermodels.vision.fixed_size import PICTURE_NAMES
 from ligermodels.vision.multimodal import VisionLanguageModel
 from ligermodels.vision.prefix_lm import PrefixPlacer
 from ligermodels.vision.siglip import PatchProjector, siglip_tower
-from ligermodels.vision.tower import VisionTower
 
 DEFAULT_TEXT = {
     "model_type": "gemma", "hidden_size": 2048, "num_hidden_layers": 18, "intermediate_size": 16384,
@@ -99,8 +98,9 @@ TEXT2 = TEXT | {"model_type": "gemma2", "query_pre_attn_scalar": 256}
 class Paligemma(VisionLanguageModel):
     Config = PaligemmaConfig
     Placer = PrefixPlacer
+    Projector = PatchProjector
+    tower = staticmethod(siglip_tower)
     names = PICTURE_NAMES
-    image_processor_type = "SiglipImageProcessor"
     hub_class = "PaliGemmaForConditionalGeneration"
     SIZES: ClassVar = {
         "tiny": BASE
@@ -116,9 +116,3 @@ class Paligemma(VisionLanguageModel):
 
     def layer(self, config: PaligemmaConfig | Paligemma2Config, index: int) -> DecoderLayer:
         return gemma2_block(config, index) if isinstance(config, Paligemma2Config) else gemma_block(config)
-
-    def tower(self, config: SiglipConfig) -> VisionTower:
-        return siglip_tower(config)
-
-    def merger(self, config: SiglipConfig) -> PatchProjector:
-        return PatchProjector(config, self.config.hidden_size)

@@ -58,6 +58,7 @@ class Qwen25Placer(GridPlacer):
 class Qwen25VL(VisionLanguageModel):
     Config = Qwen25VLConfig
     Placer = Qwen25Placer
+    Projector = PatchMerger
     names = NamesBesideText(
         QWEN_TOWER
         | {
@@ -67,7 +68,6 @@ class Qwen25VL(VisionLanguageModel):
         (QWEN_FILES, QWEN_IN_MEMORY),
     )
     hub_class = "Qwen2_5_VLForConditionalGeneration"
-    image_processor_type = "Qwen2VLImageProcessor"
     SIZES: ClassVar = {
         "tiny": tiny(BASE) | TINY,
         "3b": preset(HUB, 2048, 11008, 36, 16, 2)
@@ -78,13 +78,11 @@ class Qwen25VL(VisionLanguageModel):
     def layer(self, config: Qwen25VLConfig, index: int) -> DecoderLayer:
         return DecoderLayer(config, Attention(config, qkv_bias=True, window=config.window(index)), GatedMLP(config))
 
-    def tower(self, config: Qwen25VLVisionConfig) -> VisionTower:
+    @staticmethod
+    def tower(config: Qwen25VLVisionConfig) -> VisionTower:
         def block() -> DecoderLayer:
             return DecoderLayer(config, Attention(config, qkv_bias=True, o_bias=True), GatedMLP(config, bias=True))
 
         layers = range(config.num_hidden_layers)
         windowed = set(layers) - set(config.fullatt_block_indexes)
         return VisionTower(config, [block() for _ in layers], windowed=windowed)
-
-    def merger(self, config: Qwen25VLVisionConfig) -> PatchMerger:
-        return PatchMerger(config, self.config.hidden_size)

@@ -54,6 +54,7 @@ TINY = {
 class Qwen2VL(VisionLanguageModel):
     Config = Qwen2VLConfig
     Placer = GridPlacer
+    Projector = PatchMerger
     names = NamesBesideText(
         QWEN_TOWER
         | {
@@ -63,7 +64,6 @@ class Qwen2VL(VisionLanguageModel):
         (QWEN_FILES, QWEN_IN_MEMORY),
     )
     hub_class = "Qwen2VLForConditionalGeneration"
-    image_processor_type = "Qwen2VLImageProcessor"
     SIZES: ClassVar = {
         "tiny": tiny(BASE) | TINY,
         "2b": preset(HUB, 1536, 8960, 28, 12, 2)
@@ -74,11 +74,9 @@ class Qwen2VL(VisionLanguageModel):
     def layer(self, config: Qwen2VLConfig, index: int) -> DecoderLayer:
         return DecoderLayer(config, Attention(config, qkv_bias=True, window=config.window(index)), GatedMLP(config))
 
-    def tower(self, config: Qwen2VLVisionConfig) -> VisionTower:
+    @staticmethod
+    def tower(config: Qwen2VLVisionConfig) -> VisionTower:
         def block() -> DecoderLayer:
             return DecoderLayer(config, Attention(config, qkv_bias=True, o_bias=True), MLP(config, bias=True))
 
         return VisionTower(config, [block() for _ in range(config.num_hidden_layers)])
-
-    def merger(self, config: Qwen2VLVisionConfig) -> PatchMerger:
-        return PatchMerger(config, self.config.hidden_size)

@@ -4,14 +4,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ligermodels.configs.base import preset
-from ligermodels.configs.qwen3_vl import QWEN3_VL_TEXT, TINY_QWEN3_VL, Qwen3VisionConfig, Qwen3VLTextConfig
+from ligermodels.configs.qwen3_vl import QWEN3_VL_TEXT, TINY_QWEN3_VL, Qwen3VLTextConfig
 from ligermodels.configs.qwen_vl import VISION_TOKENS
 from ligermodels.layers.attention import QKNormAttention
 from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.vision.multimodal import VisionLanguageModel
 from ligermodels.vision.qwen3_vl import QWEN3_NAMES, Qwen3Placer, qwen3_tower
-from ligermodels.vision.tower import PatchMerger, VisionTower
+from ligermodels.vision.tower import PatchMerger
 
 
 @dataclass(kw_only=True)
@@ -30,8 +30,9 @@ TEXT = QWEN3_VL_TEXT | {"tie_word_embeddings": True}
 class Qwen3VL(VisionLanguageModel):
     Config = Qwen3VLConfig
     Placer = Qwen3Placer
+    Projector = PatchMerger
+    tower = staticmethod(qwen3_tower)
     names = QWEN3_NAMES
-    image_processor_type = "Qwen2VLImageProcessor"
     hub_class = "Qwen3VLForConditionalGeneration"
     SIZES: ClassVar = {
         "tiny": BASE | TINY_QWEN3_VL,
@@ -44,9 +45,3 @@ class Qwen3VL(VisionLanguageModel):
     def layer(self, config: Qwen3VLConfig, index: int) -> DecoderLayer:
         bias = config.attention_bias
         return DecoderLayer(config, QKNormAttention(config, qkv_bias=bias, o_bias=bias), GatedMLP(config))
-
-    def tower(self, config: Qwen3VisionConfig) -> VisionTower:
-        return qwen3_tower(config)
-
-    def merger(self, config: Qwen3VisionConfig) -> PatchMerger:
-        return PatchMerger(config, self.config.hidden_size)

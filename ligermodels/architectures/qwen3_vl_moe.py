@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from ligermodels.configs.base import preset
 from ligermodels.configs.features import SparseStepConfig
-from ligermodels.configs.qwen3_vl import QWEN3_VL_TEXT, TINY_QWEN3_VL, TINY_TEXT, Qwen3VisionConfig, Qwen3VLTextConfig
+from ligermodels.configs.qwen3_vl import QWEN3_VL_TEXT, TINY_QWEN3_VL, TINY_TEXT, Qwen3VLTextConfig
 from ligermodels.configs.qwen_vl import VISION_TOKENS
 from ligermodels.layers.attention import QKNormAttention
 from ligermodels.layers.block import DecoderLayer
@@ -13,7 +13,7 @@ from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.moe import MoE
 from ligermodels.vision.multimodal import VisionLanguageModel
 from ligermodels.vision.qwen3_vl import QWEN3_NAMES, Qwen3Placer, qwen3_tower
-from ligermodels.vision.tower import PatchMerger, VisionTower
+from ligermodels.vision.tower import PatchMerger
 from ligermodels.weights.mapping import Rule, packed_projections, permuted
 
 
@@ -40,8 +40,9 @@ TINY = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
 class Qwen3VLMoe(VisionLanguageModel):
     Config = Qwen3VLMoeConfig
     Placer = Qwen3Placer
+    Projector = PatchMerger
+    tower = staticmethod(qwen3_tower)
     names = QWEN3_NAMES
-    image_processor_type = "Qwen2VLImageProcessor"
     hub_class = "Qwen3VLMoeForConditionalGeneration"
     SIZES: ClassVar = {
         "tiny": BASE | TINY_QWEN3_VL | {"text_config": TINY_TEXT | TINY},
@@ -64,12 +65,6 @@ class Qwen3VLMoe(VisionLanguageModel):
             return DecoderLayer(config, attention, GatedMLP(config))
         experts = MoE(config, normalize=True, **config.expert_sizes)
         return DecoderLayer(config, attention, experts)
-
-    def tower(self, config: Qwen3VisionConfig) -> VisionTower:
-        return qwen3_tower(config)
-
-    def merger(self, config: Qwen3VisionConfig) -> PatchMerger:
-        return PatchMerger(config, self.config.hidden_size)
 
     def text_rules(self) -> tuple[Rule, ...]:
         """Experts are stacked, inputs before outputs."""

@@ -80,6 +80,8 @@ class PicturePlacer(PixelPlacer):
 class ClipPlacer(PicturePlacer):
     """Places pictures for CLIP, which reads a class token before the patches of each one."""
 
+    image_processor_type = "CLIPImageProcessor"
+
     def layout(self, grids: Sequence[Grid]) -> tuple[PatchLayout, None]:
         return class_token_layout(len(grids), self.config.vision.table_side), None
 
@@ -93,7 +95,10 @@ class ClipPlacer(PicturePlacer):
         side = vision.image_size
         text = {"vision_feature_select_strategy": vision.vision_feature_select_strategy}
         text |= {"patch_size": vision.patch_size, "num_additional_image_tokens": 1}
-        return {"size": {"shortest_edge": side}, "crop_size": {"height": side, "width": side}}, text
+        return {
+            "image_processor_type": self.image_processor_type, "size": {"shortest_edge": side},
+            "crop_size": {"height": side, "width": side},
+        }, text  # fmt: skip
 
 
 def picture_blocks(config: PictureConfig) -> list[DecoderLayer]:

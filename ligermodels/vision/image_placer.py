@@ -57,25 +57,20 @@ class ImagePlacer(ABC):
     """Base class.
 
     config: of the model. as_transformers: see `VisionLanguageModel`.
+    image_processor_type: of the Hub's files.
     sees_prompt_ahead: whether tokens of a prompt see those behind them; `prepare` then takes labels and token_type_ids.
     """
 
+    image_processor_type: ClassVar[str]
     sees_prompt_ahead: ClassVar[bool] = False
 
     def __init__(self, config: Any, as_transformers: bool = False) -> None:
         self.config, self.as_transformers = config, as_transformers
 
     @abstractmethod
-    def prepare(
-        self,
-        input_ids: Tensor,
-        *,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        **pixels: Any,
-    ) -> Images:
-        """The images of a batch. Arguments as those of the model's forward, pixel inputs among them.
+    def prepare(self, input_ids: Tensor, **inputs: Any) -> Images:
+        """The images of a batch. inputs: attention_mask, position_ids and cu_seqlens, as those of the model's forward,
+        and pixel inputs.
 
         Raises InputError if the images are not those that the tokens of each row or packed document stand for.
         """
@@ -109,6 +104,7 @@ class GridPlacer(ImagePlacer):
     splits_videos: whether text stands between the frames of a video.
     """
 
+    image_processor_type = "Qwen2VLImageProcessor"
     splits_videos: ClassVar[bool] = False
 
     def prepare(
@@ -161,8 +157,8 @@ class GridPlacer(ImagePlacer):
     def settings(self) -> tuple[dict[str, Any], dict[str, Any]]:
         vision = self.config.vision
         return {
-            "patch_size": vision.patch_size, "merge_size": vision.spatial_merge_size,
-            "temporal_patch_size": vision.temporal_patch_size,
+            "image_processor_type": self.image_processor_type, "patch_size": vision.patch_size,
+            "merge_size": vision.spatial_merge_size, "temporal_patch_size": vision.temporal_patch_size,
         }, {}  # fmt: skip
 
     def example(self, rows: int) -> tuple[int, dict[str, Tensor]]:

@@ -109,8 +109,8 @@ class VisionLanguageModel(ImageParts):
     """A causal language model with images. Its subclasses, the architectures, name its four parts.
 
     They are the text model, whose blocks `layer` builds; the vision tower `visual`, which `tower` builds; the
-    `projector`, from the tower's width to that of the text model, which `merger` builds; and `Placer`, which decides
-    what the tower reads of images and which tokens stand for them.
+    `projector`, a `Projector` from the tower's width to that of the text model; and `Placer`, which decides what the
+    tower reads of images and which tokens stand for them.
     names: how a checkpoint names tower and projector.
     as_transformers: positions behind a video as in transformers 5, which departs from the models' training: see
     `text_positions`. For comparisons.
@@ -119,8 +119,8 @@ class VisionLanguageModel(ImageParts):
     as_transformers = False
     takes_images = True
     pixel_inputs = PIXEL_INPUTS
-    image_processor_type: ClassVar[str]  # of the Hub's files
     Placer: ClassVar[type[ImagePlacer]]
+    Projector: ClassVar[type[nn.Module]]
     names: ClassVar[ImageNames]
 
     def __init__(self, config: MultimodalConfig) -> None:
@@ -135,13 +135,14 @@ class VisionLanguageModel(ImageParts):
         )
         name_parts(self, self.weight_rules())
 
+    @staticmethod
     @abstractmethod
-    def tower(self, config: Any) -> VisionTower:
+    def tower(config: Any) -> VisionTower:
         """Builds the vision tower."""
 
-    @abstractmethod
     def merger(self, config: Any) -> nn.Module:
         """Builds the projector, which takes the tower's output (x, residual)."""
+        return self.Projector(config, self.config.hidden_size)
 
     @property
     def placer(self) -> ImagePlacer:
@@ -271,8 +272,7 @@ class VisionLanguageModel(ImageParts):
 
     @property
     def processor_settings(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        image, processor = self.placer.settings
-        return {"image_processor_type": self.image_processor_type} | image, processor
+        return self.placer.settings
 
     def example_images(self, rows: int) -> tuple[int, dict[str, Tensor]]:
         return self.placer.example(rows)

@@ -58,13 +58,14 @@ PIXTRAL_NAMES = WrappedNames(pixtral_tower_rules, PIXTRAL_BLOCK)
 class PixtralPlacer(PixelPlacer):
     """Places images of any size. `config.vision` is a `PixtralVisionConfig`."""
 
+    image_processor_type = "PixtralImageProcessor"
     other_inputs = ("image_sizes",)
 
     @property
     def settings(self) -> tuple[dict[str, Any], dict[str, Any]]:
         vision = self.config.vision
         image = {
-            "size": {"longest_edge": vision.image_size},
+            "image_processor_type": self.image_processor_type, "size": {"longest_edge": vision.image_size},
             "patch_size": {"height": vision.patch_size, "width": vision.patch_size},
         }  # fmt: skip
         return image, {"patch_size": vision.patch_size, "spatial_merge_size": vision.spatial_merge_size}

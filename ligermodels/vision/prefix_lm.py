@@ -20,6 +20,7 @@ from ligermodels.vision.token_places import Documents, documents_of
 class PrefixPlacer(SiglipPlacer):
     """Places pictures for SigLIP in prompts that see ahead, a feature for each patch."""
 
+    image_processor_type = "SiglipImageProcessor"
     sees_prompt_ahead = True
 
     def prepare(

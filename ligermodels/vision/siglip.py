@@ -62,7 +62,7 @@ class SiglipPlacer(PicturePlacer):
     def settings(self) -> tuple[dict[str, Any], dict[str, Any]]:
         vision = self.config.vision
         size = {"height": vision.image_size, "width": vision.image_size}
-        return {"size": size}, {}
+        return {"image_processor_type": self.image_processor_type, "size": size}, {}
 
     def layout(self, grids: Sequence[Grid]) -> tuple[PatchLayout, Tensor | None]:
         vision = self.config.vision
@@ -71,6 +71,8 @@ class SiglipPlacer(PicturePlacer):
 
 class PooledPlacer(SiglipPlacer):
     """Places pictures with pooled features. The tokens of a picture see its later ones too."""
+
+    image_processor_type = "Gemma3ImageProcessor"
 
     @property
     def settings(self) -> tuple[dict[str, Any], dict[str, Any]]:

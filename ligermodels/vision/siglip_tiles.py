@@ -61,6 +61,7 @@ class TileNames:
 class TilePlacer(PicturePlacer):
     """Places images in tiles. `config.vision` is an `Idefics3VisionConfig`, image_size its tiles' side."""
 
+    image_processor_type = "Idefics3ImageProcessor"
     other_inputs = ("pixel_attention_mask",)
 
     def layout(self, grids: Sequence[Grid]) -> tuple[PatchLayout, None]:
@@ -77,7 +78,7 @@ class TilePlacer(PicturePlacer):
         """At most 2 × 2 tiles and the whole, where published models have 4 × 4: new models are small."""
         vision = self.config.vision
         image = {
-            "size": {"longest_edge": 2 * vision.image_size},
+            "image_processor_type": self.image_processor_type, "size": {"longest_edge": 2 * vision.image_size},
             "max_image_size": {"longest_edge": vision.image_size},
         }  # fmt: skip
         return image, {"image_seq_len": vision.features_per_picture}

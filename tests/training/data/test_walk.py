@@ -15,6 +15,7 @@ import ligermodels
 from ligermodels.distributed import World
 from ligermodels.training import TrainConfig
 from ligermodels.training.checkpoints import Progress
+from ligermodels.training.objectives.objective import RunSetup
 from ligermodels.training.preparing import prepare
 from tests.training.small_models import save_model
 
@@ -52,7 +53,7 @@ def walk(objective, records, tmp_path, monkeypatch, **settings):
     run = prepare(config, World(torch.device("cpu")))  # what is imported or made once does not count
     model = run.model.to_empty(device="cpu")
     model.initialize(0)
-    run.objective.prepare(model, print)
+    run.objective.prepare(model, RunSetup(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
     with files_entered() as files:
         run.objective.open(folder, model, None)
