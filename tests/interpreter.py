@@ -4,8 +4,8 @@ Triton 3.7 repeats much of its work. It patches `triton.language` at every call 
 it builds a table of dtypes, for every block a type from its shape and name, and for every operation the arguments of
 two wrappers. For every sum, difference and product of integers it computes an overflow check that it then discards. An
 operation on a block and a number first makes a block of that number. A reduction or scan by a custom function runs one
-element at a time. Together these took most of the kernels' time.
-Uses private names of Triton, in the version that constraints.txt pins. Must not know any particular op.
+element at a time. Together these took most of the kernels' time. Uses private names of Triton, in the version that
+constraints.txt pins.
 """
 
 import inspect

@@ -1,4 +1,4 @@
-"""Markdown pages as their code blocks and the commands in them. Must not know which page says what."""
+"""Markdown pages as their code blocks and the commands in them."""
 
 import re
 import shlex

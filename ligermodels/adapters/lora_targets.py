@@ -1,7 +1,4 @@
-"""Inserts LoRA into a built model: finds the modules by their names on the Hub and replaces them.
-
-Must not know any architecture, or how adapters are stored.
-"""
+"""Inserts LoRA into a built model: finds the modules by their names on the Hub and replaces them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict

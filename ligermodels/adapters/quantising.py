@@ -1,6 +1,6 @@
 """Which weights of a model are quantised, and how: the linears and routed experts of its blocks, in a named format.
 
-Embeddings, the head, norms, routers and biases stay as they are. Must not know files or any architecture.
+Embeddings, the head, norms, routers and biases stay as they are.
 """
 
 import math

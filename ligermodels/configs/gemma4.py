@@ -1,4 +1,4 @@
-"""The fields of Gemma 4, alone and as the text model of multimodal checkpoints. Must not know any architecture."""
+"""The fields of Gemma 4, alone and as the text model of multimodal checkpoints."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """What models and generation see of each other: a model of its cache, generation of a model.
 
 `KVCache` (kv_cache.py) is a plain cache for calls of a model's forward; the views of the paged cache that the steps of
-the engine have (prefill.py, rows.py) are the others. Must not know any family.
+the engine have (prefill.py, rows.py) are the others.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""How many tokens the cache of the engine can hold, and whether a request fits into it. Must not know how steps run."""
+"""How many tokens the cache of the engine can hold, and whether a request fits into it."""
 
 from bisect import bisect_right
 

@@ -1,4 +1,4 @@
-"""Generation for a batch of prompts: all at once, or step by step. Must not know any family."""
+"""Generation for a batch of prompts: all at once, or step by step."""
 
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -1,6 +1,6 @@
 """The generation engine: requests on a paged cache, which enter and leave the running batch as there is room.
 
-Of a model it uses forward, config, parameters and what its layers keep; must not know any family.
+Of a model it uses forward, config, parameters and what its layers keep.
 """
 
 import warnings

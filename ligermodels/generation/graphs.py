@@ -1,7 +1,4 @@
-"""Decode steps as CUDA graphs: captured once for each number of rows, then replayed without the host's work.
-
-Must not know models or requests.
-"""
+"""Decode steps as CUDA graphs: captured once for each number of rows, then replayed without the host's work."""
 
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -1,6 +1,6 @@
 """A cache for a batch whose rows may differ in length, for calls of a model's forward: keys and values, and states.
 
-Generation uses the paged cache instead. Must not know models.
+Generation uses the paged cache instead.
 """
 
 from collections.abc import Sequence

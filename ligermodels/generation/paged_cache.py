@@ -4,7 +4,7 @@ Every layer has a pool of pages of PAGE_SIZE slots, [slots, Hkv, D] for keys and
 in each group of layers with equal windows: position p lies in page table[p // PAGE_SIZE % len(table)]. The table of a
 windowed group has just the pages of a window, and is used as a ring. Layers with states are a group too: a row has one
 page there, its states. Page 0 belongs to nobody: what has no place of its own is written there. Knows tensors and
-attention; must not know models or requests.
+attention.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """Prefill: prompts, or pieces of them, as one packed row whose keys and values go to the paged cache.
 
 A piece that does not begin its sequence attends to the earlier keys in the cache, and to its own. Attention is the one
-of training, so that nothing grows with the square of the length. Knows the paged cache; must not know models.
+of training, so that nothing grows with the square of the length. Knows the paged cache.
 """
 
 from collections.abc import Callable, Sequence

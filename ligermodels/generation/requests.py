@@ -1,7 +1,4 @@
-"""What the engine is given and what it returns: requests, their samples, and the text of these.
-
-Must not know models, devices or the cache's memory.
-"""
+"""What the engine is given and what it returns: requests, their samples, and the text of these."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,6 @@
 """The state of the rows that are being generated, on the device, and one step that moves all of them on by a token.
 
-All shapes are fixed and nothing is read on the host, so that the step can be captured as a CUDA graph. Must not know
-requests, nor which rows belong together.
+All shapes are fixed and nothing is read on the host, so that the step can be captured as a CUDA graph.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Options of sampling: their ranges, and the numbers that a row of a batch has of them. Must not know models."""
+"""Options of sampling: their ranges, and the numbers that a row of a batch has of them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

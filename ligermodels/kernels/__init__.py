@@ -1,1 +1,1 @@
-"""Fused ops, one op a file. Knows torch and triton; must not know models."""
+"""Fused ops, one op a file. Knows torch and triton."""

@@ -6,7 +6,7 @@
     summed gradient   y = x;   backward dx = Σ_r dy_r
 
 They are torch's functional collectives, which torch.compile traces, waited for at once: kernels read addresses. Any
-device and dtype that the group's backend has. Must not know what is exchanged.
+device and dtype that the group's backend has.
 """
 
 from typing import Any

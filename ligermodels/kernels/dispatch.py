@@ -1,4 +1,4 @@
-"""How an op is registered and dispatched. Knows torch; must not know any particular op.
+"""How an op is registered and dispatched. Knows torch.
 
 Each call takes one of three paths:
 - CPU tensors, and transforms of torch.func: the public function runs its `<op>_reference` in plain PyTorch

@@ -1,4 +1,4 @@
-"""How a Triton kernel is launched, and what launchers share. Must not know any particular op.
+"""How a Triton kernel is launched, and what launchers share.
 
 Triton's own launch binds, specializes and hashes every argument and queries the driver about every pointer. On the host
 that takes longer than the launch itself. Here the first launch of each specialization goes through Triton; later ones

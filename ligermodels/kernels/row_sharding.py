@@ -2,7 +2,6 @@
 
 Rows are sharded along any batch dimension, weights are replicated, and the gradient of a weight is the sum over the
 ranks (`Partial`). An input with another placement, a row split between ranks for example, is redistributed first.
-Must not know any particular op.
 """
 
 from collections.abc import Mapping

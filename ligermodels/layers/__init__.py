@@ -1,1 +1,1 @@
-"""Modules that own parameters and call kernels. Must not know any architecture or file format."""
+"""Modules that own parameters and call kernels."""

@@ -1,4 +1,4 @@
-"""Grouped-query self-attention with a packed QKV projection, RoPE and optional QK-norm. Must not know any family."""
+"""Grouped-query self-attention with a packed QKV projection, RoPE and optional QK-norm."""
 
 from typing import Any
 

@@ -2,7 +2,6 @@
 
 The residual stream is passed as a pair (x, residual) whose sum is the stream: the addition is fused into the next norm.
 A block maps one such pair to the next. It also returns its router's logits [B * T, E], or None without a router.
-Must not know any family.
 """
 
 from abc import ABC, abstractmethod

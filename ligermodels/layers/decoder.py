@@ -1,7 +1,4 @@
-"""The decoder (embedding, blocks, final norm) and the causal language model with its fused loss.
-
-Must not know any architecture: each one subclasses `CausalLM` and builds its blocks in `layer`.
-"""
+"""The decoder (embedding, blocks, final norm) and the causal language model with its fused loss."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence

@@ -4,7 +4,7 @@ A fused node reads the weights of a plain `nn.Linear` or a whole `PackedLinear`,
 RMSNorm or LayerNorm; of a quantised linear too. The unfused operations run where a module was replaced (float8, PEFT, a
 parametrization), has hooks, has been taken apart, has a quantised weight of another library, or has active LoRA
 dropout: every module is then called, with one tensor. Both paths give the same numbers. The kernels for few rows run in
-inference. Must not know what a projection is used for.
+inference.
 """
 
 from typing import Any, NamedTuple, TypeGuard

@@ -1,4 +1,4 @@
-"""Linear attention with the gated delta rule (Gated DeltaNet). Must not know any family.
+"""Linear attention with the gated delta rule (Gated DeltaNet).
 
 A causal convolution, then the rule of kernels/linear_attention/gated_delta_rule.py, then a gated norm over each head.
 Yang, Kautz & Hatamizadeh 2024, https://arxiv.org/abs/2412.06464.

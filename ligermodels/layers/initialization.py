@@ -1,4 +1,4 @@
-"""Random weights of a new model. Must not know any family."""
+"""Random weights of a new model."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

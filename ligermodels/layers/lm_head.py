@@ -1,7 +1,5 @@
 """Heads: of language models, for logits, the loss of targets, their log-probabilities or the divergence from a teacher,
 of all tokens or of some; and of reward models.
-
-Must not know the decoder.
 """
 
 from typing import Any

@@ -1,7 +1,6 @@
 """LoRA modules: a trained low-rank update added to a frozen linear or to a frozen stacked weight.
 
-y = base(x) + alpha / rank * (x Aᵀ) Bᵀ, Hu et al. 2021, https://arxiv.org/abs/2106.09685. Must not know other layers,
-any architecture, or how adapters are stored; `lora_targets` inserts these modules into a model.
+y = base(x) + alpha / rank * (x Aᵀ) Bᵀ, Hu et al. 2021, https://arxiv.org/abs/2106.09685.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Mamba-2: a causal convolution, a state-space scan and a gated norm. Must not know any family.
+"""Mamba-2: a causal convolution, a state-space scan and a gated norm.
 
 Dao & Gu 2024, https://arxiv.org/abs/2405.21060. The scan is that of kernels/linear_attention/mamba2_scan.py.
 """

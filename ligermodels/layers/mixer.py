@@ -1,4 +1,4 @@
-"""What mixes the tokens of a block: the base class of attention and of layers with states. Must not know any family."""
+"""What mixes the tokens of a block: the base class of attention and of layers with states."""
 
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar

@@ -1,4 +1,4 @@
-"""Feed-forward layers: gated (SwiGLU, GeGLU) with a packed gate_up projection, and plain. Must not know any family."""
+"""Feed-forward layers: gated (SwiGLU, GeGLU) with a packed gate_up projection, and plain."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable

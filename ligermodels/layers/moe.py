@@ -1,7 +1,5 @@
 """Mixture of experts: router, routed experts with packed projections (with or without LoRA, in 16 or in few bits),
 load-balancing loss.
-
-Must not know any family.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm, which `layers/fused.py` fuses with what comes before and after. Must not know any family."""
+"""RMSNorm and LayerNorm, which `layers/fused.py` fuses with what comes before and after."""
 
 from dataclasses import dataclass
 

@@ -7,8 +7,6 @@ put in its place, the packed linear is taken apart: its parts become ordinary `n
 keeps no parameter, and from then on its output is theirs, concatenated. A tool therefore has the modules, parameters
 and numbers that it would have in the Hub's own model, and nothing is computed twice. The numbers of a part with hooks
 are computed by the part, too.
-
-Must not know what a projection is used for.
 """
 
 import copy

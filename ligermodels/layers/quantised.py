@@ -3,7 +3,6 @@
 A quantised linear stands for a linear, or for a packed one with all its parts. It owns the bytes of its weight, a
 parameter that is never trained; dtype casts, optimizers and sharding leave the bytes as they are. The fused nodes
 dequantise the weight where they multiply. Dettmers et al. 2023, https://arxiv.org/abs/2305.14314.
-Must not know a format's bytes, other layers, or which modules of a model are quantised: `quantising` does.
 """
 
 from collections.abc import Mapping

@@ -1,8 +1,8 @@
 """Batches with padding, or with several documents in a row, rearranged so that attention needs no mask, and back.
 
-Attention here is causal within a row or within a packed document. A mask or positions that restart are therefore
-turned into packed documents before the decoder, exactly: every token meets the tokens of its own document alone. With a
-key-value cache the rows stay rows, and padding moves to their end. Must not know models.
+Attention here is causal within a row or within a packed document. A mask or positions that restart are therefore turned
+into packed documents before the decoder, exactly: every token meets the tokens of its own document alone. With a
+key-value cache the rows stay rows, and padding moves to their end.
 """
 
 from dataclasses import dataclass

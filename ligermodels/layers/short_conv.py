@@ -1,4 +1,4 @@
-"""Gated short convolution: out_proj(C * conv(B * u)) with B, C, u = in_proj(x). Must not know any family."""
+"""Gated short convolution: out_proj(C * conv(B * u)) with B, C, u = in_proj(x)."""
 
 import torch
 from torch import Tensor, nn

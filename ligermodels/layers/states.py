@@ -1,7 +1,6 @@
 """Layers whose memory of earlier tokens is a state: their sequences, and the ops on them with and without a cache.
 
 Such a layer numbers its states from 0. Without a cache a state is zero where a row or packed document starts.
-Must not know any family.
 """
 
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Cross-attention of text to images, and the gated blocks around it and in vision towers. Must not know any family."""
+"""Cross-attention of text to images, and the gated blocks around it and in vision towers."""
 
 import math
 from typing import Any, ClassVar

@@ -1,6 +1,6 @@
 """Pictures of one size: which tokens stand for each, and the names and the blocks of the towers that encode them.
 
-Every picture has the same number of tokens. Must not know any text model.
+Every picture has the same number of tokens.
 """
 
 from collections.abc import Mapping, Sequence

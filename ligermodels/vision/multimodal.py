@@ -1,7 +1,7 @@
 """A causal language model that sees images: a vision tower, a projector, and their features among the embeddings.
 
 `prepare_images` does on the CPU what depends on grids and token ids alone; a data loader may call it, and pass its
-result to `forward`, which then waits for nothing. Must not know any family, nor files or processors of images.
+result to `forward`, which then waits for nothing.
 """
 
 from abc import abstractmethod

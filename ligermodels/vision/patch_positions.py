@@ -3,7 +3,6 @@
 A grid (t, h, w) is the number of patches of an image or a video over time (t = 1 for an image), height and width.
 Patches come in merged order: the m × m patches of a square, which become one feature of the text model, follow one
 another; squares go row by row, frame by frame. Everything here is integers on the CPU, so that a data loader can do it.
-Must not know pixels or any family.
 Source of the order and the windows: Qwen2.5-VL, https://arxiv.org/abs/2502.13923; of the positions in the text (M-RoPE)
 Qwen2-VL, https://arxiv.org/abs/2409.12191.
 """

@@ -1,7 +1,7 @@
 """Prompts that are seen as a whole: each token of a text with pictures sees all of its prompt.
 
-What follows the prompt is causal. A text without pictures is causal from its start. Must not know any text model.
-Source: PaliGemma, https://arxiv.org/abs/2407.07726.
+What follows the prompt is causal. A text without pictures is causal from its start. Source: PaliGemma,
+https://arxiv.org/abs/2407.07726.
 """
 
 from typing import Any

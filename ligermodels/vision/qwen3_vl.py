@@ -1,6 +1,6 @@
 """The image side of Qwen3-VL: learned positions, 2-D RoPE, LayerNorms, and features at several depths (DeepStack).
 
-Also the names that the towers of all Qwen-VL models share. Must not know the text model.
+Also the names that the towers of all Qwen-VL models share.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """Pictures of one size that SigLIP encodes: the tower, its pooled features.
 
-All tokens of a picture see all of their picture. Must not know any text model.
-Source: SigLIP, https://arxiv.org/abs/2303.15343; the pooling and the attention of Gemma 3, https://arxiv.org/abs/2503.19786.
+All tokens of a picture see all of their picture. Source: SigLIP, https://arxiv.org/abs/2303.15343; the pooling and the
+attention of Gemma 3, https://arxiv.org/abs/2503.19786.
 """
 
 from collections.abc import Sequence

@@ -4,7 +4,7 @@ A token sees the image whose token is before it, up to the next image; of images
 sees the first k, and the text behind them all.
 
 `prepare_images` does on the CPU what depends on masks and token ids alone; a data loader may call it, and pass its
-result to `forward`, which then waits for nothing. Must not know any family, nor files or processors of images.
+result to `forward`, which then waits for nothing.
 """
 
 from collections.abc import Mapping, Sequence

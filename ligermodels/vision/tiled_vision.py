@@ -1,4 +1,4 @@
-"""A vision tower over square tiles of an image, with learned positions for each aspect ratio. Must not know any family.
+"""A vision tower over square tiles of an image, with learned positions for each aspect ratio.
 
 All tiles of an image attend to each other. An image has rows for the most tiles it may have, and a tile has a few rows
 behind its own: these rows are zeros at first. A row of a tile of the image sees all rows of the image, and a row of

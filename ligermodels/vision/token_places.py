@@ -1,7 +1,4 @@
-"""Which tokens of a batch stand for which image: grids and token ids, compared on the CPU.
-
-Must not know pixels, features or any family.
-"""
+"""Which tokens of a batch stand for which image: grids and token ids, compared on the CPU."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,6 @@
 """A vision tower: packed patches of images through the blocks of `block.py`, and the merger to the text model's width.
 
-The patches of all images of a batch are one row [1, P, E]. Attention is not causal, within spans. Must not know any
-family, nor where features go in a text.
+The patches of all images of a batch are one row [1, P, E]. Attention is not causal, within spans.
 """
 
 from collections.abc import Collection, Sequence

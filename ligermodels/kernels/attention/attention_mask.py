@@ -1,4 +1,4 @@
-"""Which keys a query of attention sees. Knows torch alone; must not know how attention is computed.
+"""Which keys a query of attention sees. Knows torch alone.
 
 The last query of a document stands at the position of its last key. With T queries over S keys, query i is therefore at
 position i + S - T. It sees the key at position j of its document if and only if -right <= i + S - T - j <= left.

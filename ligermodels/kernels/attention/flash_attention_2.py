@@ -1,11 +1,9 @@
 """FlashAttention 2, as torch has it, over packed documents or rows; with sinks, which its kernels do not know.
 
-A sink s adds a column of the value zero to the softmax. With the output o and the log-sum-exp l of the scores alone,
-    o' = o * sigmoid(l - s)        l' = logaddexp(l, s)
-The backward pass without sinks, given o' and l', computes the gradients of q, k and v. With t over the queries,
-    ds = -Σ_t exp(s - l'_t) * (do_t · o'_t)
-Must not know the other implementations of attention.
-Source: Dao 2023, https://arxiv.org/abs/2307.08691.
+A sink s adds a column of the value zero to the softmax. With the output o and the log-sum-exp l of the scores alone, o'
+= o * sigmoid(l - s)        l' = logaddexp(l, s) The backward pass without sinks, given o' and l', computes the
+gradients of q, k and v. With t over the queries, ds = -Σ_t exp(s - l'_t) * (do_t · o'_t) Source: Dao 2023,
+https://arxiv.org/abs/2307.08691.
 """
 
 from typing import Any

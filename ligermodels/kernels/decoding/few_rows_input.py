@@ -1,7 +1,4 @@
-"""What the kernels of few_rows_linear.py do with an element of the input before they multiply it.
-
-Must not know how the weight is stored.
-"""
+"""What the kernels of few_rows_linear.py do with an element of the input before they multiply it."""
 
 import triton
 import triton.language as tl

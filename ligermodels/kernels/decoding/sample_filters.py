@@ -5,7 +5,7 @@ of at least t. The tokens above a threshold are therefore in the blocks whose ma
 are about k blocks. Only those are listed and searched, by bisection over the logits' bits in ascending order. A step
 counts the tokens (or sums the masses) from the middle up, and moves the interval's end to the closest logit. A search
 takes about 10 steps, at most 32. Where the block maxima do not bound the threshold (top-p of nearly equal
-probabilities), nearly all blocks are searched. Must not know how a token is drawn.
+probabilities), nearly all blocks are searched.
 """
 
 import triton

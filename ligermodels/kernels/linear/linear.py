@@ -1,7 +1,6 @@
 """Linear layer with a low-rank (LoRA) update, y = x Wᵀ + b + update: an autograd node, and parts for other nodes.
 
-`norm_linear.py` and `gated_linear.py` build their fused nodes from these parts. The module must not know what feeds the
-linear.
+`norm_linear.py` and `gated_linear.py` build their fused nodes from these parts.
 
 W may pack several projections along its rows, each with its own update. Projection i of P owns the columns start_i to
 stop_i of y and adds s low_i B_iᵀ to them, where low_i = x A_iᵀ. With dy_i = dy[..., start_i:stop_i]:

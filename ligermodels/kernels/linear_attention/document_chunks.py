@@ -2,7 +2,7 @@
 
 The last chunk of a document may be shorter. Chunk c of document n has the slot start_n // SPAN + n + c, where start_n
 is the document's first token. No two chunks share a slot, and all slots are less than T // SPAN + documents: a size
-that the host knows, so that nothing waits for the device. Some slots are idle. Must not know any particular op.
+that the host knows, so that nothing waits for the device. Some slots are idle.
 """
 
 from collections.abc import Callable

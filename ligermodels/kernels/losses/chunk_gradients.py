@@ -1,6 +1,6 @@
 """Gradients of hidden, weight and bias, summed over chunks of logits in fp32 before the upstream gradient is known.
 
-hidden [T, H], weight [V, H], bias [V] or None; dlogits [rows of a chunk, V]. Must not know the loss.
+hidden [T, H], weight [V, H], bias [V] or None; dlogits [rows of a chunk, V].
 """
 
 import torch

@@ -1,7 +1,7 @@
 """The Triton kernel of cross-entropy: loss, metrics and gradient of rows; `cross_entropy.py` has the formulas.
 
 One launch computes the losses of rows, their gradient, or both. What the caller leaves out (class weights, token
-scaling, metrics) is a constant of the kernel and costs nothing. Must not know how losses are reduced.
+scaling, metrics) is a constant of the kernel and costs nothing.
 """
 
 import functools

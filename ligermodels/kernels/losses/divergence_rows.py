@@ -11,7 +11,6 @@ The gradient with respect to the student's z_j:
 
 One program a row sweeps it two or three times: statistics (log-sum-exps, entropy, and for KLs the weighted gap); for
 jsd and tvd the sums that need both normalisers; the gradient. Moves 2 V logits a sweep, and V of the gradient.
-Must not know hidden states or how rows are summed.
 """
 
 import functools

@@ -4,7 +4,7 @@ A chunk is projected in pieces, logits of both models in fp32. dlogits of its pi
 are multiplied at once.
 
 hidden [N, H] and weight [V, H] of one dtype; `linear_divergence.py` has the teachers, FLOP and bytes. weights fp32 [N]
-multiply the gradients alone. Must not know how rows are summed.
+multiply the gradients alone.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Which logits exist at a time in `linear_cross_entropy` and `linear_logprobs`: sizes of chunks, and their projection.
 
 logits = hidden @ weightᵀ + bias; hidden [T, H], weight [V, H], bias [V] or None, of one dtype; logits in that dtype or
-a wider one. Must not know the loss.
+a wider one.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 """The ops behind `linear_logprobs`: results and gradients of rows, one chunk of fp32 logits at a time.
 
 hidden [N, H] and weight [V, H] of one float dtype, targets [N] int64; upstream gradients fp32 [N] of any stride.
-Gradients come back in the inputs' dtype. Must not know autograd.
+Gradients come back in the inputs' dtype.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Log-probabilities of targets, entropy and more of logits that exist already, in plain PyTorch.
 
 The reference implementation of `linear_logprobs`, and what a head that was replaced is given to: it takes several times
-the logits' memory. Must not know how logits are computed.
+the logits' memory.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,6 +1,6 @@
 """One sweep of a program along a row of logits: its log-sum-exp and what else one reading of the row gives.
 
-Functions of Triton, shared by the kernels of cross-entropy and of log-probabilities. Must not know losses.
+Functions of Triton, shared by the kernels of cross-entropy and of log-probabilities.
 """
 
 import triton

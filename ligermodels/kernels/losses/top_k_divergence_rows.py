@@ -10,7 +10,7 @@ with respect to z = logits / temperature is
     cut off      p_k Σ q - q_k                    p_j Σ q
 
 One program a row sweeps it twice: statistics of the others, then the gradient. Moves V logits a sweep, V of the
-gradient, and 12 k bytes. Must not know hidden states or how rows are summed.
+gradient, and 12 k bytes.
 """
 
 import functools

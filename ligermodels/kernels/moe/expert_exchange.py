@@ -1,13 +1,11 @@
 """Experts on several ranks: tokens go to the ranks that have their experts (dispatch), and the results back (combine).
 
-Of R ranks each has E / R experts, in order, and tokens of its own:
-    dispatch   each token goes once to every rank that has some of its k experts, with their numbers and routing
-               weights; there it is copied for each of them
-    compute    each rank's experts on these copies, one expert each
-    combine    the copies' results are summed, the sums sent back, and those of all ranks summed again, both in fp32
-Copying and summing are each other's gradient. The numbers of rows depend on the routing: the host reads them once a
-forward pass, which needs one small all-to-all before; backward has them. For each other rank that it needs, at most
-min(k, R - 1), a token moves H elements each way, in backward again. Must not know what an expert computes.
+Of R ranks each has E / R experts, in order, and tokens of its own: dispatch   each token goes once to every rank that
+has some of its k experts, with their numbers and routing weights; there it is copied for each of them compute    each
+rank's experts on these copies, one expert each combine    the copies' results are summed, the sums sent back, and those
+of all ranks summed again, both in fp32 Copying and summing are each other's gradient. The numbers of rows depend on the
+routing: the host reads them once a forward pass, which needs one small all-to-all before; backward has them. For each
+other rank that it needs, at most min(k, R - 1), a token moves H elements each way, in backward again.
 """
 
 from collections.abc import Callable

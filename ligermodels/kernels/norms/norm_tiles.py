@@ -4,7 +4,6 @@ A program holds whole rows, so that it reduces over a row without another pass o
 persistent kernel: a fixed number of programs, each of which loops over row tiles, prefetches them through shared memory
 and keeps its partial weight gradients in registers. Backward of few rows (small M) is one launch too: programs over
 rows compute dx, programs over columns sum the weight gradients.
-Must not know which norm it serves, only how wide a row is and how many tensors of such rows a program reads.
 """
 
 import functools

@@ -3,9 +3,8 @@
 torch's selective checkpointing runs the block under a dispatch mode, which sees every op, also those inside of fused
 nodes. Where an op's output is kept, the recomputation takes it instead of running the op. A product is recognised by
 its size [inputs, outputs]: that is the same for a gathered weight, a dequantised one and one in a compiled graph. What
-the MLP computes is not kept: it is most of a block's memory, and a block with room for it needs no checkpointing.
-What is kept is given back once: a graph of such a block cannot be retained for a second backward.
-Must not know how much memory there is.
+the MLP computes is not kept: it is most of a block's memory, and a block with room for it needs no checkpointing. What
+is kept is given back once: a graph of such a block cannot be retained for a second backward.
 """
 
 from collections.abc import Collection, Iterator, Sequence

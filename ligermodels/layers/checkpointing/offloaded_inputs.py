@@ -2,7 +2,7 @@
 
 An input is copied to the host on one stream while its block computes, and back on another while the block behind it is
 recomputed and runs backward. At most two of them are on the device: one that leaves or arrives, and that of the block
-that computes. On a CPU they are copied too, without streams. Must not know what a block computes.
+that computes. On a CPU they are copied too, without streams.
 """
 
 import weakref

@@ -2,9 +2,8 @@
 
 For feed-forward layers of checkpointed blocks, where rows are long. One node keeps the layer's input, and in backward
 computes tile after tile again. It keeps the input before it computes: if nothing behind it in the block keeps anything,
-the recomputation of the block stops there, and no product is computed more often than without tiles.
-A tile's gradient of a parameter is rounded to the parameter's dtype; the sum over tiles is in fp32, rounded once.
-Must not know what the layer computes.
+the recomputation of the block stops there, and no product is computed more often than without tiles. A tile's gradient
+of a parameter is rounded to the parameter's dtype; the sum over tiles is in fp32, rounded once.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,6 +1,6 @@
 """Whether a checkpoint is of the run that restores it: its optimizer, its frozen weights, its tensors.
 
-Compares names, shapes, dtypes and fingerprints. Must not know files, nor values of trained weights.
+Compares names, shapes, dtypes and fingerprints.
 """
 
 from collections.abc import Mapping

@@ -3,7 +3,7 @@
 They are written and read through torch.distributed.checkpoint in its Hugging Face format: safetensors files whose
 headers record the offset of each shard. A checkpoint can therefore be read on any number of ranks, and nothing is
 pickled. A checkpoint is written atomically: its folder gets its final name after all files are synced to the disk.
-Knows files and tensors by name. Must not know models.
+Knows files and tensors by name.
 """
 
 import hashlib

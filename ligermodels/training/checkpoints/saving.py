@@ -7,7 +7,7 @@
 Each rank writes its own shards into a folder that all ranks share. Resume is bit-exact on the same number of ranks. On
 another number of ranks the weights, the optimizer state and the data order are exact, and random numbers start anew.
 This file saves and restores. state.py collects the tensors; checks.py compares them with those of the run; files.py
-defines the files. Must not know how a step is computed.
+defines the files.
 """
 
 import dataclasses

@@ -7,7 +7,7 @@ objective.<name>                  a tensor of the objective, such as of a moving
 rank-<n>.random.<device>          the state of the random number generator of rank n
 rank-<n>.objective.<name>         what the objective keeps on rank n, of any shape
 
-Knows models, optimizers and ranks. Must not know files.
+Knows models, optimizers and ranks.
 """
 
 from collections.abc import Mapping

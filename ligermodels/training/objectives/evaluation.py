@@ -1,4 +1,4 @@
-"""Validation of a model: loss on the validation data, accuracy on questions, and a sample. Must not know files."""
+"""Validation of a model: loss on the validation data, accuracy on questions, and a sample."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Accuracy on questions with a known answer, by greedy decoding. Must not know where the questions come from."""
+"""Accuracy on questions with a known answer, by greedy decoding."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Optimizers by name, their parameter groups, gradient clipping and the step. Must not know the data."""
+"""Optimizers by name, their parameter groups, gradient clipping and the step."""
 
 from collections.abc import Mapping
 from typing import Any, cast

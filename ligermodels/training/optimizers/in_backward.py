@@ -3,7 +3,6 @@ gradient is freed, so that gradients never exist all at once.
 
 Lv et al. 2023, LOMO, https://arxiv.org/abs/2306.09782. Works with every optimizer that derives from our AdamW, because
 these update one parameter independently of the others. A tied parameter is updated once, after its last gradient.
-Must not know models.
 """
 
 import math

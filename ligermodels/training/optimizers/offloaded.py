@@ -7,7 +7,7 @@ parameters is that of their last updates. The update itself does not change. The
 The states of an embedding and a head stay on the device too: they are several times larger than those of other
 parameters, so that their copies would take longer than the computation beside them, and hold up all others.
 
-On a CPU the states are copied to the ring and back too, without streams. Must not know models.
+On a CPU the states are copied to the ring and back too, without streams.
 """
 
 import heapq

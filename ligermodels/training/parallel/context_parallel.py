@@ -1,7 +1,6 @@
 """Context parallelism of a run: which ranks share rows of tokens, and what cannot be shared.
 
 FSDP2 shards over all ranks, also over those that share rows: each has a share of the loss, and gradients are summed.
-Must not know the data.
 """
 
 from dataclasses import replace

@@ -1,7 +1,7 @@
 """Expert parallelism of a run: which ranks have which routed experts, and what cannot be distributed.
 
 FSDP2 shards everything else over all ranks, LoRA of the experts too, and leaves the experts alone: their gradients are
-whole where they are computed, of all tokens of the ranks that share them. Must not know the data.
+whole where they are computed, of all tokens of the ranks that share them.
 """
 
 from collections.abc import Iterator

@@ -1,9 +1,9 @@
 """FSDP2 sharding of a decoder, with mixed precision and hybrid sharding (HSDP), and the gradient norm.
 
-One function shards every decoder. Every function also works in a single process without torchrun.
-Parameters have a parameter dtype and a compute dtype: they are all-gathered in the compute dtype, and their gradients
-are reduced in the wider of the two. The loss is divided by the global token count before backward, so gradients are
-summed over ranks, not averaged. Knows the blocks, the embedding and the head of a model. Must not know architectures.
+One function shards every decoder. Every function also works in a single process without torchrun. Parameters have a
+parameter dtype and a compute dtype: they are all-gathered in the compute dtype, and their gradients are reduced in the
+wider of the two. The loss is divided by the global token count before backward, so gradients are summed over ranks, not
+averaged. Knows the blocks, the embedding and the head of a model.
 """
 
 import functools

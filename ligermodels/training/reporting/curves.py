@@ -1,7 +1,7 @@
 """curves.png: plots of loss, learning rate, gradient norm and throughput, drawn from a run's metrics.jsonl.
 
 Long series are drawn as they are with a running median on top, which is robust against single bad steps. matplotlib is
-optional (the extra `plot`) and imported only to draw. Must not know how the run was trained.
+optional (the extra `plot`) and imported only to draw.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,4 @@
-"""Model FLOPs of images: of vision towers, projectors and cross-attention. Counted as in `flops.py`.
-
-Must not know how a run is trained.
-"""
+"""Model FLOPs of images: of vision towers, projectors and cross-attention. Counted as in `flops.py`."""
 
 from collections.abc import Iterable, Sequence
 

@@ -1,7 +1,7 @@
 """Optional loggers in addition to metrics.jsonl: TensorBoard, Weights & Biases and Trackio (`--log-to`).
 
 A record is a line of metrics.jsonl: {"step": n, name: value, …}. A logger's package is imported only if the logger is
-enabled. Must not know what the metrics mean.
+enabled.
 """
 
 import os

@@ -2,7 +2,7 @@
 
 Every line of metrics.jsonl is an object with "step", which counts from 1. A step is one line, and so is a validation
 with its sample and its accuracy: the file has all of it or nothing. A number that is not finite is null. The loggers
-get the same records. Must not know how a step is computed.
+get the same records.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A live plot in Jupyter: the picture of curves.png, drawn anew while a run trains. Must not know how it trains.
+"""A live plot in Jupyter: the picture of curves.png, drawn anew while a run trains.
 
 A drawing takes part of a second, in which nothing trains: DRAWING_SHARE bounds the time that drawings may take.
 """

@@ -1,4 +1,4 @@
-"""A profiler trace of three steps, for Perfetto or chrome://tracing, and a summary of it. Must not know the model."""
+"""A profiler trace of three steps, for Perfetto or chrome://tracing, and a summary of it."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
