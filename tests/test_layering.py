@@ -1,6 +1,7 @@
 """The structure of the package: imports go down only and in no circle, and a name has one meaning."""
 
 import ast
+import re
 from collections import defaultdict
 from graphlib import TopologicalSorter
 from importlib import import_module
@@ -239,3 +240,14 @@ def test_a_package_has_the_names_of_its_stub(stub):
     assert not [n for n, home in names.items() if home != package.__name__ and find_spec(f"{package.__name__}.{n}")]
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         package.nothing  # noqa: B018
+
+
+FRAGMENT = re.compile(r"Of |Those |The same |That of |As those |As `|.*[Mm]ust not know")
+
+
+def test_docstrings_are_sentences():
+    """They have a verb, and do not say what a module may not import: this file does."""
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
+                assert not FRAGMENT.match(text), f"{path.relative_to(PACKAGE)}: {text.splitlines()[0]}"

@@ -110,6 +110,7 @@ def layout_of(
 
 
 def layout_of_part(piece: Piece, dtype: torch.dtype, stored: torch.dtype | None) -> Nf4 | DensePart:
-    """Of one tensor of a weight. dtype: in which it is used. stored: that of a tensor which is not quantised."""
+    """Returns the layout of one tensor of a weight. dtype is that in which it is used, stored that of a tensor which is
+    not quantised."""
     rows = (piece.shape[0],)
     return Nf4(piece.shape, rows, dtype) if stored is None else DensePart(piece.shape, rows, dtype, stored)

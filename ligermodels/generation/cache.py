@@ -81,13 +81,13 @@ class LayerCache(Protocol):
         ...
 
     def attend_again(self, q: Tensor, position_ids: Tensor, **options: Any) -> Tensor:
-        """The same over the keys and values of the `attend` of this call of the model, by queries of another layer."""
+        """Attends over the keys and values of the `attend` of this call of the model, by queries of another layer."""
         ...
 
     def attend_latents(
         self, q: Tensor, latents: Tensor, position_ids: Tensor, heads: LatentHeads, *, scale: float
     ) -> Tensor:
-        """The same of latent attention, whose keys and values the cache keeps as latents [B, T, 1, L + R]."""
+        """Does the same for latent attention, whose keys and values the cache keeps as latents [B, T, 1, L + R]."""
         ...
 
 
@@ -128,7 +128,7 @@ class LayerStates(Protocol):
         ...
 
     def earlier_images(self) -> EarlierImages | None:
-        """Of cross-attention: the keys and values of images that each row saw last; None if no row saw any."""
+        """Returns the keys and values of images that each row saw last; None if no row saw any."""
         ...
 
     def keep_images(self, images: EarlierImages) -> None:

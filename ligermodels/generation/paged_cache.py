@@ -120,7 +120,7 @@ class LayerGroup:
 
     @property
     def slots(self) -> int:
-        """Of a layer, with those of page 0."""
+        """Returns the slots of a layer, with those of page 0."""
         return (self.pages + 1) * PAGE_SIZE
 
     def pages_of(self, length: int) -> int:
@@ -149,7 +149,7 @@ class StateGroup:
 
     @property
     def slots(self) -> int:
-        """Of a layer, with page 0."""
+        """Returns the slots of a layer, with page 0."""
         return self.pages + 1
 
     def pages_of(self, length: int) -> int:

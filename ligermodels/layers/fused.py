@@ -110,7 +110,7 @@ def apply_linear(projection: nn.Module, x: Tensor) -> Tensor:
 
 
 def linear_without_values(projection: nn.Module, x: Tensor) -> Tensor:
-    """As `apply_linear` of a fusible projection, but the output has no values: only its gradients are computed."""
+    """Is `apply_linear` of a fusible projection, but the output has no values: only its gradients are computed."""
     weights = fusible_weights(projection, x.dtype)
     assert weights is not None
     return gradients_of_linear(x, *weights)

@@ -110,8 +110,8 @@ class GatedDeltaNet(Fp32Module, Mixer):
 
 
 class GroupedGatedDeltaNet(GatedDeltaNet):
-    """The same with the rows of in_proj in another order: of each key head its query, its key, its value heads and
-    their z; behind all of these, of each key head its value heads' b and their a."""
+    """Gated delta net with the rows of in_proj in another order: of each key head its query, its key, its value heads
+    and their z; behind all of these, of each key head its value heads' b and their a."""
 
     def split(self, projected: Tensor) -> tuple[Tensor, ...]:
         heads, group = self.key_heads, self.value_heads // self.key_heads

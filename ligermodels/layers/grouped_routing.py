@@ -46,7 +46,7 @@ class GroupedRoutingLM(CausalLM):
         return (self.shared_rules(),)
 
     def kept_layers(self) -> KeptLayers:
-        """Those that predict further tokens."""
+        """Names the layers that predict further tokens."""
         field = "num_nextn_predict_layers"
         return KeptLayers("model.layers.", self.config.num_hidden_layers, field, self.config.num_nextn_predict_layers)
 

@@ -83,7 +83,7 @@ def loss_of(head: nn.Module, hidden: Tensor, targets: Tensor, **options: Any) ->
 
 
 def logprobs_from(head: nn.Module, hidden: Tensor, targets: Tensor, **options: Any) -> LogProbs:
-    """The same for log-probabilities; options as those of `linear_logprobs`."""
+    """Returns the log-probabilities of the targets; options are those of `linear_logprobs`."""
     if computes_results(head):
         return head(hidden, targets, logprobs=True, **options)
     return logprobs_of(head(hidden), targets, **options)
@@ -92,7 +92,7 @@ def logprobs_from(head: nn.Module, hidden: Tensor, targets: Tensor, **options: A
 def logprobs_loss_from(
     head: nn.Module, hidden: Tensor, targets: Tensor, row_loss: RowLoss, **options: Any
 ) -> LogProbsLoss:
-    """The same for a loss of log-probabilities; options as those of `linear_logprobs_loss`."""
+    """Returns a loss of the log-probabilities; options are those of `linear_logprobs_loss`."""
     if computes_results(head):
         return head(hidden, targets, row_loss=row_loss, **options)
     return loss_of_rows(logprobs_of(head(hidden), targets, **options), row_loss)

@@ -120,7 +120,7 @@ class QuantisedExperts(FrozenWeights):
         return self.quantised("down_proj")
 
     def forward(self, x: Tensor, expert_index: Tensor, expert_weight: Tensor) -> Tensor:
-        """As Experts: x [tokens, H], expert_index and expert_weight [tokens, k] -> [tokens, H]."""
+        """Does what Experts does: x [tokens, H], expert_index and expert_weight [tokens, k] -> [tokens, H]."""
         return routed_experts(
             x, expert_index, expert_weight, self.gate_up_proj, self.down_proj, self.activation,
             self.gate_up_proj_bias, self.down_proj_bias,
@@ -152,7 +152,7 @@ class LoRAExperts(nn.Module):
         self.train(base_layer.training)
 
     def forward(self, x: Tensor, expert_index: Tensor, expert_weight: Tensor) -> Tensor:
-        """As Experts: x [tokens, H], expert_index and expert_weight [tokens, k] -> [tokens, H].
+        """Does what Experts does: x [tokens, H], expert_index and expert_weight [tokens, k] -> [tokens, H].
 
         Raises RuntimeError if a part has hooks, which one node for all experts cannot call.
         """

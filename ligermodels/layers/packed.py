@@ -170,7 +170,7 @@ class PackedPart(nn.Linear):
         return getattr(self, name)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """As that of an `nn.Linear`, which this part becomes."""
+        """Does what an `nn.Linear` does, which this part becomes."""
         self.packed.take_apart()
         return self.requires_grad_(requires_grad)
 

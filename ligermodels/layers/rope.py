@@ -168,7 +168,7 @@ def longrope_frequencies(rope: Rope, rotary_dim: int, max_position_embeddings: i
 
 
 def proportional_frequencies(rope: Rope, rotary_dim: int, max_position_embeddings: int) -> Tensor:
-    """Of a whole head: the first pairs, a share of partial_rotary_factor, as without scaling; 0 for the others."""
+    """Returns a head's frequencies: the first pairs, a share of partial_rotary_factor, as without scaling; else 0."""
     inv_freq = default_frequencies(rope, rotary_dim, max_position_embeddings) / rope.factor_or_one
     inv_freq[int(rope.partial_rotary_factor * rotary_dim // 2) :] = 0.0
     return inv_freq

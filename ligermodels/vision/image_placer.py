@@ -36,7 +36,7 @@ class Images(NamedTuple):
     ahead: SeenAhead | None = None
 
     def continuing(self, offsets: Sequence[int], prefixes: Sequence[int | None]) -> Self:
-        """The same where packed documents share prefixes: the positions of a document go on from those of its prefix.
+        """Places images where packed documents share prefixes: a document's positions go on from those of its prefix.
 
         offsets: of the documents. prefixes: for each, the number of the document whose keys it reads before its own.
         """

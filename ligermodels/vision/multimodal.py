@@ -184,7 +184,7 @@ class VisionLanguageModel(ImageParts):
         rope_ids: Tensor | None = None,
         **inputs: Any,
     ) -> CausalLMOutput:
-        """As `CausalLM.forward`, with images.
+        """Is `CausalLM.forward` with images.
 
         images: what `prepare_images` returned, on the model's device. In its place the tensors of the Hub's processors:
         pixel_values: [P, values of a patch], patches of all images in the order of their tokens. image_grid_thw: int
@@ -287,7 +287,7 @@ class VisionLanguageModel(ImageParts):
         token_type_ids: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
-        """As `CausalLM.generate`, with the pixel inputs of `forward` among the options.
+        """Is `CausalLM.generate` with the pixel inputs of `forward` among the options.
 
         Raises InputError for tokens behind a prompt that is seen as a whole, by token_type_ids: all of it is seen.
         """

@@ -34,7 +34,7 @@ class PrefixPlacer(SiglipPlacer):
         cu_seqlens: Tensor | None = None,
         **inputs: Any,
     ) -> Images:
-        """As `PixelPlacer.prepare`.
+        """Does what `PixelPlacer.prepare` does.
 
         The prompt of a row or packed document are its first tokens: those of token_type_ids 0, int [B, T], followed by
         1; without them, and with pictures, those before its first label, int [B, T]; without labels all of it.

@@ -93,7 +93,7 @@ class TiledVisionLanguageModel(ImageParts):
         cross_attention_mask: Tensor | None = None,
         **inputs: Any,
     ) -> CausalLMOutput:
-        """As `CausalLM.forward`, with images.
+        """Is `CausalLM.forward` with images.
 
         images: what `prepare_images` returned, on the model's device. In its place the tensors of the Hub's processor,
         for at most I images a row, of at most four tiles:
@@ -173,7 +173,7 @@ class TiledVisionLanguageModel(ImageParts):
 
     @torch.no_grad()
     def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Tensor:
-        """As `CausalLM.generate`, with the pixel inputs of `forward` among the options."""
+        """Is `CausalLM.generate` with the pixel inputs of `forward` among the options."""
         pixels = {name: options.pop(name) for name in TILE_INPUTS if options.get(name) is not None}
         if pixels:
             tokens = torch.ones_like(input_ids) if attention_mask is None else attention_mask
@@ -270,7 +270,7 @@ class TiledVisionLanguageModel(ImageParts):
     def spans_by_mask(
         self, documents: Documents, mask: Tensor, tiles: Tensor, every: bool
     ) -> tuple[list[TileSpan], list[Tiles]]:
-        """The same by a mask [B, T, I, 4]. tiles: int64 [B, I, 4], their numbers. every: see `as_transformers`."""
+        """Finds spans by a mask [B, T, I, 4]. tiles: int64 [B, I, 4], their numbers. every: see `as_transformers`."""
         expected = (*documents.shape, *tiles.shape[1:])
         if mask.shape != expected:
             raise InputError(f"cross_attention_mask: has shape {list(mask.shape)}; must be {list(expected)}")

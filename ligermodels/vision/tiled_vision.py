@@ -96,7 +96,7 @@ class GatedPositions(nn.Module):
         self.tile_embedding = nn.Embedding(ASPECT_RATIOS + 1, config.max_num_tiles * rows * config.hidden_size)
 
     def forward(self, x: Tensor, ratios: Tensor) -> Tensor:
-        """As `TilePositions.forward`."""
+        """Does what `TilePositions.forward` does."""
         gate = self.gate.tanh()
         x = x + (1 - gate) * self.embedding
         return x + gate * self.tile_embedding(ratios).view_as(x)

@@ -62,7 +62,7 @@ def _backward_kernel(
     z_head, rows, length, X_GRAD: tl.constexpr, Z_GRAD: tl.constexpr,
     HEADS: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The same rows of the gradients that are needed."""
+    """Computes the gradients that are needed, for the same rows."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, WIDTH)[None, :]
     mask = (row < rows) & (column < SIZE)

@@ -70,7 +70,7 @@ def _forward_flops(x, weight, **_) -> int:
 
 @register_flop_formula(torch.ops.ligermodels.fp32_linear_backward)
 def _backward_flops(dy, x, weight, x_grad, weight_grad, **_) -> int:
-    """Of the products, whether dy enters them in one part or in two."""
+    """Counts the products, whether dy enters them in one part or in two."""
     return 2 * (x_grad + weight_grad) * x[0] * x[1] * weight[0]
 
 

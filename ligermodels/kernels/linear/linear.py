@@ -158,7 +158,7 @@ class _GradientsOfLinear(_LowRankLinear):
 
 
 def gradients_of_linear(x: Tensor, weight: Weight, bias: Tensor | None, low_rank: LowRank | None) -> Tensor:
-    """As `low_rank_linear`, without the product and without an update too: the output has no values, but its gradients
+    """Is `low_rank_linear` without the product, also without an update: the output has no values, but its gradients
     are those of the linear. For a backward pass that recomputes what is before the linear, and reads no output."""
     x, bias, low_rank = autocast(x, bias, low_rank)
     weight = autocast_weight(weight)

@@ -45,7 +45,7 @@ class ScanTile:
         return {"COLUMNS": tile_columns(self.columns, shape.value_size), "STAGES": stages, "num_warps": self.warps}
 
     def programs(self, shape: DeltaShape) -> int:
-        """Of one document."""
+        """Counts the programs of one document."""
         return shape.value_heads * cdiv(shape.value_size, tile_columns(self.columns, shape.value_size))
 
 

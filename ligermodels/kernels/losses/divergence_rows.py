@@ -49,7 +49,7 @@ def update_softmax(maxima, totals, moments, z, MOMENTS: tl.constexpr):
 
 @triton.jit
 def merge_softmax(maxima, totals, moments):
-    """Of online softmaxes the one over all groups: (maximum, log Σ exp(z - maximum), entropy, share of each group)."""
+    """Merges groups' online softmaxes into one: (maximum, log Σ exp(z - maximum), entropy, share of each group)."""
     maximum = tl.max(maxima, 0)
     decay = tl.exp(maxima - maximum)
     total = tl.sum(totals * decay, 0)

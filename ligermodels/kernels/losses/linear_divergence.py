@@ -69,7 +69,7 @@ class _Options(NamedTuple):
     ce_weight: float = 0.0
 
     def of_op(self, top_k: bool) -> tuple[Any, ...]:
-        """As the registered op takes them, without ce_weight."""
+        """Returns the arguments as the registered op takes them, without ce_weight."""
         student = self.temperature, self.softcap, self.logit_scale
         if top_k:
             return self.kind, self.tail, *student
@@ -104,7 +104,7 @@ class _Teacher(NamedTuple):
         return self if self.logprobs is not None else self._replace(states=self.states[..., :vocab])
 
     def under_autocast(self) -> "_Teacher":
-        """With the operands of its matrix product in the dtype of `torch.autocast`."""
+        """Puts the operands of the matrix product in the dtype of `torch.autocast`."""
         return self if self.weight is None else _Teacher(*autocast(self.states, self.weight))
 
 

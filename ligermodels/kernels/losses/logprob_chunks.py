@@ -95,7 +95,7 @@ def _launch_low_memory(
     hidden: Tensor, weight: Tensor, targets: Tensor, logprobs: Tensor, lse: Tensor, entropy: Tensor | None,
     dlogprobs: Tensor, dentropy: Tensor | None, hidden_grad: bool, weight_grad: bool, *options,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """The same with 64 MiB of logits at a time: once by rows, in dweight's own memory, once by the vocabulary."""
+    """Has 64 MiB of logits at a time: once by rows, in dweight's own memory, once by the vocabulary."""
     results, dtype, rows = RowLogProbs(logprobs, lse, entropy), logits_dtype(hidden), hidden.shape[0]
     elements, holds_all = low_memory_buffer(hidden, weight, dtype)
     buffer = torch.empty(elements, dtype=dtype, device=hidden.device)

@@ -170,7 +170,7 @@ def launch_top_k_divergence(
     results: tuple[Tensor, Tensor | None, Tensor], dlogits: Tensor | None, upstream: float,
     kind: str, tail: bool, temperature: float, softcap: float | None, logit_scale: float, ce_weight: float,
 ) -> None:  # fmt: skip
-    """As `launch_divergence`, with contiguous ids int64 and logprobs [rows, k]. Overwrites the student's logits.
+    """Is `launch_divergence` with contiguous ids int64 and logprobs [rows, k]. Overwrites the student's logits.
 
     The ids of a row of nonzero weight are distinct and in [0, V); k < V.
     """

@@ -128,7 +128,7 @@ class Float8(RowsLayout):
         return _dequantize(data, *sizes, self.block[1], self.dtype).view(self.shape)
 
     def dequantize_experts(self, data: Tensor, index: Tensor) -> Tensor:
-        """Of the bytes of a weight [E, N, K] the matrices `index` [n] -> [n, N, K]. Copies their codes."""
+        """Dequantises the matrices `index` [n] of a weight [E, N, K] -> [n, N, K]. Copies their codes."""
         if not runs_kernels(data):
             return self.dequantize(data)[index]
         experts, height, columns = self.shape

@@ -43,7 +43,7 @@ class Mxfp4Layout(RowsLayout):
         return list(starts_of((self.rows * self.columns // MX_BLOCK, self.rows * self.columns // 2)))[-1]
 
     def dequantize_experts(self, data: Tensor, index: Tensor) -> Tensor:
-        """Of the bytes of a weight [E, N, K] the matrices `index` [n] -> [n, N, K]. Copies their bytes."""
+        """Dequantises the matrices `index` [n] of a weight [E, N, K] -> [n, N, K]. Copies their bytes."""
         experts, height, columns = self.shape
         chosen = replace(self, shape=(len(index), height, columns), parts=(len(index) * height,))
         parts = {name: x.view(experts, -1)[index] for name, x in zip(VIEWS, self.view(data), strict=True)}

@@ -154,7 +154,7 @@ class Nf4(RowsLayout):
         return _dequantize(data, self.rows, self.columns, self.groups, self.dtype).view(self.shape)
 
     def dequantize_experts(self, data: Tensor, index: Tensor) -> Tensor:
-        """Of the bytes of a weight [E, N, K] the matrices `index` [n] -> [n, N, K]. Copies their codes and scales."""
+        """Dequantises the matrices `index` [n] of a weight [E, N, K] -> [n, N, K]. Copies their codes and scales."""
         if not runs_kernels(data):
             return self.dequantize(data)[index]
         experts, height, columns = self.shape
