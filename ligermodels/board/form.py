@@ -15,7 +15,8 @@ from ligermodels.errors import InputError
 from ligermodels.hub import base_of_adapter, list_architectures
 from ligermodels.hub.models import is_adapter
 from ligermodels.tokenizer.built_in_templates import BUILT_IN_TEMPLATES
-from ligermodels.training.data.formats.sources import BUILT_IN_SOURCES, find_files, parse_spec
+from ligermodels.training.data.formats.sources import find_files
+from ligermodels.training.data.formats.specs import BUILT_IN_SOURCES, parse_spec
 from ligermodels.training.data.formats.tables import HUB_PREFIX
 from ligermodels.training.settings.config import FIELDS, TrainConfig, type_of
 from ligermodels.training.settings.fields import help_text

@@ -17,7 +17,7 @@ from ligermodels.images.inputs import Processor
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.training.data.embedded.embedded import EMBEDDED_VOCABULARY, Question
 from ligermodels.training.data.embedded.new_tokenizer import NewImages
-from ligermodels.training.data.formats.sources import BUILT_IN_SOURCES, RANDOM, SourceSpec, missing_data, parse_spec
+from ligermodels.training.data.formats.specs import BUILT_IN_SOURCES, RANDOM, SourceSpec, missing_data, parse_spec
 from ligermodels.training.data.reader import SourceDocuments, SourceReader
 from ligermodels.training.data.rows.packing import Selection, exclude_validation, pack_documents
 from ligermodels.training.data.rows.run_rows import TrainingRows, ValidationRows

@@ -39,14 +39,13 @@ from ligermodels.training.data.embedded.new_tokenizer import (
 from ligermodels.training.data.formats.record_formats import FieldNames, RecordFormats
 from ligermodels.training.data.formats.records import BadLines, Conversation, Record
 from ligermodels.training.data.formats.sources import (
-    BUILT_IN_SOURCES,
     NO_RECORD_SUFFIXES,
-    RANDOM,
     TOKEN_SUFFIXES,
     find_files,
     read_records,
     suffix_of,
 )
+from ligermodels.training.data.formats.specs import BUILT_IN_SOURCES, RANDOM
 from ligermodels.training.data.formats.streams import ReadingProgress, print_status
 from ligermodels.training.data.formats.tables import HUB_PREFIX, hub_cache_files
 from ligermodels.training.data.rows.image_documents import ImageDecoder

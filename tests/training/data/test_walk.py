@@ -22,7 +22,7 @@ from tests.training.small_models import save_model
 PACKAGE = Path(ligermodels.__file__).parent
 DATA_SIDE = ("training", "tokenizer", "images", "losses")
 # At most so many files, of which so many are of the data's side: training, tokenizer, images and losses.
-CHAT, CHAT_DATA_SIDE = 55, 22
+CHAT, CHAT_DATA_SIDE = 56, 23
 PAIR, PAIR_DATA_SIDE = 67, 34
 BLOCK = 17
 

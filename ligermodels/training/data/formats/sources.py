@@ -1,6 +1,6 @@
 """Sources: what --data names (files, folders, glob patterns, data sets), read as records.
 
-A name may have a weight: NAME=WEIGHT. A text file is one document; every kind of line ending is read as \\n. No file is
+A text file is one document; every kind of line ending is read as \\n. No file is
 read into memory as a whole: a long text file is split into pieces, JSON is read by lines or array elements, CSV by
 rows, and tables are read in batches. A path of an image in a record is relative to the file of the record, and stays
 within its folder.
@@ -9,59 +9,24 @@ within its folder.
 import functools
 import glob
 import io
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from ligermodels.errors import InputError, first_line
 from ligermodels.images.reading import ImageSource
 from ligermodels.training.data.formats.record_formats import KNOWN_FIELDS, RecordFormats
 from ligermodels.training.data.formats.records import BadLines, Completion, Conversation, GroupRecord, Record, Text
+from ligermodels.training.data.formats.specs import BUILT_IN_SOURCES
 from ligermodels.training.data.formats.streams import DECOMPRESSORS, ReadingProgress
 from ligermodels.training.data.formats.tables import HUB_PREFIX, SAVE_AGAIN, read_arrow, read_hub_dataset, read_parquet
 from ligermodels.training.data.formats.text_files import read_csv, read_json_file, read_text_file, read_tsv, text_pieces
-from ligermodels.training.settings.config import TrainConfig
 from ligermodels.weights.reading import read_json, safe_file
 
-RANDOM = "random"
-BUILT_IN_SOURCES = ("stories", "chats", "shapes", "preferences", "sums", RANDOM)  # need no file
 TOKEN_SUFFIXES = (".bin", ".npy")
 SPLITS_FILE, STATE_FILE, INFO_FILE = "dataset_dict.json", "state.json", "dataset_info.json"
 DEFAULT_SPLIT = "train"
 LONG_CHARACTERS = 2**22  # a longer text in a record is split into pieces
-
-
-class SourceSpec(NamedTuple):
-    """A source of --data. weight: the share of this source in the mixture; None if no weight was given."""
-
-    name: str
-    weight: float | None
-
-
-def parse_spec(text: str) -> SourceSpec:
-    """Parses NAME or NAME=WEIGHT.
-
-    The whole text is the NAME if a file or folder of that name exists, or if no number follows the last "=".
-    Raises InputError if the weight is not above 0.
-    """
-    name, equals, number = text.rpartition("=")
-    try:
-        weight = float(number)
-    except ValueError:
-        return SourceSpec(text, None)
-    if not equals or Path(text).exists():
-        return SourceSpec(text, None)
-    if not name or not 0 < weight < math.inf:
-        raise InputError(f"--data {text}: must be NAME, or NAME=WEIGHT with a weight above 0, such as my.jsonl=0.7")
-    return SourceSpec(name, weight)
-
-
-def missing_data(config: TrainConfig) -> InputError:
-    return InputError(
-        f"--data is missing: a file, a folder or hub:NAME that {config.title} is trained on; --data {RANDOM} trains on "
-        "random tokens, to measure speed and memory"
-    )
 
 
 def find_files(name: str) -> list[Path]:

@@ -26,12 +26,8 @@ from ligermodels.tokenizer import Tokenizer
 from ligermodels.training.data.embedded.embedded import EMBEDDED_GROUPS, VALIDATION_QUESTIONS, Question
 from ligermodels.training.data.embedded.new_tokenizer import NewImages
 from ligermodels.training.data.formats.records import BadLines, GroupRecord, Record, TeacherRecord
-from ligermodels.training.data.formats.sources import (
-    BUILT_IN_SOURCES,
-    TOKEN_SUFFIXES,
-    read_records,
-    suffix_of,
-)
+from ligermodels.training.data.formats.sources import TOKEN_SUFFIXES, read_records, suffix_of
+from ligermodels.training.data.formats.specs import BUILT_IN_SOURCES
 from ligermodels.training.data.formats.streams import ReadingProgress
 from ligermodels.training.data.opening import describe_sources, parse_sources, sample_pictures
 from ligermodels.training.data.preferences.formats import GroupFormats

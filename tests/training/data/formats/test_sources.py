@@ -6,7 +6,7 @@ import json
 import pytest
 
 from ligermodels.errors import InputError
-from ligermodels.training.data.formats import sources, text_files
+from ligermodels.training.data.formats import sources, specs, text_files
 from ligermodels.training.data.formats.records import Text
 from tests.training.data.source_files import read, write
 
@@ -133,13 +133,13 @@ def test_a_name_that_is_no_source_is_refused(tmp_path, name, complaint):
 def test_a_weight_is_the_number_after_the_last_equals_sign(tmp_path, monkeypatch, text, spec):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run=3").mkdir()
-    assert sources.parse_spec(text) == spec
+    assert specs.parse_spec(text) == spec
 
 
 @pytest.mark.parametrize("text", ["a=0", "a=-1", "a=nan", "a=inf", "=2"])
 def test_a_weight_must_be_above_zero(text):
     with pytest.raises(InputError, match=f"--data {text}: must be NAME, or NAME=WEIGHT with a weight above 0"):
-        sources.parse_spec(text)
+        specs.parse_spec(text)
 
 
 def test_a_very_long_text_in_json_is_split_like_a_text_file(tmp_path, monkeypatch):
