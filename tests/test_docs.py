@@ -19,6 +19,7 @@ from tests.pages import ROOT, blocks, commands, ligermodels_arguments, prose, py
 README, TRAINING, PYTHON_API = ROOT / "README.md", ROOT / "docs/training.md", ROOT / "docs/python-api.md"
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 README_LINES, README_WORDS = 180, 1200
+WORDS = {"ARCHITECTURE.md": 2500, "docs/performance.md": 2500, "docs/training.md": 4100}
 
 LANGUAGES = {"sh", "python", "text"}
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -131,6 +132,16 @@ def test_readme_is_short():
     text = README.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= README_LINES
     assert len(text.split()) <= README_WORDS
+
+
+@pytest.mark.parametrize("page", WORDS)
+def test_a_page_is_short(page):
+    assert len((ROOT / page).read_text(encoding="utf-8").split()) <= WORDS[page]
+
+
+def test_the_changelog_has_a_line_a_change():
+    lines = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").splitlines()
+    assert 0 < sum(line.startswith("- ") for line in lines) <= 60
 
 
 def test_readme_has_the_commands_that_continuous_integration_runs():
