@@ -143,6 +143,13 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     return {name: replace(stored, begin=8 + length + stored.begin) for name, stored in tensors.items()}
 
 
+def header_bytes(file: Path) -> bytes:
+    """What a safetensors file begins with: its header, which `read_header` has validated, and the length of it."""
+    with open_for_reading(file) as stream:
+        length = stream.read(8)
+        return length + stream.read(int.from_bytes(length, "little"))
+
+
 def parse_entry(file: Path, name: str, entry: Any) -> StoredTensor:
     """A tensor's entry in the header of its file, with its offset from the start of the data. Raises CheckpointError
     naming file, tensor and field."""
