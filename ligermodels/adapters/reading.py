@@ -134,8 +134,8 @@ def lora_settings(adapter: Adapter, projections: Mapping[str, Packed]) -> dict[s
             rank, alpha = strengths.pop()
             if alpha / rank > torch.finfo(torch.float32).max:
                 raise CheckpointError(
-                    f"{adapter.folder / ADAPTER_CONFIG_FILE}: lora_alpha gives {names[0]} a scale that is not finite in "
-                    "float32; correct it"
+                    f"{adapter.folder / ADAPTER_CONFIG_FILE}: lora_alpha gives {names[0]} a scale that is not finite "
+                    "in float32; correct it"
                 )
             dtype = adapter.tensors[tensor_name(names[0], "A")].dtype
             dropout = float(adapter.config.get("lora_dropout", 0.0))

@@ -94,7 +94,13 @@ def read_weight_map(folder: Path) -> dict[str, str]:
         raise CheckpointError(f"{index}: weight_map names no tensor; {DOWNLOAD_AGAIN}")
     for shard in sorted(set(weight_map.values())):
         too_long = len(shard.encode("utf-8", "surrogatepass")) > MAX_FILE_NAME_BYTES
-        if Path(shard).name != shard or "\\" in shard or not shard.endswith(".safetensors") or too_long:
+        if (
+            Path(shard).name != shard
+            or "\\" in shard
+            or not shard.endswith(".safetensors")
+            or too_long
+            or not shard.isprintable()
+        ):
             raise CheckpointError(f"{index}: weight_map names {shard!r}, not a .safetensors file of the same folder")
     return weight_map
 

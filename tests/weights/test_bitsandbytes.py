@@ -213,9 +213,9 @@ DAMAGE = {
     "another shape": (lambda t: state_with(t, shape=[64, 128]), r"q_proj.weight is .*\[8192, 1\].*needs.*\[4096, 1\]"),
     "no shape": (lambda t: state_with(t, shape=None), "shape is None"),
     "an offset that is not finite": (lambda t: state_with(t, nested_offset=float("nan")), "nested_offset is nan"),
-    "an offset beyond fp32": (lambda t: state_with(t, nested_offset=1e308), "q_proj.weight has values that are not fin"),
+    "an offset beyond fp32": (lambda t: state_with(t, nested_offset=1e308), "q_proj.weight has values that are not"),
     "a scale that is not a number": (
-        lambda t: {f"{Q}.nested_absmax": t[f"{Q}.nested_absmax"] * torch.nan}, "q_proj.weight has values that are not fi",
+        lambda t: {f"{Q}.nested_absmax": t[f"{Q}.nested_absmax"] * torch.nan}, "q_proj.weight has values that are not",
     ),
     "a scale that overflows": (
         lambda t: {f"{Q}.nested_absmax": t[f"{Q}.nested_absmax"] * 0 + 3e38, f"{Q}.absmax": t[f"{Q}.absmax"] * 0 + 255}
