@@ -38,7 +38,8 @@ def add_export_command(commands: Commands) -> None:
     add_dtype(parser, "dtype of the written weights (default: the stored dtype)")
     parser.add_argument(
         "--max-shard-size",
-        help=f"bytes per file, such as 500MB or 2GiB (default: the files of the source, or else {MAX_SHARD_SIZE})",
+        help="bytes per file, such as 500MB or 2GiB; without it, the source's files keep their sizes "
+        f"(default: {MAX_SHARD_SIZE})",
     )
     parser.add_argument(
         "--gguf-type",

@@ -34,6 +34,7 @@ from ligermodels.weights.stored import Checkpoint, StoredTensor
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 HASH_BLOCK_BYTES = 4 * 2**20
+COMPARED_BYTES = 4096  # of each tensor, to tell models apart
 MAX_FILE_NAME_BYTES = 255  # the limit of file systems; pathlib raises an error for a longer name
 MAX_DIMENSIONS = 64  # torch's limit
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -103,6 +104,23 @@ def read_weight_map(folder: Path) -> dict[str, str]:
         ):
             raise CheckpointError(f"{index}: weight_map names {shard!r}, not a .safetensors file of the same folder")
     return weight_map
+
+
+def have_equal_weights(one: Path, other: Path) -> bool:
+    """Whether two folders have tensors of the same names, dtypes, shapes and first bytes, which training changes.
+    Raises CheckpointError."""
+    first, second = (open_checkpoint(folder).tensors for folder in (one, other))
+    return first.keys() == second.keys() and all(begin_equally(first[name], second[name]) for name in first)
+
+
+def begin_equally(one: StoredTensor, other: StoredTensor) -> bool:
+    return (one.dtype, one.shape) == (other.dtype, other.shape) and first_bytes(one) == first_bytes(other)
+
+
+def first_bytes(stored: StoredTensor) -> bytes:
+    with open_for_reading(stored.file) as stream:
+        stream.seek(stored.begin)
+        return stream.read(min(stored.nbytes, COMPARED_BYTES))
 
 
 def tensor_hashes(folder: str | Path) -> dict[str, str]:

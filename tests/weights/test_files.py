@@ -58,7 +58,7 @@ def test_the_index_combines_the_shards(tmp_path):
 @pytest.mark.parametrize("name", ["a\0b.safetensors", "\x1b[2J.safetensors", "a\nb.safetensors"])
 def test_an_index_with_control_characters_in_a_name_is_refused(tmp_path, name):
     write_index(tmp_path, {"a": name})
-    with pytest.raises(CheckpointError, match="not a .safetensors file of the same folder") as caught:
+    with pytest.raises(CheckpointError, match=r"not a \.safetensors file of the same folder") as caught:
         open_checkpoint(tmp_path)
     assert repr(name) in str(caught.value) and str(caught.value).isprintable()
 
