@@ -5,6 +5,7 @@ import re
 from ligermodels.errors import InputError
 
 MAX_SHARD_SIZE = "5GB"
+MAX_DIGITS = 18  # of a number that is parsed: Python refuses thousands of them, and a float overflows at 309
 SIZE_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])(I?)B", re.IGNORECASE)
 
 
@@ -45,14 +46,14 @@ def duration(seconds: float) -> str:
 
 
 def is_whole_number(text: str) -> bool:
-    """Whether a text is a whole number from 0 on in at most 18 digits; Python refuses to parse thousands of them."""
-    return text.isascii() and text.isdecimal() and len(text) <= 18
+    """Whether a text is a whole number from 0 on in at most MAX_DIGITS digits."""
+    return text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS
 
 
 def size_in_bytes(size: int | str) -> int:
     """A number of bytes: the number itself, or parsed from "500MB" (10⁶) or "2GiB" (2³⁰). Raises InputError."""
     found = SIZE_PATTERN.fullmatch(size.strip()) if isinstance(size, str) else None
-    if found:
+    if found and len(found[1]) <= MAX_DIGITS:
         number, unit, binary = found.groups()
         size = int(float(number) * (1024 if binary else 1000) ** ("KMGT".index(unit.upper()) + 1))
     if isinstance(size, str) or size <= 0:

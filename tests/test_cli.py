@@ -79,6 +79,50 @@ def test_generate_with_an_adapter_prints_the_output_of_the_merged_model(folder, 
     assert outputs[0] == outputs[1] == outputs[2] != outputs[3]
 
 
+def test_an_adapter_of_another_base_is_loaded_with_a_line_that_says_so(folder, adapted, tmp_path, capsys):
+    """A copy of its base, or a folder of that name, is no other base."""
+    _, adapter = adapted
+    copy, other = tmp_path / "copy", tmp_path / "other"
+    shutil.copytree(folder, copy)
+    shutil.copytree(folder, other)
+    ligermodels.export(ligermodels.create(LLAMA, seed=1), other, overwrite=True)
+    save_words("w", other)
+
+    def warned(base, named=folder):
+        config = json.loads((adapter / "adapter_config.json").read_text())
+        (adapter / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": str(named)}))
+        flags = ["--adapter", str(adapter), "--prompt", "w5", "--max-new-tokens", "2", "--device", "cpu"]
+        assert main(["generate", str(base), *flags]) == 0
+        return capsys.readouterr().err
+
+    line = "ligermodels: warning: {}: was trained on {}, which is not known to be {}: on another model its answers are "
+    assert warned(other) == line.format(adapter, folder, other) + "worse\n"
+    assert warned(folder, "org/Large-7B") == line.format(adapter, "org/Large-7B", folder) + "worse\n"
+    assert [warned(folder), warned(copy), warned(folder, "org/Model"), warned(folder, "")] == [""] * 4
+
+
+def test_generate_on_a_cpu_computes_in_float32_and_says_so(folder, tmp_path, capsys, monkeypatch):
+    half = tmp_path / "half"
+    ligermodels.export(ligermodels.load(folder), half, dtype="bfloat16")
+    save_words("w", half)
+    dtypes = []
+    load = generate_text.load_with_adapter
+
+    def loaded(*args, **options):
+        model = load(*args, **options)
+        dtypes.append(model.dtype)
+        return model
+
+    monkeypatch.setattr(generate_text, "load_with_adapter", loaded)
+    flags = ["--prompt", "w5", "--max-new-tokens", "2", "--device", "cpu"]
+    for source, more in ((half, []), (half, ["--dtype", "bfloat16"]), (folder, [])):
+        assert main(["generate", str(source), *flags, *more]) == 0
+    assert dtypes == [torch.float32, torch.bfloat16, torch.float32]
+    assert capsys.readouterr().err == (
+        "ligermodels: the weights are in bfloat16; a CPU computes in float32 (--dtype bfloat16 for their own)\n"
+    )
+
+
 @pytest.mark.parametrize(
     ("base", "reason"),
     [

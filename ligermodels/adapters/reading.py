@@ -37,7 +37,7 @@ from ligermodels.weights.module import HubModule, LowRankModule
 from ligermodels.weights.reading import safe_file
 from ligermodels.weights.sharding import copy_local_shard
 from ligermodels.weights.stored import Checkpoint, StoredTensor
-from ligermodels.weights.streaming import bit_equal
+from ligermodels.weights.streaming import bit_equal, refuse_not_finite
 
 PICKLE = "adapter_model.bin"
 ADAPTER_TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
@@ -132,6 +132,11 @@ def lora_settings(adapter: Adapter, projections: Mapping[str, Packed]) -> dict[s
             )
         if names:
             rank, alpha = strengths.pop()
+            if alpha / rank > torch.finfo(torch.float32).max:
+                raise CheckpointError(
+                    f"{adapter.folder / ADAPTER_CONFIG_FILE}: lora_alpha gives {names[0]} a scale that is not finite "
+                    "in float32; correct it"
+                )
             dtype = adapter.tensors[tensor_name(names[0], "A")].dtype
             dropout = float(adapter.config.get("lora_dropout", 0.0))
             settings[linear] = LoRASettings(tuple(packed.columns[name] for name in names), rank, alpha, dropout, dtype)
@@ -218,5 +223,9 @@ def fill_updates(model: HubModule, adapter: Adapter, layout: Layout, settings: A
     with safe_open(adapter.folder / ADAPTER_FILE, framework="pt") as stored:
         for name, group in itertools.groupby(pieces, key=lambda piece: piece.parameter):
             parameter = model.get_parameter(name)
-            value = torch.cat([piece.to_box(stored.get_tensor(piece.tensor)) for piece in group])
-            copy_local_shard(parameter, value.to(parameter.device, parameter.dtype))
+            parts = []
+            for piece in group:
+                tensor = stored.get_tensor(piece.tensor).to(parameter.dtype)
+                refuse_not_finite(adapter.folder / ADAPTER_FILE, piece.tensor, tensor.abs().amax(), parameter.dtype)
+                parts.append(piece.to_box(tensor))
+            copy_local_shard(parameter, torch.cat(parts).to(parameter.device))

@@ -36,7 +36,11 @@ def add_export_command(commands: Commands) -> None:
         help=f"a folder that is empty or does not exist yet, or a {SUFFIX} file; see --overwrite",
     )
     add_dtype(parser, "dtype of the written weights (default: the stored dtype)")
-    parser.add_argument("--max-shard-size", help=f"bytes per file, such as 500MB or 2GiB (default: {MAX_SHARD_SIZE})")
+    parser.add_argument(
+        "--max-shard-size",
+        help="bytes per file, such as 500MB or 2GiB; without it, the source's files keep their sizes "
+        f"(default: {MAX_SHARD_SIZE})",
+    )
     parser.add_argument(
         "--gguf-type",
         choices=GGUF_TYPES,
@@ -76,8 +80,8 @@ def export_to_folder(args: argparse.Namespace) -> None:
         raise InputError(f"--gguf-type {args.gguf_type}: is for an output that ends with {SUFFIX}, not {args.output}")
     if args.quantize and args.dtype is not None:
         raise InputError("--quantize and --dtype both say how weights are written; leave one out")
-    shard_size = args.max_shard_size or MAX_SHARD_SIZE
-    size_in_bytes(shard_size)
+    if args.max_shard_size is not None:
+        size_in_bytes(args.max_shard_size)
     refuse_mistyped(args.source)
     from ligermodels.tokenizer.files import has_tokenizer
     from ligermodels.weights.exporting import EXPORTED_FILES, replace_tokenizer
@@ -91,7 +95,7 @@ def export_to_folder(args: argparse.Namespace) -> None:
         )
     model = load_with_adapter(folder, adapter, quantize=args.quantize)
     also = functools.partial(replace_tokenizer, adapter) if adapter and has_tokenizer(adapter) else None
-    options = {"dtype": args.dtype, "max_shard_size": shard_size, "overwrite": args.overwrite}
+    options = {"dtype": args.dtype, "max_shard_size": args.max_shard_size, "overwrite": args.overwrite}
     hub.export(model, args.output, also=also, **options)
     sizes = [file.stat().st_size for file in args.output.glob("*.safetensors")]
     print_line(f"{args.output}: {byte_size(sum(sizes))} of weights in {counted(len(sizes), 'file')}")

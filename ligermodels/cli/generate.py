@@ -72,7 +72,7 @@ def add_generate_command(commands: Commands) -> None:
         "conversation may have, or all prompts of --file that run at a time (default: what 80 %% of the GPU's free "
         f"memory holds, of a conversation at most what the model was trained for; on a CPU {CACHE_TOKENS})")
     # fmt: on
-    add_dtype(parser, "compute dtype (default: the dtype of the weights)")
+    add_dtype(parser, "compute dtype (default: the dtype of the weights; on a CPU float32)")
     add_quantize(parser, "store the linears and experts of the blocks in this format while they are loaded")
     add_device(parser)
     add_revision(parser)

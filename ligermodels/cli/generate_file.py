@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -156,7 +156,7 @@ class PromptBatch:
                 continue
             if index in self.written and self.written[index].digest != digest(fields):
                 raise InputError(f"{place}: the output has results of another line here; give another --output")
-            if index in self.written and len(self.written[index].samples) >= self.samples:
+            if index in self.written and self.written[index].samples.issuperset(range(self.samples)):
                 self.progress.add_line()
                 continue
             request = self.attempt(place, self.submit_line, index, fields, place)
@@ -264,7 +264,7 @@ def results_in(target: Path) -> dict[int, Written]:
         if not line.endswith(b"\n") and (line.startswith(FIRST_FIELD) or FIRST_FIELD.startswith(line)):
             break
         fields = decode_json_line(line, f"{target}:{number}") if line.startswith(FIRST_FIELD) else {}
-        if not all(isinstance(fields.get(name), int) for name in RESULT_FIELDS[:2]):
+        if not all(type(value := fields.get(name)) is int and value >= 0 for name in RESULT_FIELDS[:2]):
             raise InputError(f"{target}:{number}: is not a result of generate; give another --output")
         own = {name: value for name, value in fields.items() if name not in RESULT_FIELDS}
         written.setdefault(fields["index"], Written(digest(own), set())).samples.add(fields["sample"])
@@ -279,8 +279,18 @@ def lines_of_output(target: Path) -> Iterator[bytes]:
                 yield line
 
 
-def open_output(target: Path) -> BinaryIO:
+@contextmanager
+def open_output(target: Path) -> Iterator[BinaryIO]:
     """The output, behind its last complete line. Raises InputError if it cannot be written."""
+    stream = appended(target)
+    try:
+        yield stream
+    finally:
+        with suppress(OSError):  # of what `write` could not flush, and has reported
+            stream.close()
+
+
+def appended(target: Path) -> BinaryIO:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         complete = sum(len(line) for line in lines_of_output(target) if line.endswith(b"\n"))

@@ -4,7 +4,10 @@ import argparse
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from ligermodels import hub
 from ligermodels.cli.flags import UNUSABLE_INPUT
@@ -15,6 +18,7 @@ from ligermodels.cli.parsing import (
     chosen_device,
     lines_of_stdin,
     load_with_adapter,
+    print_warnings,
     resolve_model,
 )
 from ligermodels.errors import InputError, print_to_stderr, printable
@@ -22,8 +26,11 @@ from ligermodels.generation.capacity import tokens_that_fit
 from ligermodels.generation.decoding import engine_for
 from ligermodels.generation.engine import DEFAULT_ROWS, Engine
 from ligermodels.generation.sampling import Sampling
+from ligermodels.hub.models import checkpoint_dtype
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.tokenizer import Tokenizer
+from ligermodels.weights.config_file import read_config
+from ligermodels.weights.files import open_checkpoint
 
 
 def generate_from_flags(args: argparse.Namespace, sampling: Sampling) -> int:
@@ -38,7 +45,8 @@ def generate_from_flags(args: argparse.Namespace, sampling: Sampling) -> int:
         reader.of_messages(first_messages(args, "…" if args.prompt is None else args.prompt, args.image))
     elif args.file is None:
         prompt = reader.of_text(args.prompt, args.image)
-    model = load_with_adapter(folder, adapter, dtype=args.dtype, device=device, quantize=args.quantize)
+    dtype = args.dtype or dtype_on_cpu(folder, device)
+    model = load_with_adapter(folder, adapter, dtype=dtype, device=device, quantize=args.quantize)
     with warnings.catch_warnings(record=True) as caught:
         if args.file is not None:
             return run_file(model, reader, args, sampling)
@@ -47,6 +55,19 @@ def generate_from_flags(args: argparse.Namespace, sampling: Sampling) -> int:
         else:
             continue_prompt(model, tokenizer, prompt, args, sampling, caught)
     return 0
+
+
+def dtype_on_cpu(folder: Path, device: torch.device) -> str | None:
+    """On a CPU, float32 in place of a narrower dtype of the weights, as `train` chooses it, and a line that says so;
+    else None. Most CPUs compute faster in it."""
+    if device.type != "cpu":
+        return None
+    stored = checkpoint_dtype(read_config(folder), open_checkpoint(folder))
+    if stored.itemsize >= torch.float32.itemsize:
+        return None
+    name = str(stored).removeprefix("torch.")
+    print_to_stderr(f"ligermodels: the weights are in {name}; a CPU computes in float32 (--dtype {name} for their own)")
+    return "float32"
 
 
 def run_file(model: CausalLM, reader: PromptReader, args: argparse.Namespace, sampling: Sampling) -> int:
@@ -157,8 +178,7 @@ def show(text_pieces: Iterator[str], caught: list[warnings.WarningMessage]) -> s
             text += piece
     finally:
         print()  # an error is a line of its own
-    while caught:
-        print_to_stderr(printable(f"ligermodels: warning: {caught.pop(0).message}"))
+    print_warnings(caught)
     return text
 
 

@@ -6,13 +6,14 @@ Torch is imported where a command runs, not where its flags are declared: help a
 import argparse
 import re
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ligermodels import hub
 from ligermodels.configs.quantisation import FORMATS
-from ligermodels.errors import InputError, printable
+from ligermodels.errors import InputError, print_to_stderr, printable
 from ligermodels.units import counted
 
 if TYPE_CHECKING:
@@ -75,8 +76,16 @@ def load_with_adapter(model: Path, adapter: Path | None, **options: Any) -> "Cau
     """Loads the model of a folder, and the adapter in another. Raises InputError."""
     loaded = hub.load(model, **options)
     if adapter:
-        hub.load_adapter(loaded, adapter)
+        with warnings.catch_warnings(record=True) as caught:
+            hub.load_adapter(loaded, adapter)
+        print_warnings(caught)
     return loaded
+
+
+def print_warnings(caught: list[warnings.WarningMessage]) -> None:
+    """Prints each warning as a line on stderr, and empties the list."""
+    while caught:
+        print_to_stderr(printable(f"ligermodels: warning: {caught.pop(0).message}"))
 
 
 def add_dtype(parser: argparse.ArgumentParser, meaning: str) -> None:

@@ -18,7 +18,9 @@ from ligermodels.configs.rope import FULL_ATTENTION, QueryScale, Rope, read_rope
 from ligermodels.errors import ConfigError
 
 # The Hub's name of an activation -> the kernels' name.
-KERNEL_ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+KERNEL_ACTIVATIONS = {
+    "silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
+}  # fmt: skip
 PLAIN_ACTIVATIONS = KERNEL_ACTIVATIONS | {"quick_gelu": "quick_gelu"}  # of feed-forward layers without a gate
 
 
@@ -102,6 +104,8 @@ class Config:
             values["num_key_value_heads"] = values["num_attention_heads"]
         if values.get("head_dim") is None:
             values["head_dim"] = cls.default_head_dim(values)
+        if values["attention_dropout"] is None:
+            values["attention_dropout"] = 0.0
         config = cls(**values, ropes=cls.read_ropes(raw), raw=dict(raw))
         config.validate()
         return config

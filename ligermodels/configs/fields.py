@@ -19,7 +19,8 @@ MAY_BE_ZERO = (
     "num_nextn_predict_layers", "mtp_num_hidden_layers",
 )  # fmt: skip
 MAY_BE_NEGATIVE = ("pad_token_id", "vision_feature_layer")  # old files write -1 for none; counted from the end
-MAY_BE_NULL = ("num_key_value_heads", "head_dim")  # null stands for the default, although the field is a number
+# Null stands for the default, of dropout for none, although the field is a number.
+MAY_BE_NULL = ("num_key_value_heads", "head_dim", "attention_dropout")
 # Several times the largest value of any released model, so that a damaged file cannot ask for an impossible size.
 LIMITS = {
     # Of linear_key_head_dim and mamba_d_state it is what the kernels support.
@@ -31,7 +32,8 @@ LIMITS = {
     "n_shared_experts global_head_dim num_global_key_value_heads qk_nope_head_dim qk_rope_head_dim "
     "v_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim mamba_n_heads "
     "mamba_n_groups image_size patch_size num_heads num_experts_per_tok top_k_experts",
-    2**16: "hidden_size_per_layer_input q_lora_rank kv_lora_rank mm_tokens_per_image",
+    2**16: "hidden_size_per_layer_input q_lora_rank kv_lora_rank mm_tokens_per_image factor mscale mscale_all_dim "
+    "attention_factor",
     2**20: "hidden_size intermediate_size moe_intermediate_size shared_expert_intermediate_size "
     "shared_intermediate_size embed_dim out_hidden_size window_size vision_output_dim projection_dim "
     "num_position_embeddings block_multiple_of",

@@ -64,7 +64,7 @@ class GatedDeltaConfig(Config):
         self.check_one_per_layer("layer_types")
         for kind in self.layer_types or ():
             check_choice("layer_types", kind, [FULL_ATTENTION, LINEAR_ATTENTION])
-        check_choice("hidden_act", self.hidden_act, ["silu"])
+        check_choice("hidden_act", self.hidden_act, ["silu", "swish"])
         check_choice("attn_output_gate", self.attn_output_gate, [True])
         self.reject_if_set("use_sliding_window")
         if self.linear_num_value_heads % self.linear_num_key_heads:
@@ -119,7 +119,7 @@ class ShortConvConfig(Config):
         self.check_one_per_layer("layer_types")
         for kind in self.layer_types or ():
             check_choice("layer_types", kind, [FULL_ATTENTION, CONV])
-        check_choice("hidden_act", self.hidden_act, ["silu"])
+        check_choice("hidden_act", self.hidden_act, ["silu", "swish"])
         check_choice("conv_L_cache", self.conv_L_cache, CONV_TAPS)
 
 
@@ -174,7 +174,7 @@ class Mamba2Config(Config):
         for kind in self.layer_types or ():
             check_choice("layer_types", kind, [MAMBA, ATTENTION, LINEAR_ATTENTION, FULL_ATTENTION])
         check_choice("position_embedding_type", self.position_embedding_type, [None, "rope", "nope"])
-        check_choice("hidden_act", self.hidden_act, ["silu"])
+        check_choice("hidden_act", self.hidden_act, ["silu", "swish"])
         check_choice("mamba_d_conv", self.mamba_d_conv, CONV_TAPS)
         for name, whole in (("mamba_n_heads", self.mamba_size), ("mamba_n_groups", self.mamba_n_heads)):
             if whole % getattr(self, name):

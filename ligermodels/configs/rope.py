@@ -141,6 +141,10 @@ def parse_rope(
         raise ConfigError(
             f"config.json: rope_scaling: type {named!r} is not supported{suggest(str(named), ROPE_TYPES)}"
         )
+    null_factor = "factor" in scaling and scaling["factor"] is None
+    longest, before = raw.get("max_position_embeddings"), values.get(trained)
+    if values["rope_type"] == "yarn" and null_factor and longest is not None and before is not None:
+        values["factor"] = longest / before
     missing = [key for key in ROPE_TYPES[values["rope_type"]] if key not in values]
     if missing:
         raise ConfigError(f"config.json: rope_scaling of type {named!r} lacks {', '.join(missing)}; add it")

@@ -3,6 +3,7 @@
 Of a model it uses forward, config, parameters and what its layers keep.
 """
 
+import math
 import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -329,6 +330,7 @@ class Engine:
         drawn = []
         for sample, token, logprob in zip(step.samples, *step.read(), strict=True):
             if token != NO_TOKEN and sample.finish_reason is None:
+                refuse_undefined(sample, logprob)
                 drawn.append(Drawn(sample, token, sample.append(token, logprob)))
         self.remove([d.sample for d in drawn if d.sample.finish_reason is not None])
         return drawn
@@ -382,6 +384,15 @@ def refuse_image_token(ids: Sequence[int], token: int, number: int) -> None:
         raise InputError(
             f"generate: prompt {number} has the token {token}, which stands for an image, but no images; pass its "
             "pixel values, or remove the token"
+        )
+
+
+def refuse_undefined(sample: Sample, logprob: float) -> None:
+    """Raises InputError for a token that was drawn from logits that are NaN or infinite."""
+    if not math.isfinite(logprob):
+        raise InputError(
+            f"generate: the logits of prompt {sample.request.number}, token {len(sample.ids)}, are not finite: the "
+            "model's weights have NaN or infinity, or overflow in its dtype; load other weights, or another dtype"
         )
 
 

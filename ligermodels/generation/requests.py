@@ -101,10 +101,12 @@ class Sample:
 
     def next_piece(self, text: RowText, token: int) -> str:
         """The text that has become final with a token; looks for stop strings in it."""
-        piece = "" if self.finish_reason == "stop" else text.step(token)
-        if self.finish_reason is not None:
-            piece += text.end()
-        piece = self.stop_strings.step(piece)
+        piece, skipped = "", ""
+        if self.finish_reason != "stop":
+            piece, skipped = text.step(token), text.skipped_text(token) if self.stop_strings.stops else ""
+        if self.finish_reason is not None or skipped:
+            piece += text.flush()
+        piece = self.stop_strings.step(piece) + self.stop_strings.step(skipped, shown=False)
         if self.stop_strings.matched is not None:
             self.finish_reason = "stop"
         elif self.finish_reason is not None:

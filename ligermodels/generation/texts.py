@@ -1,5 +1,6 @@
 """Prompts as texts or token ids, the text of generated tokens, and the tokens and texts that end it."""
 
+import itertools
 from collections.abc import Iterable, Sequence
 from numbers import Integral
 from typing import Any, Protocol, cast, runtime_checkable
@@ -12,11 +13,14 @@ from ligermodels.weights.config_file import CONFIG_FILE, GENERATION_CONFIG_FILE,
 
 
 class TextDecoder(Protocol):
-    """Decodes token by token. `step` returns the text that has become final, or None; `flush` the rest."""
+    """Decodes token by token. `step` returns the text that has become final, or None; `flush` the rest. `skipped_text`
+    is that of a token which decoding leaves out, such as <|im_end|>; "" of any other."""
 
     def step(self, token: int) -> str | None: ...
 
     def flush(self) -> str: ...
+
+    def skipped_text(self, token: int) -> str: ...
 
 
 @runtime_checkable
@@ -66,16 +70,19 @@ class RowText:
     """The text of one row's tokens, behind that of the tokens `shown`."""
 
     def __init__(self, tokenizer: TextTokenizer, shown: Sequence[int]) -> None:
-        self.decoder, self.hidden, self.ended = tokenizer.decode_stream(), len(tokenizer.decode(shown)), False
+        self.decoder, self.hidden = tokenizer.decode_stream(), len(tokenizer.decode(shown))
         for token in shown:
             self.step(token)
 
     def step(self, token: int) -> str:
         return self.visible(self.decoder.step(token) or "")
 
-    def end(self) -> str:
+    def skipped_text(self, token: int) -> str:
+        """The text of a special token, which `step` leaves out; "" of any other."""
+        return self.decoder.skipped_text(token)
+
+    def flush(self) -> str:
         """The text that was held back for a next token."""
-        self.ended = True
         return self.visible(self.decoder.flush())
 
     def visible(self, piece: str) -> str:
@@ -103,32 +110,39 @@ class StopStrings:
 
     A piece of text becomes visible as soon as it cannot be part of a stop string. The first stop string is the one that
     ends first, as if the text came character by character; of those that end together, the longest. The result does
-    not depend on how the text is cut into pieces.
+    not depend on how the text is cut into pieces. Stop strings also see the text of special tokens, which is not shown.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.stops = stops
         self.held = ""  # may be the beginning of a stop string
+        self.shown: list[bool] = []  # whether each of its characters is
         self.matched: str | None = None  # the stop string that was found
 
-    def step(self, piece: str) -> str:
-        """The text that becomes visible with this piece; "" after a stop string."""
+    def step(self, piece: str, shown: bool = True) -> str:
+        """The text that becomes visible with this piece; "" after a stop string. shown: false for special tokens."""
         if self.matched is not None:
             return ""
-        text = self.held + piece
+        self.held += piece
+        self.shown += [shown] * len(piece)
+        text = self.held
         found = [(text.index(stop) + len(stop), -len(stop), stop) for stop in self.stops if stop in text]
         if found:
             end, _, self.matched = min(found)
-            self.held = ""
-            return text[: end - len(self.matched)]
-        visible = len(text) - max((beginning_at_end(text, stop) for stop in self.stops), default=0)
-        self.held = text[visible:]
-        return text[:visible]
+            visible = self.take(end - len(self.matched))
+            self.end()
+            return visible
+        return self.take(len(text) - max((beginning_at_end(text, stop) for stop in self.stops), default=0))
+
+    def take(self, count: int) -> str:
+        """Removes the first characters of the text that is held; returns those that are shown."""
+        visible = "".join(itertools.compress(self.held[:count], self.shown))
+        self.held, self.shown = self.held[count:], self.shown[count:]
+        return visible
 
     def end(self) -> str:
         """The text that was held back, when no more comes."""
-        held, self.held = self.held, ""
-        return held
+        return self.take(len(self.held))
 
 
 def beginning_at_end(text: str, stop: str) -> int:

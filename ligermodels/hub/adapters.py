@@ -2,6 +2,7 @@
 
 import os
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,14 @@ from ligermodels.adapters.lora_targets import adapter_layouts, insert_lora
 from ligermodels.adapters.modules_to_save import untie_head
 from ligermodels.adapters.reading import Adapter, AdapterSettings, fill_updates, match_adapter, read_adapter
 from ligermodels.adapters.writing import Layout, write_adapter
-from ligermodels.errors import CheckpointError, HubError, InputError
+from ligermodels.errors import CheckpointError, HubError, InputError, printable
 from ligermodels.hub.download import adapter_folder
 from ligermodels.hub.models import all_but_weights, complete_model, is_adapter, resolve
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.lora import lora_modules
 from ligermodels.weights.adapter_config import ADAPTER_CONFIG_FILE, BaseModel, read_adapter_config
 from ligermodels.weights.config_file import read_generation_config
+from ligermodels.weights.files import have_equal_weights
 from ligermodels.weights.gguf.folder import shown_file
 from ligermodels.weights.loading import refuse_meta_parameters
 
@@ -50,6 +52,7 @@ def load_adapter(
     model must already have LoRA.
     Modules that the adapter stores as a whole (modules_to_save) replace the model's, in the model's dtype. Where it has
     different weights for an embedding and a head that are tied, they are no longer tied, and config.json says so.
+    Warns if the adapter names another base than the model's.
     If the adapter contains a generation_config.json, as one with its own tokenizer does, it replaces the model's.
     Raises HubError, or CheckpointError that names what does not fit: features other than plain and rank-stabilised
     LoRA, tensors that are missing, unexpected or of the wrong shape, LoRA of routers, embeddings or the head.
@@ -63,6 +66,7 @@ def load_adapter(
             untie_head(model)
         insert_lora(model, settings.linears, settings.modules)
     fill_updates(model, adapter, layout, settings)
+    warn_of_other_base(adapter, model)
     model.generation_config = read_generation_config(folder) or model.generation_config
 
 
@@ -97,6 +101,34 @@ def base_model(folder: Path) -> BaseModel:
     if snapshots == "snapshots" and repository.startswith("models--"):
         return BaseModel(repository.removeprefix("models--").replace("--", "/"), commit)
     return BaseModel(os.path.abspath(folder))
+
+
+def warn_of_other_base(adapter: Adapter, model: CausalLM) -> None:
+    """Warns if an adapter names another base than the model that it has been loaded into."""
+    named = adapter.config.get("base_model_name_or_path")
+    if model.source is None or not isinstance(named, str) or not named:
+        return
+    ours = base_model_name(model.source)
+    if not is_same_base(named, ours):
+        warnings.warn(
+            printable(
+                f"{adapter.folder}: was trained on {named}, which is not known to be {ours}: on another model its "
+                "answers are worse"
+            ),
+            stacklevel=3,
+        )
+
+
+def is_same_base(named: str, ours: str) -> bool:
+    """Whether two names are of one model. Folders are compared by their weights; of a folder and a Hub id, or of a
+    folder that is no longer there, the last part of the name decides."""
+    one, other = (Path(name).expanduser() for name in (named, ours))
+    if not (one.is_dir() and other.is_dir()):
+        return one.name.lower() == other.name.lower()
+    try:
+        return one.samefile(other) or have_equal_weights(one, other)
+    except CheckpointError:  # the folder of that name has no weights
+        return False
 
 
 def base_model_name(folder: Path) -> str:

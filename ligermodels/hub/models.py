@@ -26,7 +26,6 @@ from ligermodels.layers.initialization import NoInitialization
 from ligermodels.layers.reward_model import RewardModel, initialize_new_parameters, is_classifier, reward_model_class
 from ligermodels.tokenizer import Tokenizer, check_vocabulary
 from ligermodels.tokenizer.files import has_tokenizer
-from ligermodels.units import MAX_SHARD_SIZE
 from ligermodels.weights.adapter_config import ADAPTER_CONFIG_FILE
 from ligermodels.weights.config_file import CONFIG_FILE, check_objects, read_config, read_generation_config
 from ligermodels.weights.exporting import export_weights
@@ -174,7 +173,7 @@ def create(
 
 def export(
     model: CausalLM, folder: str | Path, *, dtype: torch.dtype | str | None = None,
-    max_shard_size: int | str = MAX_SHARD_SIZE, also: Callable[[Path], None] | None = None, overwrite: bool = False,
+    max_shard_size: int | str | None = None, also: Callable[[Path], None] | None = None, overwrite: bool = False,
 ) -> None:  # fmt: skip
     """Exports a model to a folder that transformers 4 and 5 and vLLM read. LoRA is merged; the model is not changed.
 
@@ -183,7 +182,7 @@ def export(
     folder: must be empty or not exist. It is written atomically.
     dtype: of the written weights: float64, float32, float16 or bfloat16; None for the model's dtype. Weights that the
     model keeps in fp32 are written in it if they were read in it.
-    max_shard_size: bytes per file, as a number or as "5GB" or "2GiB".
+    max_shard_size: bytes per file, as a number or as "5GB" or "2GiB"; None for the files of the source, or else 5GB.
     also: a function that writes further files, such as a tokenizer, into the temporary folder it gets.
     overwrite: the folder may also be an earlier export, which stays until the new one is complete. A folder with files
     that no export writes is refused.

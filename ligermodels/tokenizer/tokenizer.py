@@ -214,6 +214,10 @@ class DecodeStream:
         is_byte = len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">")
         return None if is_byte else self.advance(final=False) or None
 
+    def skipped_text(self, token: int) -> str:
+        """The text of a token that `step` leaves out; "" of any other."""
+        return self.tokenizer.tokenizer.id_to_token(token) or "" if token in self.skipped else ""
+
     def flush(self) -> str:
         """The remaining text at the end, with incomplete characters as U+FFFD."""
         return self.advance(final=True)

@@ -49,6 +49,13 @@ class StoredNf4:
         return values | {"codes": codes, "nested_offset": torch.tensor(self.offset)}
 
 
+def largest_value(part: Mapping[str, Tensor]) -> Tensor:
+    """The largest absolute value that a weight can have; NaN if a scale is. part: as `StoredNf4.read` returns it."""
+    scales = part["nested_quant_map"][part["absmax"].int()]
+    groups = part["nested_absmax"].repeat_interleave(NESTED_BLOCK_SIZE)[: len(scales)]
+    return (scales * groups + part["nested_offset"]).abs().amax() * part["quant_map"].abs().amax()
+
+
 def expected_tensors(shape: tuple[int, ...]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """The tensors beside the codes of a weight of this shape, by the end of their names."""
     blocks = math.prod(shape) // BLOCK_SIZE

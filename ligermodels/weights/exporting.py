@@ -24,19 +24,20 @@ from ligermodels.configs.quantisation import read_scaled, scheme_of
 from ligermodels.distributed import is_first
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.kernels.quant.fp8 import FP8_BLOCK
-from ligermodels.units import MAX_SHARD_SIZE, size_in_bytes
+from ligermodels.units import size_in_bytes
 from ligermodels.weights.bitsandbytes import quantisation_config, tensors_of
 from ligermodels.weights.config_file import CONFIG_FILE, GENERATION_CONFIG_FILE, both_spellings, read_config, with_dtype
 from ligermodels.weights.copying import source_tensors, unchanged_tensors, with_copies
-from ligermodels.weights.files import INDEX_FILE, SINGLE_FILE
+from ligermodels.weights.files import INDEX_FILE
 from ligermodels.weights.loading import float_dtype
 from ligermodels.weights.mapping import BASE_LAYER, Piece, Rule, foreign_adapters, plan_pieces
 from ligermodels.weights.module import HubModule, LowRankModule
 from ligermodels.weights.quantised import fp8_config, fp8_tensors_of, quantised
 from ligermodels.weights.reading import safe_file
 from ligermodels.weights.sharding import full_tensor, reshard
+from ligermodels.weights.shards import write_shards
 from ligermodels.weights.stored import StoredTensor
-from ligermodels.weights.writing import Blocks, Entry, write_folder, write_json, write_safetensors
+from ligermodels.weights.writing import Blocks, Entry, write_folder, write_json
 
 BLOCK_BYTES = 16 * 2**20
 TOKENIZER_FILES = (
@@ -61,7 +62,7 @@ class Update(NamedTuple):
 @torch.no_grad()
 def export_weights(
     model: HubModule, folder: str | Path, *, source: str | Path | None = None, dtype: torch.dtype | str | None = None,
-    max_shard_size: int | str = MAX_SHARD_SIZE, also: Callable[[Path], None] | None = None,
+    max_shard_size: int | str | None = None, also: Callable[[Path], None] | None = None,
     values: Mapping[str, Tensor] | None = None, copied_files: Iterable[str] = COPIED_FILES, overwrite: bool = False,
 ) -> None:  # fmt: skip
     """Writes `model` to `folder`: weights, config.json, tokenizer files. The folder must be empty or not exist.
@@ -71,7 +72,8 @@ def export_weights(
     source: the folder that the model was loaded from; its files that match `copied_files` are copied.
     dtype: of the written tensors: float64, float32, float16 or bfloat16; None for the model's. Those that the model
     keeps in fp32 are written no narrower than they were read.
-    max_shard_size: bytes of tensors per file, as a number or as "5GB" or "2GiB"; a larger tensor gets its own file.
+    max_shard_size: bytes of tensors per file, as a number or as "5GB" or "2GiB"; a larger tensor gets its own file. The
+    files of `source` are kept if they have the same tensors and none is larger; None for any size, else MAX_SHARD_SIZE.
     also: see `write_folder`.
     values: a state dict with the values to write; None for those of the model. If they are whole, one rank may call.
     overwrite: the folder may also be an earlier export, which stays until the new one is complete.
@@ -81,22 +83,21 @@ def export_weights(
     merges = any(isinstance(module, LowRankModule) for module in model.modules())
     keeps_bits = dtype is None and not merges
     dtype = None if dtype is None else float_dtype(dtype)
-    limit = size_in_bytes(max_shard_size)
+    limit = None if max_shard_size is None else size_in_bytes(max_shard_size)
     if adapted := foreign_adapters(name for name, _ in model.named_parameters()):
         raise InputError(f"{adapted[0]} has an adapter of PEFT: merge it first, with merge_and_unload()")
     if values is None:
         reshard(model)
         values = model.stored_tensors()
-    # Modules that are trained as a whole beside LoRA may be wider than the model. Larger dtypes come first, so that
-    # every tensor is aligned to its dtype.
     buffers = model.stored_buffers()
     values = {**buffers, **values}
     names = list(model.stored_tensors())
     dtypes = {name: dtype or values[name].dtype for name in names}
     dtypes |= {name: buffer.dtype for name, buffer in buffers.items()}
     dtypes |= {name: model.written_dtype(name, dtype or model.dtype) for name in model.fp32_tensors()}
+    # Modules that are trained as a whole beside LoRA may be wider than the model.
     dtypes |= {f"{name}.weight": dtype or model.dtype for name in model.modules_to_save}
-    parameters = {name: values[name] for name in sorted(names, key=lambda name: -dtypes[name].itemsize)}
+    parameters = {name: values[name] for name in names}
     shapes = {name: parameter.shape for name, parameter in parameters.items()}
     rules = layout_of_bits(model, parameters) if keeps_bits else model.export_rules()
     pieces = plan_pieces(shapes, rules)
@@ -117,7 +118,6 @@ def export_weights(
         *((Entry(name, stored.dtype, stored.shape), stored) for name, stored in copies.items()),
         *((Entry(name, x.dtype, tuple(x.shape)), x) for named in in_bits.values() for name, x in named.items()),
     ]
-    planned.sort(key=lambda item: -item[0].dtype.itemsize)
     tensors = with_copies(planned, hub_tensors(model, parameters, pieces, dtypes))
 
     if is_first() and any(not isinstance(parameters[piece.parameter], Tensor) for piece in pieces):
@@ -134,7 +134,7 @@ def export_weights(
         quantisation = config_of_bits(model, parameters, pieces)
 
     def write(temporary: Path) -> None:
-        write_shards(temporary, [entry for entry, _ in planned], tensors, limit)
+        write_shards(temporary, [entry for entry, _ in planned], tensors, source, limit)
         write_config(temporary, model, dtype or model.dtype, source, quantisation)
         if source is not None:
             copy_files(Path(source), temporary, copied_files)
@@ -309,36 +309,6 @@ def low_rank_updates(model: HubModule, values: Mapping[str, Tensor], parameter: 
         full_tensor(values[f"{owner}.{name}.lora_B"]),
     )
     return [Update(((slice(0, len(b)), a_e, b[:, expert :: len(a)]),), stacked.scale) for expert, a_e in enumerate(a)]
-
-
-def write_shards(folder: Path, entries: Sequence[Entry], tensors: Iterator[Blocks], max_shard_size: int) -> None:
-    """Writes one safetensors file, or several with their index."""
-    shards = split_into_shards(entries, max_shard_size)
-    if len(shards) == 1:
-        return write_safetensors(folder / SINGLE_FILE, shards[0], tensors)
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        write_safetensors(folder / file, shard, tensors)
-        weight_map |= {entry.name: file for entry in shard}
-    metadata = {
-        "total_parameters": sum(torch.Size(entry.shape).numel() for entry in entries),
-        "total_size": sum(entry.nbytes for entry in entries),
-    }
-    write_json(folder / INDEX_FILE, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
-
-
-def split_into_shards(entries: Sequence[Entry], max_shard_size: int) -> list[list[Entry]]:
-    """Groups consecutive entries into shards of at most `max_shard_size` bytes; a larger entry is a shard by itself."""
-    shards: list[list[Entry]] = [[]]
-    filled = 0
-    for entry in entries:
-        if shards[-1] and filled + entry.nbytes > max_shard_size:
-            shards.append([])
-            filled = 0
-        shards[-1].append(entry)
-        filled += entry.nbytes
-    return shards
 
 
 def write_config(

@@ -34,6 +34,7 @@ from ligermodels.weights.stored import Checkpoint, StoredTensor
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 HASH_BLOCK_BYTES = 4 * 2**20
+COMPARED_BYTES = 4096  # of each tensor, to tell models apart
 MAX_FILE_NAME_BYTES = 255  # the limit of file systems; pathlib raises an error for a longer name
 MAX_DIMENSIONS = 64  # torch's limit
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -94,9 +95,32 @@ def read_weight_map(folder: Path) -> dict[str, str]:
         raise CheckpointError(f"{index}: weight_map names no tensor; {DOWNLOAD_AGAIN}")
     for shard in sorted(set(weight_map.values())):
         too_long = len(shard.encode("utf-8", "surrogatepass")) > MAX_FILE_NAME_BYTES
-        if Path(shard).name != shard or "\\" in shard or not shard.endswith(".safetensors") or too_long:
+        if (
+            Path(shard).name != shard
+            or "\\" in shard
+            or not shard.endswith(".safetensors")
+            or too_long
+            or not shard.isprintable()
+        ):
             raise CheckpointError(f"{index}: weight_map names {shard!r}, not a .safetensors file of the same folder")
     return weight_map
+
+
+def have_equal_weights(one: Path, other: Path) -> bool:
+    """Whether two folders have tensors of the same names, dtypes, shapes and first bytes, which training changes.
+    Raises CheckpointError."""
+    first, second = (open_checkpoint(folder).tensors for folder in (one, other))
+    return first.keys() == second.keys() and all(begin_equally(first[name], second[name]) for name in first)
+
+
+def begin_equally(one: StoredTensor, other: StoredTensor) -> bool:
+    return (one.dtype, one.shape) == (other.dtype, other.shape) and first_bytes(one) == first_bytes(other)
+
+
+def first_bytes(stored: StoredTensor) -> bytes:
+    with open_for_reading(stored.file) as stream:
+        stream.seek(stored.begin)
+        return stream.read(min(stored.nbytes, COMPARED_BYTES))
 
 
 def tensor_hashes(folder: str | Path) -> dict[str, str]:
@@ -141,6 +165,13 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
     tensors = {name: parse_entry(file, name, entry) for name, entry in header.items()}
     refuse_gaps(file, tensors, size - 8 - length)
     return {name: replace(stored, begin=8 + length + stored.begin) for name, stored in tensors.items()}
+
+
+def header_bytes(file: Path) -> bytes:
+    """What a safetensors file begins with: its header, which `read_header` has validated, and the length of it."""
+    with open_for_reading(file) as stream:
+        length = stream.read(8)
+        return length + stream.read(int.from_bytes(length, "little"))
 
 
 def parse_entry(file: Path, name: str, entry: Any) -> StoredTensor:

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from ligermodels.configs.quantisation import Mxfp4, Nf4Weights, Scaled, read_quantisation, read_scaled, scheme_of
 from ligermodels.distributed import is_first
 from ligermodels.errors import CheckpointError, InputError, printable
-from ligermodels.weights.bitsandbytes import REMEDY, StoredNf4, refuse_undeclared, split_off
+from ligermodels.weights.bitsandbytes import REMEDY, StoredNf4, largest_value, refuse_undeclared, split_off
 from ligermodels.weights.boxes import boxes_of, split_dimensions
 from ligermodels.weights.files import open_checkpoint, shortened
 from ligermodels.weights.mapping import KeptLayers, Piece, Rule, plan_pieces
@@ -41,7 +41,7 @@ from ligermodels.weights.quantised import (
 from ligermodels.weights.reading import DOWNLOAD_AGAIN
 from ligermodels.weights.sharding import copy_local_shard
 from ligermodels.weights.stored import FP4_DTYPE, Checkpoint, StoredTensor
-from ligermodels.weights.streaming import Transfer, bit_equal, read_tensors, run_transfers
+from ligermodels.weights.streaming import Transfer, bit_equal, read_tensors, refuse_not_finite, run_transfers
 
 # Buffers that old checkpoints contain. Every reader recomputes them from the configuration.
 STALE_BUFFERS = re.compile(r"(.+\.)?rotary_emb\.inv_freq")
@@ -100,10 +100,12 @@ class LoadPlan:
         dense = (p.tensor for p in self.pieces if p.parameter in mixed and p.tensor not in self.nf4)
         return {tensor: self.checkpoint.tensors[tensor].dtype for tensor in dense}
 
-    def read_nf4_part(self, tensor: str) -> dict[str, Tensor]:
-        """A tensor of a weight in NF4 for `StoredWeight.pack`, on the host; see `PartlyNf4`."""
+    def read_nf4_part(self, tensor: str, dtype: torch.dtype) -> dict[str, Tensor]:
+        """A tensor of a weight in NF4 for `StoredWeight.pack`, on the host; see `PartlyNf4`. dtype: that of its use."""
         if tensor in self.nf4:
-            return self.nf4[tensor].read()
+            part = self.nf4[tensor].read()
+            refuse_not_finite(self.nf4[tensor].codes.file, tensor, largest_value(part), dtype)
+            return part
         return {"values": read_tensors({tensor: self.checkpoint.tensors[tensor]})[tensor]}
 
     def has_scale(self, tensor: str) -> bool:
@@ -159,9 +161,9 @@ def fill_weights(model: HubModule, plan: LoadPlan) -> None:
     for group in tqdm(groups, f"Quantising {folder.name}", delay=1, disable=not is_first() or None):
         weight, file = tensors[group[0].parameter], stored[group[0].tensor].file
         if any(piece.tensor in plan.nf4 for piece in group):
-            fill_stored(weight, file, [plan.read_nf4_part(piece.tensor) for piece in group])
+            fill_stored(weight, file, [plan.read_nf4_part(piece.tensor, weight.dtype) for piece in group])
         elif plan.has_scale(group[0].tensor) and weight.scheme == scheme_of(model.config.raw):
-            fill_stored(weight, file, [read_part(p, stored[p.tensor], scales[p.tensor]) for p in group])
+            fill_stored(weight, file, [read_part(p, stored[p.tensor], scales[p.tensor], weight.dtype) for p in group])
             kept_in_bits |= {piece.tensor for piece in group}
         else:
             fill_quantised(weight, group, stored, scales)
@@ -210,11 +212,14 @@ def fill_stored(weight: StoredWeight, file: Path, parts: Sequence[Mapping[str, T
     copy_local_shard(weight.data, data.to(weight.data.device))
 
 
-def read_part(piece: Piece, stored: StoredTensor, scale: Scale) -> dict[str, Tensor]:
-    """The bits of a tensor in FP8 or MXFP4 for `StoredWeight.pack`, on the host, with rows in the model's order."""
+def read_part(piece: Piece, stored: StoredTensor, scale: Scale, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The bits of a tensor in FP8 or MXFP4 for `StoredWeight.pack`, on the host, with rows in the model's order. dtype:
+    that of its use, in which its values are finite. Raises CheckpointError."""
     if stored.dtype == FP4_DTYPE:  # two elements a byte
         stored = replace(stored, dtype=torch.uint8, shape=(*stored.shape[:-1], stored.shape[-1] // 2))
-    part = scale.with_codes(read_tensors({piece.tensor: stored})[piece.tensor])
+    codes = read_tensors({piece.tensor: stored})[piece.tensor]
+    refuse_not_finite(stored.file, piece.tensor, scale.largest(codes), dtype)
+    part = scale.with_codes(codes)
     if not piece.view:
         return {name: value.flatten(0, -2) if value.dim() > 2 else value for name, value in part.items()}
     rows = piece.view[:-1]

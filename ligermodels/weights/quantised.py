@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.configs.quantisation import Mxfp4, Scaled
-from ligermodels.kernels.quant.mxfp4 import MX_BLOCK, mxfp4_dequantize_reference
+from ligermodels.kernels.quant.mxfp4 import E2M1, EXPONENT_BIAS, MX_BLOCK, mxfp4_dequantize_reference
 from ligermodels.weights.stored import FP4_DTYPE, StoredTensor
 
 FP8_DTYPE = torch.float8_e4m3fn
@@ -39,6 +39,10 @@ class Scale(Protocol):
 
     def with_codes(self, codes: Tensor) -> dict[str, Tensor]:
         """The stored elements and the scale under the names that `StoredWeight.pack` has for them."""
+        ...
+
+    def largest(self, codes: Tensor) -> Tensor:
+        """The largest absolute value that stored elements with this scale can have; NaN if one of them is NaN."""
         ...
 
 
@@ -64,6 +68,10 @@ class Fp8Scale:
     def with_codes(self, codes: Tensor) -> dict[str, Tensor]:
         return {"codes": codes, "scale": self.values}
 
+    def largest(self, codes: Tensor) -> Tensor:
+        has_nan = (codes.view(torch.uint8) & 127 == 127).any()
+        return torch.where(has_nan, torch.nan, self.values.abs().amax() * torch.finfo(FP8_DTYPE).max)
+
 
 @dataclass(frozen=True)
 class Mxfp4Scale:
@@ -84,6 +92,9 @@ class Mxfp4Scale:
 
     def with_codes(self, codes: Tensor) -> dict[str, Tensor]:
         return {"codes": codes.view(torch.uint8), "exponents": self.exponents}
+
+    def largest(self, codes: Tensor) -> Tensor:
+        return max(E2M1) * torch.exp2(self.exponents.amax().float() - EXPONENT_BIAS)
 
 
 def is_mxfp4(name: str, stored: StoredTensor) -> bool:

@@ -185,8 +185,16 @@ def read_transfer(transfer: Transfer, files: Mapping[Path, "DataFile"], buffer: 
     if target.dtype != dtype:
         staged = staged.to(target.device, non_blocking=True)  # convert on the target's device
     if transfer.scale is not None:
-        staged = transfer.scale.decode(staged, transfer.box)
+        staged = transfer.scale.decode(staged, transfer.box).to(target.dtype)
+        refuse_not_finite(transfer.stored.file, transfer.name, staged.abs().amax(), target.dtype)
     target.copy_(staged, non_blocking=True)
+
+
+def refuse_not_finite(file: Path, name: str, largest: Tensor | float, dtype: torch.dtype) -> None:
+    """Raises CheckpointError if the largest absolute value of a tensor is NaN, or beyond a dtype."""
+    if not largest <= torch.finfo(dtype).max:
+        kind = str(dtype).removeprefix("torch.")
+        raise CheckpointError(f"{file}: tensor {name} has values that are not finite in {kind}; {DOWNLOAD_AGAIN}")
 
 
 def contiguous_runs(stored: StoredTensor, box: tuple[slice, ...]) -> Iterator[tuple[int, int]]:

@@ -285,18 +285,28 @@ def write_safetensors(
     metadata: additional fields of the header's __metadata__.
     """
     entries = tuple(entries)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}  # old readers require the format
-    end = 0
-    for entry in entries:
-        begin, end = end, end + entry.nbytes
-        header[entry.name] = {"dtype": DTYPE_NAMES[entry.dtype], "shape": entry.shape, "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
     with file.open("wb") as stream:
-        stream.write(len(text).to_bytes(8, "little") + text)
+        stream.write(safetensors_header(entries, metadata)[0])
         for _, blocks in zip(entries, tensors, strict=False):
             for block in blocks:
                 stream.write(block_bytes(block))
+
+
+def safetensors_header(
+    entries: Iterable[Entry], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, dict[str, int]]:
+    """What a file begins with, and where each tensor of these entries, in order, begins in bytes from its start."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}  # old readers require the format
+    begins: dict[str, int] = {}
+    end = 0
+    for entry in entries:
+        begins[entry.name], end = end, end + entry.nbytes
+        offsets = [begins[entry.name], end]
+        header[entry.name] = {"dtype": DTYPE_NAMES[entry.dtype], "shape": entry.shape, "data_offsets": offsets}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    start = len(text).to_bytes(8, "little") + text
+    return start, {name: len(start) + begin for name, begin in begins.items()}
 
 
 def block_bytes(block: Tensor) -> memoryview:

@@ -265,6 +265,8 @@ EXPERT = "base_model.model.model.layers.0.mlp.experts.0.up_proj.lora_A.weight"
         ({"lora_dropout": 1.0}, "lora_dropout is 1.0; must be"),
         ({"r": "4"}, "r is '4'; must be"),
         ({"lora_alpha": True}, "lora_alpha is True; must be"),
+        ({"lora_alpha": 1e308, "use_rslora": True}, "lora_alpha gives .*q_proj a scale that is not finite in float32"),
+        ({"lora_alpha": 1e300}, "lora_alpha gives .*q_proj a scale that is not finite in float32"),
         ({"alpha_pattern": {"(a+)+$": 4}}, "alpha_pattern is .*patterns are not supported"),
         ({"alpha_pattern": {"q_proj": 0}}, "alpha_pattern is .*must be numbers above zero"),
         ({"alpha_pattern": {"q_proj": 3}}, "must give the same values to .*q_proj, .*k_proj, .*v_proj:"),
@@ -311,6 +313,14 @@ def test_an_error_names_all_tensors_that_do_not_fit(base, tmp_path, change, mess
         ligermodels.load_adapter(model, tmp_path / "adapter")
     assert str(tmp_path / "adapter" / TENSORS) in str(caught.value)
     assert not any(lora_modules(model))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_an_adapter_with_a_value_that_is_not_finite_is_refused(base, tmp_path, value):
+    ligermodels.export_adapter(adapt(ligermodels.load(base)), tmp_path / "adapter")
+    change_tensors(tmp_path / "adapter", lambda x: x[Q_A][1, 3:4].fill_(value))
+    with pytest.raises(CheckpointError, match=f"tensor {Q_A} has values that are not finite in float"):
+        ligermodels.load_adapter(ligermodels.load(base), tmp_path / "adapter")
 
 
 def test_a_pickled_adapter_is_not_read(base, tmp_path):

@@ -166,6 +166,30 @@ def test_an_output_of_other_lines_is_refused_and_not_changed(run, tmp_path):
     assert (tmp_path / "notes.txt").read_text() == "not ours"
 
 
+def test_only_the_samples_that_are_wanted_count_as_done(run, tmp_path):
+    """A line with another number is kept; one whose number is none is no result."""
+    whole, _ = run(PROMPTS)
+    output = tmp_path / "out.jsonl"
+    other = whole[1] | {"sample": 1_000_000_000}
+    output.write_text("".join(json.dumps(line) + "\n" for line in (whole[0], other, whole[2])))
+    results, _ = run(PROMPTS)
+    assert in_order(results) == in_order([*whole, other])
+    for number in (-1, True, 0.0):
+        output.write_text(json.dumps(whole[0] | {"sample": number}) + "\n")
+        assert "out.jsonl:1: is not a result of generate" in run(PROMPTS, status=2)[1]
+
+
+def test_a_full_disk_is_one_line(run, folder, tmp_path, capsys):
+    source = tmp_path / "prompts.jsonl"
+    source.write_text(json.dumps(PROMPTS[0]) + "\n")
+    flags = ["--file", str(source), "--output", "/dev/full", "--device", "cpu", "--max-new-tokens", "2"]
+    assert main(["generate", str(folder), *flags]) == 2
+    assert capsys.readouterr().err == (
+        "ligermodels: --output /dev/full: not written: No space left on device; make room, and run the same command "
+        "again\n"
+    )
+
+
 def test_an_output_of_one_endless_line_is_refused_by_its_beginning(tmp_path, monkeypatch):
     with (tmp_path / "zeros").open("wb") as stream:
         stream.truncate(2**20)

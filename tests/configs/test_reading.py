@@ -163,6 +163,8 @@ def test_fields_without_effect_are_kept_in_raw(model_type, fields):
     [
         ("llama", {"hidden_act": "gelu"}, "gelu"),
         ("llama", {"hidden_act": "gelu_new"}, "gelu_tanh"),
+        ("llama", {"hidden_act": "swish"}, "silu"),
+        ("qwen3_next", {"hidden_act": "swish"}, "silu"),
         ("gemma", {"hidden_act": "gelu"}, "gelu_tanh"),
         ("gemma2", {"hidden_act": "silu"}, "gelu_tanh"),
         ("gemma3_text", {"hidden_activation": "silu", "hidden_act": "gelu"}, "silu"),
@@ -170,6 +172,11 @@ def test_fields_without_effect_are_kept_in_raw(model_type, fields):
 )
 def test_gemma_reads_gelu_as_its_tanh_approximation(model_type, fields, activation):
     assert read(model_type, **fields).activation == activation
+
+
+@pytest.mark.parametrize("model_type", ["llama", "seed_oss", "qwen3_moe", "gpt_oss"])
+def test_a_null_dropout_of_attention_is_none(model_type):
+    assert read(model_type, attention_dropout=None).attention_dropout == 0.0
 
 
 def test_without_experts_every_layer_is_dense():

@@ -62,6 +62,7 @@ def refusals():
             yield name, {"rope_parameters": rope}, ["partial_rotary_factor", "0.5", "must be 1"]
         activation = "hidden_activation" if name in ("gemma2", "gemma3", "gemma3_text", *GEMMA4) else "hidden_act"
         yield name, {activation: "relu"}, [activation, "'relu'", "'silu'"]
+    yield "llama", {"rope_scaling": LINEAR | {"factor": 1e308}}, ["factor is 1e+308", "must be at most 65536"]
     yield "granitemoehybrid", {"time_step_limit": []}, ["time_step_limit []", "must be two numbers"]
     yield "mllama", {"tie_word_embeddings": True}, ["tie_word_embeddings", "must be false"]
     yield "mllama", {"cross_attention_layers": [1, 40]}, ["cross_attention_layers", "[1, 40]", "must be indices"]

@@ -44,7 +44,17 @@ YARN = {"rope_type": "yarn", "factor": 2.0}
         ("olmo3", {"rope_scaling": YARN}, Rope(rope_theta=5e5, **YARN), Rope(rope_theta=5e5)),
         ("olmo3", {"rope_theta": 5.0}, Rope(rope_theta=5.0), Rope(rope_theta=5e5)),
         ("olmo3", {"rope_parameters": NESTED}, Rope(rope_theta=9.0), Rope(rope_theta=8.0)),
-        # 6. an integer is accepted for a float
+        # 6. a null factor of YaRN is the ratio of the lengths
+        (
+            "llama",
+            {
+                "max_position_embeddings": 96,
+                "rope_scaling": YARN | {"factor": None, "original_max_position_embeddings": 32},
+            },
+            Rope(rope_theta=1e4, rope_type="yarn", factor=3.0, original_max_position_embeddings=32),
+            None,
+        ),
+        # 7. an integer is accepted for a float
         ("llama", {"rope_theta": 500000}, Rope(rope_theta=5e5), None),
     ],
 )

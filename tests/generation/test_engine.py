@@ -263,3 +263,14 @@ def test_an_engine_is_freed_with_its_last_reference():
     pool = weakref.ref(engine.cache)
     del engine
     assert pool() is None
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_logits_that_are_not_finite_are_an_error(value, temperature):
+    model = build("llama")
+    model.model.norm.weight.data[2] = value
+    engine = Engine(model, max_tokens=256)
+    with pytest.raises(InputError, match=r"the logits of prompt 0, token 0, are not finite: the model's weights have"):
+        run(engine, prompts("llama", (3,)), temperature=temperature, seed=0)
+    assert not engine.samples

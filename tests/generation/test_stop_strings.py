@@ -48,3 +48,13 @@ def test_nothing_is_visible_after_a_stop_string():
     row = StopStrings(["."])
     assert [row.step(piece) for piece in ("a", "b.c", "d", ".")] == ["a", "b", "", ""]
     assert row.end() == ""
+
+
+@pytest.mark.parametrize(
+    ("stops", "visible"),
+    [(["<e>"], "ab"), (["b<e>"], "a"), (["<e>c"], "ab"), (["<e"], "ab"), (["bc"], "abc"), (["<e>x", "zz"], "abc")],
+)
+def test_special_tokens_are_seen_and_not_shown(stops, visible):
+    row = StopStrings(stops)
+    shown = [row.step("ab"), row.step("<e>", shown=False), row.step("c")]
+    assert "".join(shown) + row.end() == visible

@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+from tokenizers import AddedToken
 
 import ligermodels
 from ligermodels.errors import InputError
-from ligermodels.generation.texts import RowText, model_stop_tokens
+from ligermodels.generation.requests import Request, Sample
+from ligermodels.generation.sampling import SamplingOptions
+from ligermodels.generation.texts import RowText, StopStrings, model_stop_tokens
 from ligermodels.tokenizer import Tokenizer
 from tests.conftest import DEVICE
 from tests.interop.folders import new_tokenizer, tiny_model
@@ -50,7 +53,7 @@ def test_an_incomplete_character_is_held_back_until_its_row_ends():
 
     def pieces(*tokens):
         row = RowText(tokenizer, [0])
-        return [row.step(token) for token in tokens] + [row.end()]
+        return [row.step(token) for token in tokens] + [row.flush()]
 
     assert pieces(first, second, third) == ["", "", "你", ""]
     assert pieces(first) == ["", "\N{REPLACEMENT CHARACTER}"]
@@ -63,7 +66,7 @@ def test_the_text_of_the_prompt_is_left_out_also_where_its_end_is_held_back(tmp_
     assert tokenizer.tokenizer.id_to_token(prompt[-1]) == "<0xA0>"
     more = tokenizer.encode(" one", add_special_tokens=False)
     row = RowText(tokenizer, prompt)
-    shown = "".join(map(row.step, more)) + row.end()
+    shown = "".join(map(row.step, more)) + row.flush()
     assert shown == tokenizer.decode(prompt + more)[len(tokenizer.decode(prompt)) :] and "one" in shown
 
 
@@ -107,3 +110,32 @@ def test_stop_strings_end_rows_of_token_ids_too(model):
     assert model.generate(ids, stop=stop, tokenizer=tokenizer, **options).tolist() == [prompts[0] + row]
     with pytest.raises(InputError, match="stop strings need a tokenizer"):
         model.generate(ids, stop=stop, **options)
+
+
+@pytest.mark.parametrize(
+    ("stop", "text"), [("</s>", "It is你"), ("你</s>", "It is"), ("</s> two", "It is你"), ("three", "It is你 two")]
+)
+def test_stop_strings_see_special_tokens_which_are_not_shown(tmp_path, stop, text):
+    """The last byte token before one is held back for a next byte."""
+    tokenizer = Tokenizer.from_folder(write_folder(tmp_path, "llama2"))
+    ids = [*tokenizer.encode("It is你"), tokenizer.eos_token_id, *tokenizer.encode(" two", add_special_tokens=False)]
+    assert tokenizer.tokenizer.id_to_token(ids[ids.index(tokenizer.eos_token_id) - 1]) == "<0xA0>"
+    options = SamplingOptions(stop=stop)
+    request = Request(0, 0, [1], len(ids), frozenset(), options, 0, ())
+    sample = Sample(request, 0, [], RowText(tokenizer, ()), StopStrings(options.stop))
+    for token in ids:
+        if sample.finish_reason is None:
+            sample.append(token, 0.0)
+    assert sample.completion().text.replace("  ", " ") == text
+    assert sample.finish_reason == ("length" if stop == "three" else "stop")
+
+
+def test_a_special_token_as_a_stop_string_ends_a_row(model):
+    tokenizer, prompts = new_tokenizer(), new_tokenizer().encode_batch(TEXTS)[:1]
+    whole = sampled(model, prompts, stop_tokens=())[0]
+    token = whole[6]
+    special = AddedToken(tokenizer.tokenizer.id_to_token(token), special=True, normalized=False)
+    tokenizer.tokenizer.add_special_tokens([special])
+    tokenizer.special_ids = frozenset({token})
+    [row] = sampled(model, prompts, stop_tokens=(), stop=special.content, tokenizer=tokenizer)
+    assert row == whole[: whole.index(token) + 1]

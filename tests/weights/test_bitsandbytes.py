@@ -213,6 +213,15 @@ DAMAGE = {
     "another shape": (lambda t: state_with(t, shape=[64, 128]), r"q_proj.weight is .*\[8192, 1\].*needs.*\[4096, 1\]"),
     "no shape": (lambda t: state_with(t, shape=None), "shape is None"),
     "an offset that is not finite": (lambda t: state_with(t, nested_offset=float("nan")), "nested_offset is nan"),
+    "an offset beyond fp32": (lambda t: state_with(t, nested_offset=1e308), "q_proj.weight has values that are not"),
+    "a scale that is not a number": (
+        lambda t: {f"{Q}.nested_absmax": t[f"{Q}.nested_absmax"] * torch.nan}, "q_proj.weight has values that are not",
+    ),
+    "a scale that overflows": (
+        lambda t: {f"{Q}.nested_absmax": t[f"{Q}.nested_absmax"] * 0 + 3e38, f"{Q}.absmax": t[f"{Q}.absmax"] * 0 + 255}
+        | state_with(t, nested_offset=3e38),
+        "q_proj.weight has values that are not finite in",
+    ),
     "no JSON": (lambda t: {Q + NF4_STATE: torch.zeros(9, dtype=torch.uint8)}, "is not JSON"),
     "brackets": (lambda t: {Q + NF4_STATE: torch.full((4000,), ord("["), dtype=torch.uint8)}, "is not JSON"),
     "a state in another dtype": (

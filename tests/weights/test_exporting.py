@@ -1,5 +1,6 @@
 import errno
 import gc
+import hashlib
 import json
 import os
 import re
@@ -18,9 +19,10 @@ from ligermodels.adapters.lora_targets import add_lora
 from ligermodels.errors import InputError
 from ligermodels.units import size_in_bytes
 from ligermodels.weights import exporting, writing
-from ligermodels.weights.exporting import export_weights, hub_weights, split_into_shards
+from ligermodels.weights.exporting import export_weights, hub_weights
 from ligermodels.weights.files import INDEX_FILE, SINGLE_FILE, CheckpointError, open_checkpoint
 from ligermodels.weights.loading import load_weights
+from ligermodels.weights.shards import split_into_shards
 from ligermodels.weights.writing import Entry
 from tests.weights.tiny import INNER, RAW, Tiny, TinyConfig, hub_state, randomized
 
@@ -49,6 +51,10 @@ def same_bits(state, other):
 
 def files_of(folder):
     return {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
+
+
+def sha256_of_files(folder):
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.iterdir()}
 
 
 def read_all(folder):
@@ -80,6 +86,36 @@ def test_load_then_export_gives_back_the_same_bits_and_files(source, tmp_path):
     assert {name: (out / name).read_bytes() for name in EXTRAS} == EXTRAS
     assert files_of(out) == {SINGLE_FILE, "config.json", *EXTRAS}
     assert not list(out.parent.glob("*.tmp-*"))
+
+
+@pytest.mark.parametrize("metadata", [{"format": "pt", "by": "Ü \n"}, None])
+@pytest.mark.parametrize("files", [1, 3])
+def test_the_files_of_an_untouched_model_are_those_that_were_read(tmp_path, files, metadata):
+    """Written by safetensors, with dtypes of two sizes; the index too."""
+    source, out, state = tmp_path / "in", tmp_path / "out", hub_state(randomized(Tiny()))
+    source.mkdir()
+    state["model.norm.weight"] = state["model.norm.weight"].bfloat16()
+    (source / "config.json").write_text(json.dumps(RAW))
+    names = sorted(state, key=lambda name: name[::-1])
+    shards = {f"part-{i}.safetensors" if files > 1 else SINGLE_FILE: names[i::files] for i in range(files)}
+    for file, group in shards.items():
+        save_file({name: state[name].contiguous() for name in group}, source / file, metadata=metadata)
+    if files > 1:
+        weight_map = {name: file for file, group in shards.items() for name in group}
+        (source / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}, indent=3))
+    model = Tiny()
+    model.model.norm.bfloat16()
+    load_weights(model, source)
+    export_weights(model, out, source=source)
+    assert sha256_of_files(out) == sha256_of_files(source)
+
+
+def test_a_created_model_is_written_as_safetensors_writes_it(tmp_path):
+    model = randomized(Tiny())
+    export_weights(model, tmp_path / "out")
+    state = {name: x.contiguous() for name, x in hub_state(model).items()}
+    save_file(state, tmp_path / SINGLE_FILE, metadata={"format": "pt"})
+    assert (tmp_path / "out" / SINGLE_FILE).read_bytes() == (tmp_path / SINGLE_FILE).read_bytes()
 
 
 def test_the_safetensors_file_has_the_format_that_other_readers_expect(tmp_path):
@@ -184,7 +220,7 @@ def test_a_size_may_have_a_decimal_or_a_binary_unit(size, expected):
     assert size_in_bytes(size) == expected
 
 
-@pytest.mark.parametrize("size", [0, -1, "5", "GB", "-1GB", "0.0KB", "5 gigabytes", "5GB\n6GB"])
+@pytest.mark.parametrize("size", [0, -1, "5", "GB", "-1GB", "0.0KB", "5 gigabytes", "5GB\n6GB", f"{10**399}GB"])
 def test_an_invalid_size_is_refused(tmp_path, size):
     with pytest.raises(InputError, match=r"max_shard_size is .*; must be a number of bytes above zero, such as 5GB or"):
         export_weights(Tiny(), tmp_path / "out", max_shard_size=size)

@@ -55,6 +55,14 @@ def test_the_index_combines_the_shards(tmp_path):
     assert {name: t.file.name for name, t in checkpoint.tensors.items()} == {"a": "a.safetensors", "b": "b.safetensors"}
 
 
+@pytest.mark.parametrize("name", ["a\0b.safetensors", "\x1b[2J.safetensors", "a\nb.safetensors"])
+def test_an_index_with_control_characters_in_a_name_is_refused(tmp_path, name):
+    write_index(tmp_path, {"a": name})
+    with pytest.raises(CheckpointError, match=r"not a \.safetensors file of the same folder") as caught:
+        open_checkpoint(tmp_path)
+    assert repr(name) in str(caught.value) and str(caught.value).isprintable()
+
+
 def test_a_link_into_the_blobs_of_the_hub_cache_is_followed(tmp_path):
     blobs, snapshot = tmp_path / "models--o--m" / "blobs", tmp_path / "models--o--m" / "snapshots" / "0a1b"
     blobs.mkdir(parents=True)

@@ -180,6 +180,13 @@ def test_tensors_that_do_not_fit_are_refused(name, checkpoint, tmp_path):
         ligermodels.load(copy_of(checkpoint, tmp_path / "in", **changes))
 
 
+@pytest.mark.parametrize("quantize", [None, "mxfp4"])
+def test_a_scale_that_overflows_is_refused(checkpoint, tmp_path, quantize):
+    changes = {f"{DOWN}_scales": torch.full((5, 96, 1), 254, dtype=torch.uint8)}
+    with pytest.raises(CheckpointError, match=r"tensor .*down_proj_blocks has values that are not finite in bfloat16"):
+        ligermodels.load(copy_of(checkpoint, tmp_path / "in", **changes), quantize=quantize)
+
+
 def test_blocks_without_the_quantization_config_are_refused(checkpoint, tmp_path):
     folder = copy_of(checkpoint, tmp_path / "in")
     (folder / "config.json").write_text(json.dumps(RAW))

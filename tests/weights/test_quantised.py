@@ -8,11 +8,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import Shard
 
+import ligermodels
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.weights.exporting import export_weights
 from ligermodels.weights.files import tensor_hashes
 from ligermodels.weights.loading import load_weights
 from ligermodels.weights.writing import write_json
+from tests.cases import CASES
 from tests.weights.test_loading import as_shard
 from tests.weights.tiny import RAW, Tiny, TinyConfig, hub_state, randomized
 
@@ -168,3 +170,21 @@ def test_a_scale_that_does_not_fit_is_refused(tmp_path, change, message):
     save_file(stored, tmp_path / "in" / "model.safetensors")
     with pytest.raises(CheckpointError, match=message):
         load_weights(model(raw), tmp_path / "in")
+
+
+@pytest.mark.parametrize("scale", [1.0, 3e38], ids=["NaN", "an overflow"])
+@pytest.mark.parametrize("in_bits", [False, True])
+def test_values_that_are_not_finite_are_refused_by_the_name_of_their_tensor(tmp_path, scale, in_bits):
+    """NaN as a code; a finite scale with which the values are too large."""
+    name = "model.layers.0.self_attn.o_proj.weight"
+    config = CASES["llama"] | {"quantization_config": BY_BLOCK, "torch_dtype": "bfloat16"}
+    ligermodels.export(ligermodels.create(CASES["llama"], dtype="bfloat16"), tmp_path / "in")
+    stored = read(tmp_path / "in")
+    codes = stored[name].to(torch.float8_e4m3fn)
+    codes.view(torch.uint8)[0, 0] = 126 if scale > 1 else 127
+    blocks = [-(-size // block) for size, block in zip(codes.shape, BLOCK, strict=True)]
+    stored |= {name: codes, f"{name}_scale_inv": torch.full(blocks, scale)}
+    save_file(stored, tmp_path / "in" / "model.safetensors")
+    write_json(tmp_path / "in" / "config.json", config)
+    with pytest.raises(CheckpointError, match=rf"tensor {re.escape(name)} has values that are not finite in bfloat16"):
+        ligermodels.load(tmp_path / "in", quantize="fp8" if in_bits else None)
