@@ -34,6 +34,11 @@ def folder(tmp_path_factory):
     (folder / "data/adapter/adapter_config.json").write_text(repr(config).replace("'", '"'))
     (folder / "outside/rewards.py").write_text("def one(**_): return []\n")
     (folder / "data/a.py").mkdir()
+    (folder / "data/linked").mkdir()
+    (folder / "data/linked/config.json").write_text('{"model_type": "qwen2"}')
+    (folder / "outside/model/model.safetensors").write_bytes(bytes(100))
+    (folder / "data/linked/other.safetensors").write_bytes(bytes(100))
+    (folder / "data/linked/model.safetensors").symlink_to(folder / "outside/model/model.safetensors")
     (folder / "data/rewards.py").symlink_to(folder / "outside/rewards.py")
     return folder
 
@@ -132,6 +137,15 @@ def test_nothing_outside_the_folders_is_named(board, folder, monkeypatch, settin
     monkeypatch.chdir(folder)
     words = board.refused("/api/plan", {"settings": {"model": "qwen2", **settings}})
     assert "outside of the folders" in words or "neither a folder that exists nor a name" in words
+
+
+def test_weights_that_are_linked_from_outside_are_refused(board, folder):
+    linked = str(folder / "data/linked")
+    for settings in ({"model": linked}, {"model": "qwen2", "objective": "distill", "teacher": linked}):
+        assert "has links that lead outside" in board.refused("/api/plan", {"settings": settings})
+    model = next(model["id"] for model in board.get("/api/models") if model["name"] == "linked")
+    status, answer = board.post("/api/chat", {"model": model, "slot": 0, "prompt": "x", "max_new_tokens": 1})
+    assert status == 400 and "has links that lead outside" in answer["error"]
 
 
 def test_a_reward_file_outside_is_not_run(board, folder, monkeypatch):
