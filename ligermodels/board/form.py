@@ -59,9 +59,11 @@ def refuse_outside(config: TrainConfig, folders: Sequence[Path]) -> None:
     """Raises InputError for a setting that names what is outside of the board's folders, or what it does not do."""
     for name, field in FIELDS.items():
         kind, value = field.metadata["names"], getattr(config, name)
-        for text in () if kind is None or value is None else value if isinstance(value, tuple) else (value,):
+        if kind is None or value is None:
+            continue
+        for text in value if isinstance(value, tuple) else (str(value),):
             if text not in field.metadata["built_in"]:
-                REFUSALS[kind](str(text), flag_of(name), folders)
+                REFUSALS[kind](text, flag_of(name), folders)
 
 
 def refuse_data_outside(text: str, flag: str, folders: Sequence[Path]) -> None:
@@ -89,7 +91,8 @@ def refuse_model_outside(name: str, flag: str, folders: Sequence[Path]) -> None:
     path = Path(os.path.expanduser(name))
     if path.is_dir() and is_adapter(path):
         base = base_of_adapter(path, "give a folder that names it").name
-        refuse_checkpoint_outside(base, f"{flag} {name}: its base", folders)
+        if base is not None:
+            refuse_checkpoint_outside(base, f"{flag} {name}: its base", folders)
 
 
 def refuse_checkpoint_outside(name: str, flag: str, folders: Sequence[Path]) -> None:

@@ -1,7 +1,7 @@
 """How a setting of a run is declared: a dataclass field with its group, rule, help, and the objectives it is for."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 from ligermodels.training.settings.values import Constraint
@@ -35,7 +35,7 @@ def setting(
     may_be_empty: bool = False,
     objectives: Sequence[str] = OBJECTIVE_NAMES,
     names: Named | None = None,
-    built_in: Sequence[str] = (),
+    built_in: Collection[str] = (),
 ) -> Any:
     """A field of TrainConfig.
 
