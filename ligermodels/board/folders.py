@@ -109,7 +109,7 @@ def walk(root: Path, without: Collection[str] = ()) -> Iterator[tuple[Place, lis
 def is_within(path: str | Path, roots: Sequence[Path]) -> bool:
     """Whether a path, with all its links followed, lies in one of the folders."""
     try:
-        resolved = Path(path).expanduser().resolve()
+        resolved = Path(path).resolve()
     except (OSError, RuntimeError, ValueError):
         return False
     return any(resolved.is_relative_to(root) for root in roots)

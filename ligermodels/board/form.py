@@ -1,29 +1,30 @@
 """The form of a run: the fields of TrainConfig for the page, and the settings that it sends back.
 
-Names of files and folders in settings must lie in the board's folders.
+What settings name, as their fields declare it, must lie in the board's folders or on the Hub.
 """
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ligermodels.aliases import flag_of
 from ligermodels.board.folders import is_within, links_stay_within
 from ligermodels.errors import InputError
-from ligermodels.hub import base_of_adapter, list_architectures
+from ligermodels.hub import base_of_adapter
 from ligermodels.hub.models import is_adapter
-from ligermodels.tokenizer.built_in_templates import BUILT_IN_TEMPLATES
 from ligermodels.training.data.formats.sources import find_files
 from ligermodels.training.data.formats.specs import BUILT_IN_SOURCES, parse_spec
-from ligermodels.training.data.formats.tables import HUB_PREFIX
+from ligermodels.training.data.formats.tables import COLON_OUTSIDE_BRACKETS, HUB_PREFIX
+from ligermodels.training.objectives.grpo.reward_specs import parse_reward
+from ligermodels.training.objectives.preference.references import parse_reference
 from ligermodels.training.settings.config import FIELDS, TrainConfig, type_of
-from ligermodels.training.settings.fields import help_text
+from ligermodels.training.settings.fields import Named, help_text
 from ligermodels.training.settings.settings import parsed_value
 from ligermodels.training.settings.values import choices_of
 
-NOT_IN_FORM = ("output", "resume", "allow_changes")  # the board chooses the folder
+NOT_IN_FORM = ("output", "resume", "allow_changes", "push_to_hub")  # the board chooses the folder, and uploads nothing
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 MAX_VALUE_CHARACTERS = 4000
@@ -55,53 +56,74 @@ def given_settings(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_outside(config: TrainConfig, folders: Sequence[Path]) -> None:
-    """Raises InputError for a setting that names a file or folder outside the board's folders."""
-    for name in ("data", "validation_data"):
-        for source in getattr(config, name) or ():
-            refuse_data_outside(parse_spec(source).name, flag_of(name), folders)
-    for flag, model in models_of(config):
-        refuse_model_outside(model, flag, folders)
-    if config.chat_template is not None and config.chat_template not in BUILT_IN_TEMPLATES:
-        refuse_path_outside(config.chat_template, "--chat-template", folders)
-    for function in config.reward or ():
-        if ".py" in function:
-            refuse_path_outside(function.partition(".py")[0] + ".py", "--reward", folders)
+    """Raises InputError for a setting that names what is outside of the board's folders, or what it does not do."""
+    for name, field in FIELDS.items():
+        kind, value = field.metadata["names"], getattr(config, name)
+        if kind is None or value is None:
+            continue
+        for text in value if isinstance(value, tuple) else (str(value),):
+            if text not in field.metadata["built_in"]:
+                REFUSALS[kind](text, flag_of(name), folders)
 
 
-def models_of(config: TrainConfig) -> Iterator[tuple[str, str]]:
-    """The flags that name a model, with its name, where it is not a new one."""
-    if config.model is not None and config.model not in list_architectures():
-        yield "--model", config.model
-    if config.adapter is not None:
-        yield "--adapter", config.adapter
-    if config.teacher is not None and config.teacher != "top-k":
-        yield "--teacher", config.teacher
-    kind, _, folder = (config.reference or "").partition(":")
-    if kind == "model" and folder:
-        yield "--reference", folder
-
-
-def refuse_data_outside(name: str, flag: str, folders: Sequence[Path]) -> None:
-    if name in BUILT_IN_SOURCES or name.startswith(HUB_PREFIX):
+def refuse_data_outside(text: str, flag: str, folders: Sequence[Path]) -> None:
+    name = parse_spec(text).name
+    if name in BUILT_IN_SOURCES:
+        return
+    if name.startswith(HUB_PREFIX):
+        refuse_other_than_hub_data(name, flag)
         return
     refuse_path_outside(name, flag, folders)
     for file in find_files(name):
         refuse_path_outside(str(file), flag, folders)
 
 
+def refuse_other_than_hub_data(name: str, flag: str) -> None:
+    """Raises InputError for a name that `datasets` reads from this machine: a folder, or a kind of files as "json"."""
+    path = COLON_OUTSIDE_BRACKETS.split(name.removeprefix(HUB_PREFIX))[0]
+    if "/" not in path or not HUB_NAME.fullmatch(path) or os.path.exists(path):
+        raise InputError(f"{flag} {name}: must be {HUB_PREFIX}OWNER/NAME of the Hub, where no folder has this name")
+
+
 def refuse_model_outside(name: str, flag: str, folders: Sequence[Path]) -> None:
     """A name that is no path is one of the Hub. An adapter's base is looked at too."""
+    refuse_checkpoint_outside(name, flag, folders)
     path = Path(os.path.expanduser(name))
-    if not path.exists():
-        if not HUB_NAME.fullmatch(name):
-            raise InputError(f"{flag} {name}: is neither a folder that exists nor a name of the Hub")
-        return
-    refuse_path_outside(name, flag, folders)
-    refuse_links_outside(path, folders)
     if path.is_dir() and is_adapter(path):
         base = base_of_adapter(path, "give a folder that names it").name
-        if base is not None and base != name:
-            refuse_model_outside(base, f"{flag} {name}: its base", folders)
+        if base is not None:
+            refuse_checkpoint_outside(base, f"{flag} {name}: its base", folders)
+
+
+def refuse_checkpoint_outside(name: str, flag: str, folders: Sequence[Path]) -> None:
+    path = os.path.expanduser(name)
+    if os.path.exists(path):
+        refuse_path_outside(path, flag, folders)
+        refuse_links_outside(Path(path), folders)
+    elif not HUB_NAME.fullmatch(name):
+        raise InputError(f"{flag} {name}: is neither a folder that exists nor a name of the Hub")
+
+
+def refuse_reference_outside(text: str, flag: str, folders: Sequence[Path]) -> None:
+    model = parse_reference(text).folder
+    if model is not None:
+        refuse_model_outside(model, flag, folders)
+
+
+def refuse_reward_outside(text: str, flag: str, folders: Sequence[Path]) -> None:
+    spec = parse_reward(text)
+    if spec.model is not None:
+        refuse_model_outside(spec.model, flag, folders)
+    if spec.file is not None:
+        refuse_path_outside(str(spec.file), flag, folders)
+
+
+def refuse_template_outside(name: str, flag: str, folders: Sequence[Path]) -> None:
+    refuse_path_outside(os.path.expanduser(name), flag, folders)
+
+
+def refuse_upload(name: str, flag: str, folders: Sequence[Path]) -> None:
+    raise InputError(f"{flag} {name}: the board uploads nothing; give it to `ligermodels train`, also with --resume")
 
 
 def refuse_links_outside(folder: Path, folders: Sequence[Path]) -> None:
@@ -114,6 +136,14 @@ def refuse_path_outside(name: str, flag: str, folders: Sequence[Path]) -> None:
     if not is_within(name, folders):
         shown = ", ".join(map(str, folders))
         raise InputError(f"{flag} {name}: is outside of the folders of this board ({shown}); give it --also FOLDER")
+
+
+# By what a field says that its texts name.
+REFUSALS: Mapping[Named, Callable[[str, str, Sequence[Path]], None]] = {
+    "data": refuse_data_outside, "model": refuse_model_outside, "reference": refuse_reference_outside,
+    "reward": refuse_reward_outside, "template": refuse_template_outside, "folder": refuse_path_outside,
+    "repository": refuse_upload,
+}  # fmt: skip
 
 
 def checked_name(name: Any) -> str:

@@ -8,12 +8,13 @@ import os
 import re
 import signal
 import socket
+import stat
 import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ligermodels.board.folders import Place, open_inside, read_inside
 from ligermodels.errors import InputError
@@ -57,16 +58,23 @@ class Processes:
         return name
 
     def launch(self, name: str, arguments: list[str]) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        try:
-            log = os.fdopen(os.open(self.own_folder() / f"{name}.log", flags, 0o666), "wb")
-        except OSError as error:
-            raise InputError(f"{OWN_FOLDER}/{name}.log: cannot be written: {error.strerror}; remove it") from error
-        with log:
+        with self.open_log(name) as log:
             self.started[name] = subprocess.Popen(
                 [sys.executable, "-m", "ligermodels", "train", *arguments], stdin=subprocess.DEVNULL, stdout=log,
                 stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
+
+    def open_log(self, name: str) -> BinaryIO:
+        """The file for the output of a run, empty. Raises InputError, also for a pipe, which would block."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            log = os.fdopen(os.open(self.own_folder() / f"{name}.log", flags, 0o666), "wb")
+        except OSError as error:
+            raise InputError(f"{OWN_FOLDER}/{name}.log: cannot be written: {error.strerror}; remove it") from error
+        if not stat.S_ISREG(os.fstat(log.fileno()).st_mode):
+            log.close()
+            raise InputError(f"{OWN_FOLDER}/{name}.log: is not a regular file; remove it")
+        return log
 
     def own_folder(self) -> Path:
         own = self.folder / OWN_FOLDER
@@ -100,7 +108,7 @@ class Processes:
             if named is None or named[2] != socket.gethostname().encode():
                 return None
             descriptor, there = os.pidfd_open(int(named[1])), lock.path.lstat()
-        except OSError:
+        except (OSError, OverflowError):  # the latter for a number that no process has
             return None
         if any(os.path.samestat(there, status) for status in open_files(int(named[1]))):
             return descriptor

@@ -7,6 +7,7 @@ lock, has died.
 import fcntl
 import json
 import math
+import shlex
 import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
@@ -146,11 +147,11 @@ class WatchedRun:
         """All that is known of the run besides its curves and texts."""
         saved = [name for name in names_inside(self.place.inside(CHECKPOINTS)) if STEP.fullmatch(name)]
         folder = str(self.place.path)
-        resume = text(self.status.get("resume")) or f"ligermodels train --resume {folder}"
         return self.summary() | {
             "folder": folder, "settings": self.settings, "plan": text(self.status.get("plan")),
             "checkpoints": sorted(saved, key=lambda name: int(name.removeprefix("step-"))), "exports": self.exports,
-            "warnings": self.warnings(), "error": text(self.status.get("error")), "resume": resume,
+            "warnings": self.warnings(), "error": text(self.status.get("error")),
+            "resume": command_to_resume(folder),
             "resumable": self.state not in ("running", "finished") and bool(self.settings),
             "began": self.status.get("began"), "ended": self.status.get("ended"),
             "has_completions": self.completions_range() is not None,
@@ -180,6 +181,13 @@ class WatchedRun:
         last = max((record["step"] for record in records if record["step"] <= step), default=None)
         shown = [record for record in records if record["step"] == last][:MAX_COMPLETIONS]
         return [{name: bounded_value(value) for name, value in record.items()} for record in shown]
+
+
+def command_to_resume(folder: str) -> str:
+    """The command that people copy into a shell. It is made of the folder alone: files may say anything."""
+    if not folder.isprintable():  # a terminal obeys control characters, also between quotes
+        return f"# rename the folder {folder!a}"
+    return f"ligermodels train --resume {shlex.quote(folder)}"
 
 
 def parsed(parse: Any, place: Place, at_most: int) -> Mapping[str, Any]:

@@ -20,7 +20,7 @@ from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from typing import Any, NamedTuple
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import SplitResult, parse_qs, urlsplit
 
 from ligermodels.errors import InputError, first_line
 
@@ -73,7 +73,7 @@ class Access(NamedTuple):
             raise Refusal(421, "the board is reached as 127.0.0.1 or localhost")
         if "Origin" in headers and headers["Origin"] != f"http://{host}":
             raise Refusal(403, "requests from other origins are refused")
-        is_page = method == "GET" and urlsplit(target).path == "/"  # which a link may lead to
+        is_page = method == "GET" and split_target(target).path == "/"  # which a link may lead to
         if headers.get("Sec-Fetch-Site", "none") not in ("same-origin", "none") and not is_page:
             raise Refusal(403, "requests from other origins are refused")
         if method == "POST" and headers.get("Content-Type", "").partition(";")[0].strip() != "application/json":
@@ -83,7 +83,7 @@ class Access(NamedTuple):
 
     def has_token(self, target: str) -> bool:
         """Whether the page is opened with the token, which its address then loses for a cookie."""
-        parts = urlsplit(target)
+        parts = split_target(target)
         given = parse_qs(parts.query).get("token", [""])[0]
         return self.token is not None and parts.path == "/" and same(given, self.token)
 
@@ -98,6 +98,14 @@ class Access(NamedTuple):
     @property
     def set_cookie(self) -> str:
         return f"{self.cookie}={self.token}; HttpOnly; SameSite=Strict; Path=/"
+
+
+def split_target(target: str) -> SplitResult:
+    """The parts of the address that a request asks for. Raises Refusal for what is none, such as "http://["."""
+    try:
+        return urlsplit(target)
+    except ValueError:
+        raise Refusal(400, "this is no address") from None
 
 
 def same(given: str, token: str) -> bool:
@@ -137,9 +145,10 @@ class Server(ThreadingHTTPServer):
             self.address_family = socket.AF_INET6
         try:
             super().__init__((access.host.strip("[]"), access.port), Handler)
-        except OSError as error:
+        except (OSError, OverflowError, UnicodeError) as error:  # no such port, no such name
+            reason = error.strerror if isinstance(error, OSError) else first_line(error).rstrip(".")
             raise InputError(
-                f"--host {access.host} --port {access.port}: cannot listen there: {error.strerror}; give another"
+                f"--host {access.host} --port {access.port}: cannot listen there: {reason}; give another"
             ) from error
         self.access = access._replace(port=self.server_port)
         self.routes = dict(routes)
@@ -170,7 +179,7 @@ class Handler(BaseHTTPRequestHandler):
             if method == "GET" and access.has_token(self.path):
                 self.send(303, b"", {"Location": "/", "Set-Cookie": access.set_cookie})
                 return
-            parts = urlsplit(self.path)
+            parts = split_target(self.path)
             if method == "GET" and parts.path in self.server.page:
                 kind, content = self.server.page[parts.path]
                 self.send(200, content, {"Content-Type": f"{kind}; charset=utf-8"})

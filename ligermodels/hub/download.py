@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from ligermodels.adapters.writing import ADAPTER_FILE
 from ligermodels.errors import HubError, InputError, first_line
+from ligermodels.hub.answers import check_answers
 from ligermodels.hub.names import local_folder, suggestion
 from ligermodels.weights.adapter_config import ADAPTER_CONFIG_FILE
 from ligermodels.weights.config_file import CONFIG_FILE, GENERATION_CONFIG_FILE
@@ -117,9 +118,10 @@ def list_files(name: str, revision: str | None, token: str | None) -> dict[str, 
         entries = HfApi(token=token).list_repo_tree(name, revision=revision)
         return {entry.path: getattr(entry, "size", None) for entry in entries}
 
+    check_answers()
     try:
         return with_retries(ask)
-    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, HubError):
         raise
     except Exception as error:
         raise errors.LocalEntryNotFoundError(f"{name}: the files at {revision} are not known") from error
@@ -135,7 +137,13 @@ def missing_weights(folder: Path) -> list[str]:
 
 
 def download(name: str, files: Iterable[str], revision: str | None, token: str | None, **how: Any) -> Path:
-    """Downloads the files that match the patterns; returns the snapshot folder."""
+    """Downloads the files that match the patterns; returns the snapshot folder.
+
+    Raises HubError for a revision that is a path out of the cache: the cache has a file of its name.
+    """
+    if revision is not None and (".." in Path(revision).parts or os.path.isabs(revision)):
+        raise HubError(f"{name}: has no revision {revision!r}; see {hub_page(name)}/commits")
+    check_answers()
     return Path(
         with_retries(lambda: snapshot_download(name, revision=revision, token=token, allow_patterns=list(files), **how))
     )

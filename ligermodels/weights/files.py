@@ -28,6 +28,7 @@ from ligermodels.weights.reading import (
     read_json,
     refuse_text,
     safe_file,
+    weights_file,
 )
 from ligermodels.weights.stored import Checkpoint, StoredTensor
 
@@ -54,7 +55,7 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     """
     folder = Path(folder)
     if os.path.lexists(folder / SINGLE_FILE):
-        return Checkpoint(folder, read_header(safe_file(folder, SINGLE_FILE)))
+        return Checkpoint(folder, read_header(weights_file(folder, SINGLE_FILE)))
     if os.path.lexists(folder / INDEX_FILE):
         return Checkpoint(folder, read_shards(folder))
     if gguf := gguf_files(folder):
@@ -72,7 +73,7 @@ def read_shards(folder: Path) -> dict[str, StoredTensor]:
     absent = [shard for shard in shards if not os.path.exists(folder / shard)]
     if absent:
         raise CheckpointError(f"{index}: names files that are missing: {', '.join(absent)}; download them again")
-    headers = {shard: read_header(safe_file(folder, shard)) for shard in shards}
+    headers = {shard: read_header(weights_file(folder, shard)) for shard in shards}
     misplaced = [name for name, shard in weight_map.items() if name not in headers[shard]]
     if misplaced:
         raise CheckpointError(f"{index}: its files do not hold {shortened(misplaced)}; download the folder again")

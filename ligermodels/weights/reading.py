@@ -24,6 +24,7 @@ MAX_JSON_DEPTH = 100
 MAX_INTEGER_CHARACTERS = 20  # of 64 bits, with a sign
 STRINGS_AND_BRACKETS = re.compile(rb'"[^"]*"|[\[\]{}]')
 DOWNLOAD_AGAIN = "download it again"
+SNAPSHOTS = "snapshots"  # the folder of a repository's commits in the Hub's cache
 
 
 def safe_file(folder: Path, name: str) -> Path:
@@ -38,9 +39,19 @@ def safe_file(folder: Path, name: str) -> Path:
         raise CheckpointError(f"{file}: {fault if os.path.lexists(file) else 'is missing'}; {DOWNLOAD_AGAIN}")
     target, repository = file.resolve(), home.parent.parent
     cached = target.parent == repository / "blobs" or target.parent.parent == repository.parent / "blobs"
-    if not target.is_relative_to(home) and not (home.parent.name == "snapshots" and cached):
+    if not target.is_relative_to(home) and not (home.parent.name == SNAPSHOTS and cached):
         raise CheckpointError(f"{file}: is a link that leads out of the folder, to {target}; replace it by the file")
     return file
+
+
+def weights_file(folder: Path, name: str) -> Path:
+    """The path of a regular file of weights in the folder: in a download as `safe_file`, which see.
+
+    In any other folder, which a person has named, it may be a link to anywhere: large files lie on other disks. Raises
+    CheckpointError.
+    """
+    is_download = folder.resolve().parent.name == SNAPSHOTS
+    return folder / name if not is_download and os.path.isfile(folder / name) else safe_file(folder, name)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from ligermodels.board import server
+from ligermodels.errors import InputError
 from tests.board.serving import serving, write_run
 
 JSON = "application/json"
@@ -44,6 +45,20 @@ def board(folder):
 def test_no_path_reaches_the_file_system(board, path):
     status, _, content = board.raw("GET", path)
     assert status == 404 and b"nothing at this address" in content
+
+
+@pytest.mark.parametrize("path", ["http://[", "//[", "http://[::1/api/run", "GET://]"])
+def test_what_is_no_address_is_refused_without_a_traceback(board, capfd, path):
+    with socket.create_connection(("127.0.0.1", board.port)) as connection:
+        connection.sendall(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1:{board.port}\r\n\r\n".encode())
+        assert connection.recv(100).split()[1] in (b"400", b"404")
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("host, port", [("127.0.0.1", 99999), ("a" * 100, 0)])
+def test_where_it_cannot_listen_it_says_so(host, port):
+    with pytest.raises(InputError, match=f"--host {host} --port {port}: cannot listen there: .*; give another"):
+        server.Server(server.Access.at(host, port), {})
 
 
 @pytest.mark.parametrize("name", ["0:../secret", "../secret", "0:link", "0:inner/../../secret", "0:", "1:one", "/", ""])

@@ -1,13 +1,18 @@
 """The form of a run: every flag, plans of what train would do, refusals of the same, and nothing from outside."""
 
+import json
+from pathlib import Path
+from typing import get_args
+
 import pytest
 
 from ligermodels.aliases import flag_of
-from ligermodels.board.form import NOT_IN_FORM, form_fields, given_settings
+from ligermodels.board.form import NOT_IN_FORM, REFUSALS, form_fields, given_settings
 from ligermodels.cli.train import flag_options
 from ligermodels.training import TrainConfig, plan
-from ligermodels.training.settings.config import FIELDS
-from tests.board.serving import serving
+from ligermodels.training.settings.config import FIELDS, type_of
+from ligermodels.training.settings.fields import Named
+from tests.board.serving import serving, write_run
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +33,13 @@ def folder(tmp_path_factory):
     config |= {"target_modules": ["q_proj"], "lora_alpha": 8}
     (folder / "data/adapter/adapter_config.json").write_text(repr(config).replace("'", '"'))
     (folder / "outside/rewards.py").write_text("def one(**_): return []\n")
+    (folder / "data/a.py").mkdir()
+    (folder / "data/linked").mkdir()
+    (folder / "data/linked/config.json").write_text('{"model_type": "qwen2"}')
+    (folder / "outside/model/model.safetensors").write_bytes(bytes(100))
+    (folder / "data/linked/other.safetensors").write_bytes(bytes(100))
+    (folder / "data/linked/model.safetensors").symlink_to(folder / "outside/model/model.safetensors")
+    (folder / "data/rewards.py").symlink_to(folder / "outside/rewards.py")
     return folder
 
 
@@ -80,7 +92,9 @@ def test_a_plan_is_that_of_train_dry_run(board):
         ({"model": "qwen2", "schedule": "x"}, "--schedule is 'x'; must be one of cosine"),
         ({"model": "qwen2", "beta": "1"}, "--beta"),
         ({"model": "qwen2", "output": "/tmp/x"}, "'output': is no setting"),
-        ({"model": "qwen2", "resume": "/tmp"}, "'resume': is no setting"), ({"model": "x" * 5000}, "must be text"),
+        ({"model": "qwen2", "resume": "/tmp"}, "'resume': is no setting"),
+        ({"model": "qwen2", "push_to_hub": "me/mine"}, "'push_to_hub': is no setting"),
+        ({"model": "x" * 5000}, "must be text"),
         ({"model": "qwen2", "data": ["data/none.jsonl"]}, "outside of the folders"),
         ({"model": "qwen2:nosuch"}, "nosuch"),
         ({"model": "some/where", "data": ["stories"]}, "some/where"),
@@ -110,12 +124,82 @@ def test_a_run_has_a_plain_name(board, name):
         {"objective": "distill", "teacher": "outside/model", "data": ["stories"]},
         {"objective": "dpo", "reference": "model:outside/model"},
         {"objective": "grpo", "reward": ["outside/rewards.py:one=1.0"]}, {"model": "../x/y"}, {"model": "/nowhere"},
+        {"objective": "grpo", "reward": ["exact", "data/a.py/../../outside/rewards.py:one"]},
+        {"objective": "grpo", "reward": ["data/rewards.py:one"]},
+        {"objective": "grpo", "reward": ["model:outside/model"]},
+        {"objective": "grpo", "reward": ["~/../data/rewards.py:one"]},
+        {"objective": "distill", "teacher": "some/model", "teacher_states": "outside/states"},
+        {"objective": "distill", "teacher": "some/model", "teacher_states": "data/../../states"},
+        {"adapter": "outside/model"},
     ],
 )  # fmt: skip
 def test_nothing_outside_the_folders_is_named(board, folder, monkeypatch, settings):
     monkeypatch.chdir(folder)
     words = board.refused("/api/plan", {"settings": {"model": "qwen2", **settings}})
     assert "outside of the folders" in words or "neither a folder that exists nor a name" in words
+
+
+def test_weights_that_are_linked_from_outside_are_refused(board, folder):
+    linked = str(folder / "data/linked")
+    for settings in ({"model": linked}, {"model": "qwen2", "objective": "distill", "teacher": linked}):
+        assert "has links that lead outside" in board.refused("/api/plan", {"settings": settings})
+    model = next(model["id"] for model in board.get("/api/models") if model["name"] == "linked")
+    status, answer = board.post("/api/chat", {"model": model, "slot": 0, "prompt": "x", "max_new_tokens": 1})
+    assert status == 400 and "has links that lead outside" in answer["error"]
+
+
+def test_a_reward_file_outside_is_not_run(board, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    for number, path in enumerate(("outside/evil.py", "data/a.py/../../outside/evil.py")):
+        (folder / "outside/evil.py").write_text(f"open({str(folder / 'ran')!r}, 'w')\ndef one(**_): return []\n")
+        settings = {"model": "qwen2", "data": ["sums"], "objective": "grpo", "reward": [f"{path}:one"]}
+        assert "outside of the folders" in board.refused("/api/plan", {"settings": settings})
+        assert "outside of the folders" in board.refused("/api/start", {"name": "evil", "settings": settings})
+        written = f'model = "qwen2"\ndata = ["sums"]\nobjective = "grpo"\nreward = ["{path}:one"]\n'
+        write_run(folder / f"runs/evil-{number}", settings=written)
+        board.summary(f"0:evil-{number}")
+        assert "outside of the folders" in board.refused("/api/resume", {"run": f"0:evil-{number}"})
+    assert not (folder / "ran").exists()
+
+
+@pytest.mark.parametrize("written", ['push_to_hub = "me/mine"', 'output = "/outside"', 'teacher_states = "/outside"'])
+def test_a_run_is_not_resumed_into_what_is_outside(board, folder, written):
+    name = written.partition(" ")[0]
+    write_run(folder / "runs" / name, settings=f'model = "qwen2"\n{written}\n')
+    board.summary(f"0:{name}")
+    words = "the board uploads nothing" if name == "push_to_hub" else "outside of the folders"
+    assert words in board.refused("/api/resume", {"run": f"0:{name}"})
+    assert not board.actions.processes.started
+
+
+@pytest.mark.parametrize("name", ["hub:json", "hub:/outside", "hub:../x/y", "hub:outside/model", "hub:a/b:x]/../../y"])
+def test_data_of_the_hub_is_not_read_from_this_machine(board, folder, monkeypatch, name):
+    monkeypatch.chdir(folder)
+    words = board.refused("/api/plan", {"settings": {"model": "qwen2", "data": [name]}})
+    assert "must be hub:OWNER/NAME" in words
+
+
+def test_adapters_that_name_each_other_are_refused(board, folder):
+    for name, base in (("one", "two"), ("two", "one")):
+        (folder / "data" / name).mkdir()
+        config = {"base_model_name_or_path": str(folder / "data" / base), "peft_type": "LORA", "r": 4}
+        config |= {"target_modules": ["q_proj"], "lora_alpha": 8}
+        (folder / "data" / name / "adapter_config.json").write_text(json.dumps(config))
+    settings = {"adapter": str(folder / "data/one"), "data": ["stories"]}
+    assert "contains an adapter and no model" in board.refused("/api/plan", {"settings": settings})
+
+
+def test_a_setting_that_names_files_models_or_code_declares_it():
+    """A new setting of text either names nothing outside of the settings, or says what, and the board checks that."""
+    undeclared = {
+        name for name, field in FIELDS.items()
+        if field.metadata["names"] is None and type_of(name)[0] in (str, Path)
+    }  # fmt: skip
+    assert undeclared == {
+        *("size", "revision", "text_field", "prompt_field", "completion_field", "image_tokens", "loss", "stop"),
+        *("f_divergence", "divergence", "lora_targets", "modules_to_save"),
+    }
+    assert {field.metadata["names"] for field in FIELDS.values()} == {None, *REFUSALS} == {None, *get_args(Named)}
 
 
 def test_what_lies_inside_is_planned(board, folder, monkeypatch):

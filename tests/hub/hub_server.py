@@ -1,7 +1,8 @@
 """A small server that speaks the Hugging Face Hub's protocol, for the real huggingface_hub client to talk to.
 
 A test sets the repositories, who may read them, which requests fail (`faults`), and which wait for each other (`gates`,
-by method and last part of the path). The server records all requests and the bytes it sent.
+by method and last part of the path), and what answers say instead of the truth (`lies`: by the names of headers,
+sha or lfs_oid). The server records all requests and the bytes it sent.
 As on the Hub, large files are served by a redirect to another host (here the same server under another name).
 Protocol: https://huggingface.co/docs/hub/api, and the headers that huggingface_hub names in its `constants`.
 """
@@ -71,6 +72,7 @@ class HubServer(ThreadingHTTPServer):
         self.requests: list[Request] = []
         self.sent: dict[str, int] = {}
         self.faults: list[Fault] = []
+        self.lies: dict[str, str] = {}
         self.gates: dict[tuple[str, str], threading.Barrier] = {}
         self.connections: list[socket.socket] = []
         self.lock = threading.Lock()
@@ -185,12 +187,16 @@ class Handler(BaseHTTPRequestHandler):
         repository = self.server.repositories[name]
         siblings = [{"rfilename": path} for path in repository.commits[commit]]
         access = {"private": repository.private, "gated": "manual" if repository.gated else False}
-        return {"id": name, "modelId": name, "sha": commit, "siblings": siblings, "tags": [], **access}
+        sha = self.server.lies.get("sha", commit)
+        return {"id": name, "modelId": name, "sha": sha, "siblings": siblings, "tags": [], **access}
 
     def tree(self, name: str, commit: str, recursive: bool) -> list[dict]:
         files = self.server.repositories[name].commits[commit]
         folders = {path.partition("/")[0] for path in files if "/" in path}
         entries = [entry(path, content) for path, content in files.items() if recursive or "/" not in path]
+        for found in entries:
+            if "lfs" in found and "lfs_oid" in self.server.lies:
+                found |= {"lfs": {**found["lfs"], "oid": self.server.lies["lfs_oid"]}, "xetHash": "0" * 64}
         return entries + [{"type": "directory", "path": folder, "oid": "0" * 40} for folder in sorted(folders)]
 
     def answer_json(self, value) -> None:
@@ -219,7 +225,8 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self, status: int, body: bytes, headers: Mapping[str, str], of: str = "") -> None:
         """Sends a reply. of: the file whose body this is, for the byte count; a fault may truncate it."""
         self.send_response(status)
-        for key, value in {**headers, "Content-Length": str(len(body))}.items():
+        lies = {key: self.server.lies[key] for key in headers if key in self.server.lies}
+        for key, value in {**headers, **lies, "Content-Length": str(len(body))}.items():
             self.send_header(key, value)
         self.end_headers()
         if self.command == "HEAD":

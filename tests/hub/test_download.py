@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import tokenizers
 import torch
-from huggingface_hub import constants
+from huggingface_hub import constants, set_client_factory
+from huggingface_hub.utils._http import default_client_factory
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
@@ -178,6 +179,54 @@ def test_a_revision_is_a_branch_a_tag_or_a_commit(server, files):
         assert (folder.name == first) == (text == "first")
     message = error_message(hub.resolve, NAME, revision="v9")
     assert message == f"{NAME}: has no revision 'v9'; see {server.endpoint}/{NAME}/commits"
+
+
+OUT = "../" * 4 + "outside/x"
+ENDPOINT_LIES = {
+    "commit of a description": {"sha": OUT}, "commit of a file": {"X-Repo-Commit": OUT},
+    "absolute commit": {"X-Repo-Commit": "/tmp/outside"}, "short commit": {"sha": "0a1b"},
+    "list for a commit": {"sha": ["a" * 40]},
+    "ETag": {"ETag": f'"{OUT}"'}, "weak ETag": {"ETag": f'W/"{OUT}"'}, "absolute ETag": {"ETag": "/tmp/outside"},
+    "ETag that is a folder": {"ETag": '".."'}, "ETag of a large file": {"X-Linked-Etag": OUT},
+    "hash of a large file": {"lfs_oid": OUT},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lie", ENDPOINT_LIES)
+def test_an_endpoint_that_names_paths_writes_nothing_outside_of_the_cache(repository, monkeypatch, tmp_path, lie):
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", lie != "hash of a large file")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "a/b/c/d/e/hub"))
+    repository.lies = ENDPOINT_LIES[lie]
+    message = error_message(ligermodels.load, NAME)
+    assert message.startswith(f"{repository.endpoint}: answers with ") and "is HF_ENDPOINT a Hub?" in message
+    written = [path for path in tmp_path.rglob("*") if path.is_file() or path.is_symlink()]
+    assert all(path.is_relative_to(tmp_path / "a/b/c/d/e/hub") for path in written)
+    assert all(path.resolve().is_relative_to(tmp_path / "a/b/c/d/e/hub") for path in written)
+    repository.lies = {}
+    assert ligermodels.load_tokenizer(NAME).encode("w5 w7") == [5, 7]
+
+
+@pytest.mark.parametrize("revision", ["../../x", "a/../../../x", "/tmp/x"])
+def test_a_revision_that_is_a_path_is_refused_before_a_request(repository, revision):
+    message = error_message(hub.resolve, NAME, revision=revision)
+    assert message == f"{NAME}: has no revision {revision!r}; see {repository.endpoint}/{NAME}/commits"
+    assert not repository.requests
+
+
+def test_a_client_of_the_user_is_kept_and_checked(repository):
+    made = []
+
+    def client():
+        made.append(default_client_factory())
+        return made[-1]
+
+    set_client_factory(client)
+    try:
+        repository.lies = {"X-Repo-Commit": OUT}
+        assert "for a commit" in error_message(hub.resolve, NAME)
+        assert len(made) == 1
+    finally:
+        set_client_factory(default_client_factory)
 
 
 def test_progress_is_shown_only_for_weights_that_are_downloaded(repository, monkeypatch, capfd):

@@ -89,6 +89,22 @@ def test_a_link_into_the_shared_blobs_of_the_hub_cache_is_followed_and_no_other(
         open_checkpoint(snapshot)
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_weights_are_linked_from_elsewhere_into_a_folder_but_not_into_a_download(tmp_path, sharded):
+    disk, named, snapshot = (tmp_path / name for name in ("disk", "named", "models--o--m/snapshots/0a1b"))
+    for folder in (disk, named, snapshot):
+        folder.mkdir(parents=True)
+    save_file(TENSORS, disk / "x.safetensors")
+    for folder in (named, snapshot):
+        name = "model-1.safetensors" if sharded else SINGLE_FILE
+        (folder / name).symlink_to(disk / "x.safetensors")
+        if sharded:
+            (folder / INDEX_FILE).write_text(json.dumps({"weight_map": dict.fromkeys(TENSORS, name)}))
+    assert set(open_checkpoint(named).tensors) == {"a", "b"}
+    with pytest.raises(CheckpointError, match="leads out of the folder"):
+        open_checkpoint(snapshot)
+
+
 def test_long_lists_are_shortened():
     assert shortened("abc") == "a, b, c"
     assert shortened(f"t{i}" for i in range(20)) == "t0, t1, t2, t3, t4, t5, t6, t7 and 12 more"

@@ -61,7 +61,7 @@ class TrainConfig:
 
     # fmt: off
     model: str | None = setting("model", None, "a family (new weights), with its size as llama:8b, a Hub id or a "
-        "folder; list prints the families")
+        "folder; list prints the families", names="model", built_in=list_architectures())
     size: str = setting("model", DEFAULT_SIZE, "preset of the family")
     revision: str | None = setting("model", None, "branch, tag or commit of a Hub id")
 
@@ -70,9 +70,9 @@ class TrainConfig:
         "teacher; reward, the loss of a reward model; a loss of preferences; grpo, reinforcement learning")
 
     data: tuple[str, ...] | None = setting("data", None, "training data", metavar="SPEC",
-        shown="the embedded stories for a new tiny model")
+        shown="the embedded stories for a new tiny model", names="data")
     validation_data: tuple[str, ...] | None = setting("data", None, "validation data", metavar="SPEC",
-        shown="a part of --data")
+        shown="a part of --data", names="data")
     text_field: str | None = setting("data", None, "field or column that has the text, or the messages", metavar="NAME",
         shown="the fields of a known format", objectives=SUPERVISED)
     prompt_field: str | None = setting("data", None, "field or column that has the prompt; goes with "
@@ -85,7 +85,8 @@ class TrainConfig:
         shown="2048, or the longest document's if shorter; of preferences twice --max-length; tiny: 256")
     packing: bool = setting("data", True, "sequence packing with document masking", objectives=SUPERVISED)
     chat_template: str | None = setting("data", None, "the chat template that renders chats and is exported: a Jinja "
-        f"file, or {', '.join(BUILT_IN_TEMPLATES)}", metavar="FILE|NAME", shown="the model's own")
+        f"file, or {', '.join(BUILT_IN_TEMPLATES)}", metavar="FILE|NAME", shown="the model's own",
+        names="template", built_in=BUILT_IN_TEMPLATES)
     image_tokens: str | None = setting("data", None, "the most tokens of an image, or fewest:most; larger and smaller "
         "images are resized", IMAGE_TOKENS, metavar="MOST", shown="1024, of models whose images have any size",
         objectives=WITH_IMAGES)
@@ -182,7 +183,8 @@ class TrainConfig:
         shown="1", objectives=ON_EXAMPLES)
     reference: str | None = setting("preferences", None, "the model that the policy is compared with: base, adapter, "
         "precomputed, model, model:FOLDER, or ema:ALPHA/STEPS", metavar="KIND",
-        shown="base with LoRA, the adapter with --adapter, else precomputed", objectives=WITH_REFERENCE)
+        shown="base with LoRA, the adapter with --adapter, else precomputed", objectives=WITH_REFERENCE,
+        names="reference")
     mean_logits: bool = setting("preferences", False, "log the mean logit of each side's tokens, as logits/chosen and "
         "logits/rejected", objectives=(*PAIR_POLICIES, *ON_EXAMPLES))
 
@@ -190,9 +192,10 @@ class TrainConfig:
         "keeps them around 0", NOT_NEGATIVE, shown="0", objectives=REWARD_ALONE)
 
     teacher: str | None = setting("distillation", None, "the model to learn from: a Hub id or a folder; or top-k: "
-        "teacher_ids and teacher_logprobs of the data", metavar="NAME", objectives=DISTILL_ALONE)
+        "teacher_ids and teacher_logprobs of the data", metavar="NAME", objectives=DISTILL_ALONE, names="model",
+        built_in=("top-k",))
     teacher_states: Path | None = setting("distillation", None, "store the teacher's hidden states here once, and "
-        "train from them, without the teacher in memory", metavar="FOLDER", objectives=DISTILL_ALONE)
+        "train from them, without the teacher in memory", metavar="FOLDER", objectives=DISTILL_ALONE, names="folder")
     divergence: str = setting("distillation", "forward_kl", "from the teacher: forward_kl, reverse_kl, jsd:B, tvd or "
         "cosine", metavar="KIND", objectives=DISTILL_ALONE)
     temperature: float | None = setting("distillation", None, "divides the logits: of both models, and of sampling; "
@@ -212,7 +215,7 @@ class TrainConfig:
     reward: tuple[str, ...] | None = setting("reinforcement", None, "reward functions, each with a weight or without: "
         "FILE.py:FUNCTION=1.0, model:FOLDER of a reward model, or the built-in exact, number, format:REGEX, "
         "length[:TOKENS]", metavar="NAME",
-        objectives=RL)
+        objectives=RL, names="reward")
     reward_timeout: float = setting("reinforcement", 300.0, "seconds that a reward function may take", ABOVE_ZERO,
         objectives=RL)
     reward_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = setting("reinforcement",
@@ -267,16 +270,16 @@ class TrainConfig:
     modules_to_save: tuple[str, ...] = setting("LoRA", (), "train these as a whole beside the updates: embed_tokens, "
         "lm_head, norm", metavar="NAME")
     adapter: str | None = setting("LoRA", None, "continue this adapter in PEFT's format, with its rank, alpha, targets "
-        "and base model", metavar="FOLDER")
+        "and base model", metavar="FOLDER", names="model")
     quantize: Literal["nf4", "fp8", "mxfp4"] | None = setting("LoRA", None, "QLoRA: the format of the frozen linears "
         "and experts in memory", shown="that of --dtype; NF4 as it is stored")
     lora_export: Literal["merged", "adapter"] | None = setting("LoRA", None, "a whole model, or an adapter in PEFT's "
         "format", shown="merged; with --adapter: adapter")
 
     output: Path | None = setting("run", None, "a new folder", metavar="FOLDER",
-        shown="runs/MODEL, numbered if it exists")
+        shown="runs/MODEL, numbered if it exists", names="folder")
     resume: Path | None = setting("run", None, "continue the run in this folder, with the settings of its train.toml",
-        metavar="FOLDER")
+        metavar="FOLDER", names="folder")
     allow_changes: bool = setting("run", False, "resume although settings that change the result differ")
     checkpoint_every: int | None = setting("run", None, "steps between checkpoints, with one at the end; 0: only when "
         "stopped", COUNT, shown="by time, and one at the end")
@@ -288,7 +291,8 @@ class TrainConfig:
     early_stopping: int | None = setting("run", None, "end the run after this many validations in a row without a "
         "lower loss", POSITIVE, shown="take all steps")
     no_export: bool = setting("run", False, "do not write a model at the end")
-    push_to_hub: str | None = setting("run", None, "upload the export to this repository of the Hub", metavar="NAME")
+    push_to_hub: str | None = setting("run", None, "upload the export to this repository of the Hub", metavar="NAME",
+        names="repository")
     on_nan: Literal["stop", "skip"] = setting("run", "stop", "at a loss or gradient norm that is not finite")
     context_parallel: int = setting("run", 1, "context parallelism: ranks that share each row of tokens", POSITIVE,
         objectives=("sft",))

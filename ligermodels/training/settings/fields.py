@@ -1,8 +1,8 @@
 """How a setting of a run is declared: a dataclass field with its group, rule, help, and the objectives it is for."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import Any, Literal
 
 from ligermodels.training.settings.values import Constraint
 
@@ -21,6 +21,8 @@ UNIT_SETTINGS = {  # the setting that says how many units a step takes
     **dict.fromkeys(ON_EXAMPLES, "examples"), **dict.fromkeys(RL, "prompts"),
 }  # fmt: skip
 
+Named = Literal["data", "model", "reference", "reward", "template", "folder", "repository"]
+
 
 def setting(
     group: str,
@@ -32,17 +34,21 @@ def setting(
     shown: str | None = None,
     may_be_empty: bool = False,
     objectives: Sequence[str] = OBJECTIVE_NAMES,
+    names: Named | None = None,
+    built_in: Collection[str] = (),
 ) -> Any:
     """A field of TrainConfig.
 
     group: the heading of its flag in `--help`. help: one phrase. metavar: the flag's value in the usage. shown: the
     default as help states it, where the field's own is None or depends on other settings. may_be_empty: whether a list
     without a value may be given; where the default is one it may. objectives: those under which the field has an
-    effect; under others it is refused.
+    effect; under others it is refused. names: the kind of what its texts name outside of the settings: files, models,
+    code, repositories; None where they name nothing there. built_in: texts that name a part of this package instead.
     """
     metadata = {
         "group": group, "help": help, "rule": rule, "metavar": metavar, "shown": shown,
         "may_be_empty": may_be_empty or default == (), "objectives": tuple(objectives),
+        "names": names, "built_in": tuple(built_in),
     }  # fmt: skip
     return dataclasses.field(default=default, metadata=metadata)
 

@@ -328,6 +328,9 @@ def load_hub_dataset(name: str) -> Any:
         raise InputError(f"--data {name}: must be hub:NAME, hub:NAME:SPLIT or hub:NAME:CONFIGURATION:SPLIT")
     split = options.pop() if options else "train"
     datasets = import_package("datasets", name)
+    from ligermodels.hub.answers import check_answers  # huggingface_hub, which files do not need
+
+    check_answers()
     try:
         return datasets.load_dataset(path, *options, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:

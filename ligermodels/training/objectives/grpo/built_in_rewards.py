@@ -14,16 +14,14 @@ NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?")
 BUILT_IN_REWARDS = ("exact", "number", "format:REGEX", "length", "length:TOKENS")
 
 
-def built_in_reward(name: str, max_completion_length: int) -> RewardCallable | None:
-    """The function of this name; None where there is none. Raises InputError for an argument that it cannot have."""
+def built_in_reward(name: str, max_completion_length: int) -> RewardCallable:
+    """The function of this name. Raises InputError for an argument that it cannot have."""
     kind, colon, argument = name.partition(":")
     if name in ("exact", "number"):
         return exact if name == "exact" else equal_number
-    if kind == "format" and colon:
+    if kind == "format":
         return format_reward(name, argument)
-    if kind == "length":
-        return length_reward(name, argument if colon else None, max_completion_length)
-    return None
+    return length_reward(name, argument if colon else None, max_completion_length)
 
 
 def text_of(completion: str | Sequence[dict[str, str]]) -> str:

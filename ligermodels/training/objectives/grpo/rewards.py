@@ -25,10 +25,10 @@ from types import FrameType, ModuleType
 from typing import Any, NamedTuple
 
 from ligermodels.errors import InputError
-from ligermodels.training.objectives.grpo.built_in_rewards import BUILT_IN_REWARDS, RewardCallable, built_in_reward
-from ligermodels.training.reward_function import REWARD_MODEL, ModelReward
+from ligermodels.training.objectives.grpo.built_in_rewards import RewardCallable, built_in_reward
+from ligermodels.training.objectives.grpo.reward_specs import REWARD_KINDS, parse_reward
+from ligermodels.training.reward_function import ModelReward
 
-REWARD_KINDS = f"FILE.py:FUNCTION, {REWARD_MODEL}FOLDER of a reward model, or one of {', '.join(BUILT_IN_REWARDS)}"
 RESERVED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
 
@@ -93,37 +93,18 @@ def open_rewards(specs: Sequence[str], max_completion_length: int) -> list[Rewar
 
 
 def open_reward(text: str, max_completion_length: int, modules: dict[Path, ModuleType]) -> RewardFunction:
-    spec, weight = split_weight(text)
-    function = built_in_reward(spec, max_completion_length)
-    if function is not None:
-        return RewardFunction(spec, spec.partition(":")[0], function, weight)
-    if spec.startswith(REWARD_MODEL):
-        source = spec.removeprefix(REWARD_MODEL)
-        return RewardFunction(spec, Path(source).name, ModelReward(source), weight)
-    path, colon, name = spec.rpartition(":")
-    if not colon or not path.endswith(".py"):
-        raise InputError(f"--reward {spec}: must be {REWARD_KINDS}")
-    file = Path(path)
-    if file not in modules:
-        modules[file] = run_reward_file(file, spec)
-    found = getattr(modules[file], name, None)
+    spec = parse_reward(text)
+    if spec.model is not None:
+        return RewardFunction(spec.text, Path(spec.model).name, ModelReward(spec.model), spec.weight)
+    if spec.file is None:
+        function = built_in_reward(spec.text, max_completion_length)
+        return RewardFunction(spec.text, spec.text.partition(":")[0], function, spec.weight)
+    if spec.file not in modules:
+        modules[spec.file] = run_reward_file(spec.file, spec.text)
+    found = getattr(modules[spec.file], spec.function, None)
     if not callable(found):
-        raise InputError(f"--reward {spec}: the file has no function of this name")
-    return RewardFunction(spec, name, found, weight, file)
-
-
-def split_weight(text: str) -> tuple[str, float]:
-    """A spec and its weight, which follows the last "=" if that is a number; 1 without one."""
-    spec, equals, weight = text.rpartition("=")
-    try:
-        value = float(weight) if equals else math.nan
-    except ValueError:
-        return text, 1.0
-    if not equals:
-        return text, 1.0
-    if not math.isfinite(value):
-        raise InputError(f"--reward {text}: the weight is {weight}; must be a finite number")
-    return spec, value
+        raise InputError(f"--reward {spec.text}: the file has no function of this name")
+    return RewardFunction(spec.text, spec.function, found, spec.weight, spec.file)
 
 
 def run_reward_file(file: Path, spec: str) -> ModuleType:

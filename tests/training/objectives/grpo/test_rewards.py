@@ -1,10 +1,12 @@
 """Reward functions: the names of --reward, the arguments they get, what they may return, and the time they have."""
 
 import math
+from pathlib import Path
 
 import pytest
 
 from ligermodels.errors import InputError
+from ligermodels.training.objectives.grpo.reward_specs import RewardSpec, parse_reward
 from ligermodels.training.objectives.grpo.rewards import (
     CompletionBatch,
     TrainerState,
@@ -13,6 +15,7 @@ from ligermodels.training.objectives.grpo.rewards import (
     open_rewards,
 )
 
+A_PATH = "a.py/../../b.py"  # through a folder that is named like a file
 CONVERSATION = [{"role": "user", "content": "3 + 4?"}]
 JUDGED = CompletionBatch(
     prompts=["3 + 4?", "3 + 4?", CONVERSATION],
@@ -84,6 +87,21 @@ def rewards(tmp_path):
         return open_rewards([f"{file}:{name}" for name in names], 10)
 
     return open_them
+
+
+@pytest.mark.parametrize(
+    ("text", "spec"),
+    [
+        ("exact", RewardSpec("exact", 1.0)), ("format:a.py:f=2", RewardSpec("format:a.py:f", 2.0)),
+        ("length:x.py:f", RewardSpec("length:x.py:f", 1.0)),
+        ("model:a.py:f", RewardSpec("model:a.py:f", 1.0, "a.py:f")),
+        ("a.py:f=0.5", RewardSpec("a.py:f", 0.5, None, Path("a.py"), "f")),
+        (f"{A_PATH}:f", RewardSpec(f"{A_PATH}:f", 1.0, None, Path(A_PATH), "f")),
+        ("a.py:b.py:f", RewardSpec("a.py:b.py:f", 1.0, None, Path("a.py:b.py"), "f")),
+    ],
+)  # fmt: skip
+def test_a_reward_is_built_in_a_model_or_a_file_that_is_run_whole(text, spec):
+    assert parse_reward(text) == spec
 
 
 def call(functions, seconds=20):
