@@ -3,6 +3,7 @@
 Names of files and folders in settings must lie in the board's folders.
 """
 
+import itertools
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from ligermodels.errors import InputError
 from ligermodels.hub import base_of_adapter, list_architectures
 from ligermodels.hub.models import is_adapter
 from ligermodels.tokenizer.built_in_templates import BUILT_IN_TEMPLATES
-from ligermodels.training.data.formats.sources import find_files
+from ligermodels.training.data.formats.sources import find_files, named_splits
 from ligermodels.training.data.formats.specs import BUILT_IN_SOURCES, parse_spec
 from ligermodels.training.data.formats.tables import HUB_PREFIX
 from ligermodels.training.settings.config import FIELDS, TrainConfig, type_of
@@ -85,7 +86,7 @@ def refuse_data_outside(name: str, flag: str, folders: Sequence[Path]) -> None:
     if name in BUILT_IN_SOURCES or name.startswith(HUB_PREFIX):
         return
     refuse_path_outside(name, flag, folders)
-    for file in find_files(name):
+    for file in itertools.chain(find_files(name), *named_splits(name).values()):
         refuse_path_outside(str(file), flag, folders)
 
 

@@ -118,6 +118,7 @@ def open_data(
         )
     questions = [question for source in validation_sources for question in source.questions]
     notes = [
+        *reader.notes_on_splits(),
         (reader.skipped, "bad line", "skipped"),
         (excluded, "document", "excluded, also in the validation data"),
         (used_twice, "document", "for training and for validation, too few to hold one out"),

@@ -176,11 +176,24 @@ def test_the_end_of_a_single_long_document_is_for_validation_and_no_target_is_lo
     assert held_out == pytest.approx(0.1 * len(ids), abs=1)
 
 
+def test_files_named_for_validation_validate_and_those_for_a_test_are_left_out(texts, folder, tmp_path):
+    named = {name: write(tmp_path / f"{name}.jsonl", texts[n : n + 20]) for name, n in
+             (("train", 0), ("dev", 20), ("test", 40))}  # fmt: skip
+    data = opened(tmp_path, folder=folder, validation_fraction=None)
+    assert [{place.rpartition(":")[0] for place in side} for side in split_of(data)] == [
+        {str(named["train"])}, {str(named["dev"])}
+    ]  # fmt: skip
+    assert "(1 file named for validation, and used so, 1 file not named for training left out)" in data.description
+    both = opened(tmp_path, folder=folder, validation_fraction=0.1)
+    assert {place.rpartition(":")[0] for side in split_of(both) for place in side} == {str(named["train"])}
+    assert "(2 files not named for training left out)" in both.description
+
+
 def test_one_chat_and_its_copies_are_trained_on_and_validated_with(folder, tmp_path):
     for copies in (1, 50):
         path = tmp_path / f"{copies}.jsonl"
         path.write_text('{"prompt": "once upon a time ", "completion": "there"}\n' * copies)
-        data = opened(path, folder=folder)
+        data = opened(path, folder=folder, sequence_length=None)
         batches = data.training.micro_batches(0, copies, 1, CPU)
         assert len(batches) == copies == len(data.validation)
         assert all(count_supervised(batch) > 1 for batch in batches)
