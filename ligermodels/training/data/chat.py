@@ -30,7 +30,15 @@ from ligermodels.errors import InputError
 from ligermodels.images.inputs import Processor, image_tokens, refuse_image_tokens
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.tokenizer.chat_template import Rendered, choose_template
-from ligermodels.training.data.formats.records import BadLines, Completion, Conversation, GroupRecord, Record, Text
+from ligermodels.training.data.formats.records import (
+    BadLines,
+    Completion,
+    Conversation,
+    GroupRecord,
+    Record,
+    Text,
+    with_written_arguments,
+)
 from ligermodels.training.data.rows.image_documents import ImageChats, as_prefix, plan_images, prefix_document
 from ligermodels.training.data.rows.image_store import DocumentImage
 from ligermodels.training.data.rows.store import Document
@@ -264,8 +272,19 @@ def render_conversation(
 def render(
     conversation: Conversation, messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, **options: Any
 ) -> Rendered:
-    """Renders some of a conversation's messages, with its tools and variables."""
-    return tokenizer.render(messages, tools=conversation.tools, **(conversation.template_kwargs or {}), **options)
+    """Renders some of a conversation's messages, with its tools and variables.
+
+    Most templates take the arguments of a tool call as an object. Those that concatenate them with text fail on that,
+    and get the JSON as it was written.
+    """
+    options |= {"tools": conversation.tools, **(conversation.template_kwargs or {})}
+    try:
+        return tokenizer.render(messages, **options)
+    except InputError:
+        written = with_written_arguments(messages)
+        if written == list(messages):
+            raise
+        return tokenizer.render(written, **options)
 
 
 def render_turn_by_turn(

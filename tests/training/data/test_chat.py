@@ -110,6 +110,24 @@ def test_tool_calls_are_supervised_and_tool_results_are_not(tmp_path):
     assert supervised_texts(tokenizer, document) == [call, "It's 21 degrees.<|im_end|>"]
 
 
+CONCATENATING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for call in m.tool_calls or [] %}"
+    "{{ call.function.name + call.function.arguments }}{% endfor %}{{ m.content or '' }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_a_template_that_concatenates_the_arguments_of_a_call_gets_them_as_they_were_written(tmp_path):
+    tokenizer = tokenizer_of(tmp_path / "model", "qwen 2", source=CONCATENATING)
+    call = CALL | {"function": {"name": "get_weather", "arguments": '{"city":"Paris"}'}}
+    turns = [ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}, *CALLED[2:]]
+    (tmp_path / "d.jsonl").write_text(json.dumps({"messages": turns}))
+    (document,) = documents_of(tokenizer, *read(tmp_path / "d.jsonl"))
+    assert document.ids == tokenizer.apply_chat_template(turns)
+    answers = ['get_weather{"city":"Paris"}<|im_end|>', "It's 21 degrees.<|im_end|>"]
+    assert supervised_texts(tokenizer, document) == answers
+
+
 def test_generation_blocks_of_a_template_define_what_is_supervised(tmp_path):
     tokenizer = tokenizer_of(tmp_path / "a", "smollm 3")
     (document,) = documents_of(tokenizer, conversation(SYSTEM, *TURNS))
