@@ -41,7 +41,7 @@ def spoken(question: Mapping[str, Any], is_cancelled: Callable[[], bool]) -> Ite
     if question["messages"]:
         ids = tokenizer.apply_chat_template(question["messages"], add_generation_prompt=True)
     else:
-        ids = tokenizer.encode(question["prompt"])
+        ids = tokenizer.encode_prompt(question["prompt"])
     shown = () if question["messages"] else ids
     engine = engine_for(model, tokenizer, [ids], question["max_new_tokens"], None, question["sampling"], shown)
     yield {"state": "answering", "prompt_tokens": len(ids)}

@@ -3,6 +3,7 @@
 What settings name, as their fields declare it, must lie in the board's folders or on the Hub.
 """
 
+import itertools
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from ligermodels.board.folders import is_within, links_stay_within
 from ligermodels.errors import InputError
 from ligermodels.hub import base_of_adapter
 from ligermodels.hub.models import is_adapter
-from ligermodels.training.data.formats.sources import find_files
+from ligermodels.training.data.formats.sources import find_files, named_splits
 from ligermodels.training.data.formats.specs import BUILT_IN_SOURCES, parse_spec
 from ligermodels.training.data.formats.tables import COLON_OUTSIDE_BRACKETS, HUB_PREFIX
 from ligermodels.training.objectives.grpo.reward_specs import parse_reward
@@ -74,7 +75,7 @@ def refuse_data_outside(text: str, flag: str, folders: Sequence[Path]) -> None:
         refuse_other_than_hub_data(name, flag)
         return
     refuse_path_outside(name, flag, folders)
-    for file in find_files(name):
+    for file in itertools.chain(find_files(name), *named_splits(name).values()):
         refuse_path_outside(str(file), flag, folders)
 
 

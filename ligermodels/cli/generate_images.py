@@ -49,7 +49,7 @@ class PromptReader:
         images: as in `images/parts.py`.
         """
         if not images:
-            return self.without_images(self.tokenizer.encode(text))
+            return self.without_images(self.tokenizer.encode_prompt(text))
         placeholder = self.processor.placeholder
         if placeholder.printed not in text:
             text = placeholder.in_plain_text * len(images) + text

@@ -85,9 +85,24 @@ class Tokenizer:
         return [encoding.ids for encoding in encodings]
 
     def encode_with_offsets(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[Encoding]:
-        """Encodes as `encode_batch` does, with the offsets of the tokens in characters of their text."""
+        """Encodes with the offsets of the tokens in characters of their text, and adds no second bos."""
         texts = list(texts)
-        return self.call_encoder(self.tokenizer.encode_batch, texts, texts, add_special_tokens=add_special_tokens)
+        encode = self.tokenizer.encode_batch
+        encodings = self.call_encoder(encode, texts, texts, add_special_tokens=add_special_tokens)
+        for text, encoding in zip(texts, encodings, strict=True):
+            if self.repeats_bos(text, encoding.ids):
+                encoding.truncate(len(encoding) - 1, direction="left")
+        return encodings
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """Encodes a text as `encode` does, but adds no bos to one that begins with it, as rendered chats do."""
+        ids = self.encode(text)
+        return ids[1:] if self.repeats_bos(text, ids) else ids
+
+    def repeats_bos(self, text: str, ids: Sequence[int]) -> bool:
+        """Whether the ids of a text begin with an added bos in front of the text's own."""
+        bos = self.bos_token
+        return bool(bos) and text.startswith(bos) and not text.startswith(2 * bos) and ids[1:2] == [self.bos_token_id]
 
     def call_encoder(self, encode: Callable[..., T], texts: Sequence[str], *arguments: Any, **options: Any) -> T:
         """encode: a function of the library. texts: those to encode, for errors. Raises InputError."""

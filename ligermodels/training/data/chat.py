@@ -9,7 +9,9 @@ Most templates do not, so a conversation is rendered turn by turn: an answer is 
 the text of all messages before it with the generation prompt. Both must be prefixes of the text of the whole
 conversation; all answers for which they are share one document. Some templates change an earlier turn when more
 messages follow, for example to drop earlier reasoning. Such an answer gets a document of its own, which ends with it,
-so that its context in training is the context in which the model will write it.
+so that its context in training is the context in which the model will write it. Where the generation prompt opens a
+thought that the template does not write in front of an answer, as DeepSeek-R1's does, the answer begins where the two
+texts part, as in TRL.
 
 An answer includes the special token that ends it, but not the whitespace after that token. If the template writes no
 such token, the answer ends with the special token that begins the next turn, or, for the last answer, with the
@@ -18,6 +20,7 @@ end-of-text token.
 
 import bisect
 import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
@@ -27,7 +30,15 @@ from ligermodels.errors import InputError
 from ligermodels.images.inputs import Processor, image_tokens, refuse_image_tokens
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.tokenizer.chat_template import Rendered, choose_template
-from ligermodels.training.data.formats.records import BadLines, Completion, Conversation, GroupRecord, Record, Text
+from ligermodels.training.data.formats.records import (
+    BadLines,
+    Completion,
+    Conversation,
+    GroupRecord,
+    Record,
+    Text,
+    with_written_arguments,
+)
 from ligermodels.training.data.rows.image_documents import ImageChats, as_prefix, plan_images, prefix_document
 from ligermodels.training.data.rows.image_store import DocumentImage
 from ligermodels.training.data.rows.store import Document
@@ -36,6 +47,7 @@ from ligermodels.training.data.run_tokenizer import template_advice
 TOKENIZATION_RECORDS = 1024  # tokenised at a time
 TOKENIZATION_CHARACTERS = 2**22  # likewise; `tokenizers` needs about a hundred bytes a token
 EXCERPT_CHARACTERS = 30
+UNFINISHED_TAG = re.compile(r"[<\[{(◁][^>\]})▷\s]{0,30}\Z")  # without a limit, hostile texts take quadratic time
 
 ReadProcessor: TypeAlias = Callable[[], Processor]  # raises InputError if the model reads no images
 CharacterSpan = tuple[int, int]  # [start, stop)
@@ -121,6 +133,8 @@ def encode_texts(texts: Sequence[Text], tokenizer: Tokenizer) -> Iterator[list[i
     before = iter(tokenizer.encode_batch([text.before for text in texts if text.before]))
     for text, ids in zip(texts, tokenizer.encode_batch([t.before + t.text for t in texts]), strict=True):
         prefix = next(before) if text.before else []
+        if not prefix and tokenizer.repeats_bos(text.text, ids):
+            ids = ids[1:]
         if ids[: len(prefix)] == prefix:
             yield ids[len(prefix) :] if prefix else ids
         else:
@@ -258,8 +272,19 @@ def render_conversation(
 def render(
     conversation: Conversation, messages: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, **options: Any
 ) -> Rendered:
-    """Renders some of a conversation's messages, with its tools and variables."""
-    return tokenizer.render(messages, tools=conversation.tools, **(conversation.template_kwargs or {}), **options)
+    """Renders some of a conversation's messages, with its tools and variables.
+
+    Most templates take the arguments of a tool call as an object. Those that concatenate them with text fail on that,
+    and get the JSON as it was written.
+    """
+    options |= {"tools": conversation.tools, **(conversation.template_kwargs or {})}
+    try:
+        return tokenizer.render(messages, **options)
+    except InputError:
+        written = with_written_arguments(messages)
+        if written == list(messages):
+            raise
+        return tokenizer.render(written, **options)
 
 
 def render_turn_by_turn(
@@ -295,8 +320,11 @@ def answer_span(
     """Returns the span of the assistant's message at `index` in the whole text, with the special token that ends it."""
     messages = conversation.messages
     if index == 0:
-        raise InputError("field messages[0].role is 'assistant'; a message must come before an answer")
-    before = render(conversation, messages[:index], tokenizer, add_generation_prompt=True).text
+        raise InputError(
+            "field messages[0].role is 'assistant'; a message must come before an answer: add the user's, or give the "
+            'answer "weight": 0'
+        )
+    before = text_before(conversation, index, whole, tokenizer)
     through = whole
     if index + 1 < len(messages):
         through = render(conversation, messages[: index + 1], tokenizer).text
@@ -314,16 +342,36 @@ def answer_span(
     return len(before), len(through) + into_next
 
 
+def text_before(conversation: Conversation, index: int, whole: str, tokenizer: Tokenizer) -> str:
+    """Returns the text in front of the answer at `index`, with as much of the generation prompt as `whole` has too.
+
+    It does not end within a tag: of `<think>` and `</think>` it has no common `<`.
+    """
+    earlier = conversation.messages[:index]
+    prompt = render(conversation, earlier, tokenizer, add_generation_prompt=True).text
+    if whole.startswith(prompt):
+        return prompt
+    common = UNFINISHED_TAG.sub("", prompt[: common_length(prompt, whole)])
+    bare = render(conversation, earlier, tokenizer).text
+    return common if common.startswith(bare) else prompt
+
+
 def rewritten_turn(
     conversation: Conversation, index: int, whole: str, part: str, tokenizer: Tokenizer
 ) -> RewrittenTurnError:
     template = choose_template(tokenizer.templates, None, conversation.tools is not None, tokenizer.file.parent)
-    same = next((i for i, (a, b) in enumerate(zip(whole, part, strict=False)) if a != b), min(len(whole), len(part)))
+    same = common_length(whole, part)
     in_whole, alone = (text[same : same + EXCERPT_CHARACTERS] for text in (whole, part))
     return RewrittenTurnError(
         f"{template.origin}: the text up to messages[{index}] changes when more messages follow: from {alone!r} to "
         f"{in_whole!r}; mark what the assistant says in the template by {{% generation %}} … {{% endgeneration %}}"
     )
+
+
+def common_length(text: str, other: str) -> int:
+    """Returns how many characters two texts begin with in common."""
+    differing = (place for place, (a, b) in enumerate(zip(text, other, strict=False)) if a != b)
+    return next(differing, min(len(text), len(other)))
 
 
 def chat_document(chat: RenderedChat, encoding: Encoding, end: int) -> Document:

@@ -19,7 +19,7 @@ from ligermodels.training.data.embedded.embedded import EMBEDDED_VOCABULARY, Que
 from ligermodels.training.data.embedded.new_tokenizer import NewImages
 from ligermodels.training.data.formats.specs import BUILT_IN_SOURCES, RANDOM, SourceSpec, missing_data, parse_spec
 from ligermodels.training.data.reader import SourceDocuments, SourceReader
-from ligermodels.training.data.rows.packing import Selection, exclude_validation, pack_documents
+from ligermodels.training.data.rows.packing import Selection, count_segments, exclude_validation, pack_documents
 from ligermodels.training.data.rows.run_rows import TrainingRows, ValidationRows
 from ligermodels.training.data.rows.store import TokenStore
 from ligermodels.training.settings.config import TrainConfig
@@ -97,6 +97,10 @@ def open_data(
     excluded = sum(len(part) for source in sources for part in source.training) - sum(map(len, itertools.chain(*kept)))
     names = " ".join(spec.name for spec in specs)
     refuse_no_documents(specs, kept)
+    used_twice = 0
+    if not any(map(len, held_out)):
+        held_out = [*itertools.chain(*kept)]
+        used_twice = sum(map(len, held_out))
     sizes = np.concatenate([part.ends - part.begins for part in itertools.chain(*kept)])
     length = config.sequence_length or min(longest_row, int(sizes.max()))
     # Random documents fill whole rows, which need no mask unless ranks share them.
@@ -107,15 +111,18 @@ def open_data(
     decoder = reader.image_decoder([part.store for part in (*itertools.chain(*kept), *held_out)], prepare_inputs)
     training = TrainingRows([pack(parts) for parts in mixed], weights or [1.0], config.seed, packing, decoder)
     validation = ValidationRows(pack(held_out), packing, decoder)
-    if packing and training.tokens < length:
+    if packing and sizes.sum() < length:
         raise InputError(
-            f"--data {names}: has {counted(training.tokens, 'token')} for training, less than one row; lower "
+            f"--data {names}: has {counted(int(sizes.sum()), 'token')} for training, less than one row; lower "
             f"--sequence-length {length}, or give more data"
         )
     questions = [question for source in validation_sources for question in source.questions]
     notes = [
+        *reader.notes_on_splits(),
         (reader.skipped, "bad line", "skipped"),
         (excluded, "document", "excluded, also in the validation data"),
+        (used_twice, "document", "for training and for validation, too few to hold one out"),
+        (unsupervised_pieces(kept, training), "piece", "of long documents without a supervised token left out"),
     ]
     return Data(
         names, describe_sources(specs, notes), training, validation, document_lengths(sizes, length),
@@ -149,6 +156,12 @@ def refuse_cut_images(parts: Sequence[Selection], length: int) -> None:
                     f"{part.store.place(begin)}: has {end - begin} tokens, with those of its images, more than a row "
                     f"of {length}; raise --sequence-length, or make the images smaller"
                 )
+
+
+def unsupervised_pieces(kept: Sequence[Sequence[Selection]], training: TrainingRows) -> int:
+    """Counts the pieces of training documents that no row has, because nothing in them is supervised."""
+    cut = sum(int(count_segments(part.begins, part.ends, training.length).sum()) for part in itertools.chain(*kept))
+    return cut - sum(len(part.starts) for part in training.rows.parts)
 
 
 def sample_pictures(stores: Sequence[TokenStore], processor: Processor) -> list[tuple[int, int]]:

@@ -41,7 +41,10 @@ from ligermodels.training.data.formats.records import BadLines, Conversation, Re
 from ligermodels.training.data.formats.sources import (
     NO_RECORD_SUFFIXES,
     TOKEN_SUFFIXES,
+    TRAIN,
+    VALIDATION,
     find_files,
+    named_splits,
     read_records,
     suffix_of,
 )
@@ -123,9 +126,33 @@ class SourceReader:
         if not split:
             whole = [all_documents(store) for store in stores]
             return SourceDocuments(whole, whole, None, [])
+        separate = self.validation_split(name)
+        if separate is not None:
+            return SourceDocuments(
+                [*map(all_documents, stores)], [*map(all_documents, self.stores(separate))], None, []
+            )
         fraction = self.config.validation_fraction or default_fraction(stores)
         pairs = [split_documents(store, fraction) for store in stores]
         return SourceDocuments([pair[0] for pair in pairs], [pair[1] for pair in pairs], None, [])
+
+    def validation_split(self, name: str) -> str | None:
+        """Returns the source that validates a folder whose files are named after splits, unless a setting says more."""
+        given = self.config.validation_data is not None or self.config.validation_fraction is not None
+        return f"{name}:{VALIDATION}" if VALIDATION in named_splits(name) and not given else None
+
+    def notes_on_splits(self) -> list[tuple[int, str, str]]:
+        """Returns what `describe_sources` says about files whose names tell that they are not for training."""
+        validation = unused = 0
+        for name in self.names:
+            splits, used = named_splits(name), [TRAIN]
+            if self.validation_split(name) is not None:
+                validation += len(splits[VALIDATION])
+                used.append(VALIDATION)
+            unused += sum(len(files) for split, files in splits.items() if split not in used)
+        return [
+            (validation, "file", "named for validation, and used so"),
+            (unused, "file", "not named for training left out"),
+        ]
 
     def stores(self, name: str) -> list[TokenStore]:
         files = input_files(name)

@@ -110,6 +110,24 @@ def test_tool_calls_are_supervised_and_tool_results_are_not(tmp_path):
     assert supervised_texts(tokenizer, document) == [call, "It's 21 degrees.<|im_end|>"]
 
 
+CONCATENATING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for call in m.tool_calls or [] %}"
+    "{{ call.function.name + call.function.arguments }}{% endfor %}{{ m.content or '' }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_a_template_that_concatenates_the_arguments_of_a_call_gets_them_as_they_were_written(tmp_path):
+    tokenizer = tokenizer_of(tmp_path / "model", "qwen 2", source=CONCATENATING)
+    call = CALL | {"function": {"name": "get_weather", "arguments": '{"city":"Paris"}'}}
+    turns = [ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}, *CALLED[2:]]
+    (tmp_path / "d.jsonl").write_text(json.dumps({"messages": turns}))
+    (document,) = documents_of(tokenizer, *read(tmp_path / "d.jsonl"))
+    assert document.ids == tokenizer.apply_chat_template(turns)
+    answers = ['get_weather{"city":"Paris"}<|im_end|>', "It's 21 degrees.<|im_end|>"]
+    assert supervised_texts(tokenizer, document) == answers
+
+
 def test_generation_blocks_of_a_template_define_what_is_supervised(tmp_path):
     tokenizer = tokenizer_of(tmp_path / "a", "smollm 3")
     (document,) = documents_of(tokenizer, conversation(SYSTEM, *TURNS))
@@ -166,6 +184,31 @@ def test_an_answer_that_the_template_changes_when_more_turns_follow_gets_its_own
     assert "It's 21 degrees.<|im_end|>" in whole and "hm" not in whole
 
 
+OPENING = (
+    "{% for m in messages %}{% if m.role == 'user' %}<|im_start|>user: {{ m.content }}{% else %}<|im_start|>assistant: "
+    "BEGIN{{ 'WRITTEN' + m.content.split('</think>')[-1] }}<|im_end|>END{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant: PROMPT{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "written"),
+    [("<think>\n", ""), ("<think>\n\n</think>\n\n", ""), ("<think>", "</think>"), ("[THINK]", "[/THINK]")],
+    ids=["DeepSeek R1", "an empty thought", "GLM 4.7", "Magistral"],
+)
+def test_an_answer_begins_where_it_parts_from_a_generation_prompt_that_opens_a_thought(tmp_path, prompt, written):
+    """The same tokens are supervised as with marks around what the template writes for an answer."""
+    source = OPENING.replace("PROMPT", prompt).replace("WRITTEN", written)
+    marked = source.replace("BEGIN", "{% generation %}").replace("END", "{% endgeneration %}")
+    plain = source.replace("BEGIN", "").replace("END", "")
+    for number, chat_of in enumerate(([ASKED, THINK], TURNS, [ASKED, THINK, ASKED_AGAIN, SAID_AGAIN])):
+        exact, found = (
+            documents_of(tokenizer_of(tmp_path / f"{kind}{number}", "qwen 2", source=template), conversation(*chat_of))
+            for kind, template in (("marked", marked), ("plain", plain))
+        )
+        assert found == exact and sum(found[0].supervised) > 5
+
+
 def test_a_template_that_changes_the_question_of_an_answer_is_refused_naming_line_and_template(tmp_path):
     """The template writes a system message into the last question, but not into earlier ones."""
     tokenizer = tokenizer_of(tmp_path, "mistral 3")
@@ -185,7 +228,7 @@ def test_a_template_that_changes_the_question_of_an_answer_is_refused_naming_lin
             None,
             "field messages: no assistant message with a weight other than 0: nothing",
         ),
-        ([SAID, ASKED], None, r"field messages\[0\].role is 'assistant'; a message must come before an answer"),
+        ([SAID, ASKED], None, r"field messages\[0\].role is 'assistant'; .* before an answer: add the user's"),
         (TURNS, "{{ messages[0].content }}", r"field messages\[1\]: the chat template writes nothing for it"),
         (TURNS, "{% generation %}{% endgeneration %}{{ 'a' }}", "no token is supervised, because the assistant says"),
         (TURNS, "{{ raise_exception('no\nway') }}", r"tokenizer_config.json: field chat_template, line 1: no"),
@@ -233,6 +276,21 @@ def test_an_end_of_text_token_that_the_tokenizer_adds_itself_is_not_added_twice(
     first, second = tokenize_records(pieces, tokenizer, tokenizer.eos_token_id, BadLines(0))
     whole = tokenizer.encode("a b\nc", add_special_tokens=False)
     assert [*first.ids, *second.ids[1:]] == [*whole, tokenizer.eos_token_id]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_text_that_begins_with_bos_gets_no_second_one(tmp_path, form):
+    tokenizer = Tokenizer.from_folder(write_folder(tmp_path, form))
+    bos = tokenizer.bos_token or tokenizer.eos_token
+    text = f"{bos}In Paris? Yes."
+    ids = [*tokenizer.encode(text, add_special_tokens=False), END]
+    (whole,) = documents_of(tokenizer, Text(text, ""))
+    (completion,) = documents_of(tokenizer, Completion(text[:-5], text[-5:], ""))
+    assert whole.ids == completion.ids == ids
+    answer = [token for token, due in zip(completion.ids, completion.supervised, strict=True) if due]
+    assert tokenizer.decode(answer[:-1]).strip() == "Yes."
+    assert tokenizer.encode_prompt(text) == ids[:-1]
+    assert tokenizer.encode_prompt("In Paris?") == tokenizer.encode("In Paris?")
 
 
 @pytest.mark.parametrize("form", FORMS)

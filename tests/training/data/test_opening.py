@@ -2,6 +2,7 @@ import csv
 import dataclasses
 import json
 import random
+import re
 import tracemalloc
 from types import SimpleNamespace
 
@@ -100,7 +101,7 @@ def test_only_the_answers_of_chats_are_supervised_with_floor_zero_and_chats_mix_
     (batch,) = chats.training.micro_batches(0, 8, None, CPU)
     assert 0.05 < int(count_supervised(batch)) / batch.input_ids.numel() < 0.5
     mixed = opened("stories=0.75", "chats=0.25", vocab_size=1024)
-    assert mixed.description == "the embedded stories=0.75 + the embedded chats=0.25"
+    assert mixed.description.startswith("the embedded stories=0.75 + the embedded chats=0.25")
     alone = opened("stories", vocab_size=1024)
     predicted = [sum(int(count_supervised(b)) for b in d.validation.batches(1, CPU)) for d in (alone, chats, mixed)]
     assert predicted[0] + predicted[1] == predicted[2]
@@ -173,6 +174,39 @@ def test_the_end_of_a_single_long_document_is_for_validation_and_no_target_is_lo
     held_out = sum(int(count_supervised(b)) for b in data.validation.batches(1, CPU))
     assert due + held_out == len(ids) - 1
     assert held_out == pytest.approx(0.1 * len(ids), abs=1)
+
+
+def test_files_named_for_validation_validate_and_those_for_a_test_are_left_out(texts, folder, tmp_path):
+    named = {name: write(tmp_path / f"{name}.jsonl", texts[n : n + 20]) for name, n in
+             (("train", 0), ("dev", 20), ("test", 40))}  # fmt: skip
+    data = opened(tmp_path, folder=folder, validation_fraction=None)
+    assert [{place.rpartition(":")[0] for place in side} for side in split_of(data)] == [
+        {str(named["train"])}, {str(named["dev"])}
+    ]  # fmt: skip
+    assert "(1 file named for validation, and used so, 1 file not named for training left out)" in data.description
+    both = opened(tmp_path, folder=folder, validation_fraction=0.1)
+    assert {place.rpartition(":")[0] for side in split_of(both) for place in side} == {str(named["train"])}
+    assert "(2 files not named for training left out)" in both.description
+
+
+def test_one_chat_and_its_copies_are_trained_on_and_validated_with(folder, tmp_path):
+    for copies in (1, 50):
+        path = tmp_path / f"{copies}.jsonl"
+        path.write_text('{"prompt": "once upon a time ", "completion": "there"}\n' * copies)
+        data = opened(path, folder=folder, sequence_length=None)
+        batches = data.training.micro_batches(0, copies, 1, CPU)
+        assert len(batches) == copies == len(data.validation)
+        assert all(count_supervised(batch) > 1 for batch in batches)
+        assert "for training and for validation, too few to hold one out)" in data.description
+
+
+def test_pieces_of_prompts_without_an_answer_are_left_out_and_counted(folder, tmp_path):
+    path = tmp_path / "d.jsonl"
+    prompts = ("once upon a time there was a girl. " * 40 + str(n) for n in range(12))
+    path.write_text("".join(json.dumps({"prompt": text, "completion": "ok"}) + "\n" for text in prompts))
+    data = opened(path, folder=folder, sequence_length=64)
+    assert all(count_supervised(b) for b in data.training.micro_batches(0, len(data.training), 1, CPU))
+    assert re.search(r"\(\d+ pieces of long documents without a supervised token left out\)", data.description)
 
 
 def test_documents_of_the_validation_data_are_excluded_from_training(texts, folder, tmp_path):

@@ -157,7 +157,13 @@ def conversation(value: RecordFields, messages: list[dict[str, Any]], place: str
 
 
 def record_images(value: RecordFields) -> list[Any]:
-    """Returns the images beside the messages, in the field images or, as in LLaVA's files, image; one or a list."""
+    """Returns the images beside the messages, in the field images or, as in LLaVA's files, image; one or a list.
+
+    Raises InputError for videos or sound, which would be left out without a word.
+    """
+    for name in OTHER_MEDIA:
+        if value.get(name):
+            raise InputError(f"has a field {name}, but training reads images alone; remove such records, or the field")
     given = [value[name] for name in IMAGE_FIELDS if value.get(name) is not None]
     if len(given) > 1:
         raise InputError(f"has both fields {' and '.join(IMAGE_FIELDS)}; leave one of them")
@@ -321,7 +327,8 @@ RECORD_FORMATS: dict[tuple[str, ...], FormatParser] = {
     ("content",): from_content,
 }  # fmt: skip
 IMAGE_FIELDS, IMAGE_MARK = ("images", "image"), "<image>"
-OPTIONS_OF_CHATS = ("tools", "chat_template_kwargs", *IMAGE_FIELDS)
+OTHER_MEDIA = ("videos", "video", "audios", "audio")
+OPTIONS_OF_CHATS = ("tools", "chat_template_kwargs", *IMAGE_FIELDS, *OTHER_MEDIA)
 OPTIONAL_FIELDS = ("input", "context", "history", "system", "label", "role", *OPTIONS_OF_CHATS)
 RECORD_FIELDS = tuple(dict.fromkeys([*itertools.chain(*RECORD_FORMATS), *OPTIONAL_FIELDS]))
 ACCEPTED_FORMATS = [" with ".join(fields) for fields, parse in RECORD_FORMATS.items() if parse is not refuse_preference]

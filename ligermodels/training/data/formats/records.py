@@ -183,6 +183,8 @@ def parse_message(value: Any, field: str, *, images: bool) -> dict[str, Any]:
         near = difflib.get_close_matches(str(message["role"]), ROLES, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise InputError(f"field {field}.role is {message['role']!r}{hint}; must be one of {', '.join(ROLES)}")
+    if message.get("weight", 1) is None:
+        del message["weight"]
     if message.get("weight", 1) not in (0, 1):
         raise InputError(f"field {field}.weight is {message['weight']!r}; must be 0 (context only) or 1")
     calls = message.pop("tool_calls", None)  # some templates treat an empty list as a list of calls
@@ -213,39 +215,76 @@ def parse_content(value: Any, field: str) -> str:
     return "".join(require_string(part.get("text"), f"{field}[{index}].text") for index, part in enumerate(value))
 
 
+class Arguments(dict[str, Any]):
+    """The arguments of a tool call. written: the JSON string that they were given as."""
+
+    written: str
+
+
 def parse_tool_calls(value: Any, field: str) -> list[dict[str, Any]]:
-    """Decodes arguments given as a JSON string, as in OpenAI's API, because templates write the JSON themselves."""
+    """Decodes arguments given as a JSON string, as in OpenAI's API, because most templates write the JSON themselves.
+
+    A blank string gives no arguments.
+    """
     if not isinstance(value, list) or not all(isinstance(call, Mapping) for call in value):
         raise InputError(f"field {field} is {json_type(value)}; must be a list of objects")
     calls = [dict(call) for call in value]
     for index, call in enumerate(calls):
         function = call.get("function")
         if isinstance(function, Mapping) and isinstance(function.get("arguments"), str):
-            arguments = parse_json_string(function["arguments"], f"field {field}[{index}].function.arguments")
+            written = function["arguments"].strip() or "{}"
+            arguments = parse_json_string(written, f"field {field}[{index}].function.arguments")
+            if isinstance(arguments, dict):
+                arguments = Arguments(arguments)
+                arguments.written = written
             call["function"] = {**function, "arguments": arguments}
     return calls
+
+
+def with_written_arguments(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns messages whose tool calls have their arguments as the strings that they were given as."""
+    return [
+        {**message, "tool_calls": [*map(with_written_call, message["tool_calls"])]}
+        if message.get("tool_calls")
+        else dict(message)
+        for message in messages
+    ]
+
+
+def with_written_call(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), Arguments):
+        return call
+    return {**call, "function": {**function, "arguments": function["arguments"].written}}
 
 
 def parse_tools(value: Any) -> list[Any] | None:
     """Returns a list of JSON schemas, or a JSON string of one, as tables with columns need it.
 
-    An empty list becomes None.
+    An empty list and a blank string become None.
     """
-    tools = parse_json_string(value, "field tools") if isinstance(value, str) else value
+    tools = parse_option(value, "tools")
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
         raise InputError(f"field tools is {json_type(tools)}; must be a list of objects, the schemas of functions")
     return tools or None
 
 
 def parse_template_kwargs(value: Any) -> dict[str, Any] | None:
-    """Variables for the chat template, as an object or as a JSON string of one. An empty object becomes None."""
-    variables = parse_json_string(value, "field chat_template_kwargs") if isinstance(value, str) else value
+    """Variables for the chat template, as an object or as a JSON string of one. Empty and blank ones become None."""
+    variables = parse_option(value, "chat_template_kwargs")
     if variables is not None and not isinstance(variables, Mapping):
         raise InputError(f"field chat_template_kwargs is {json_type(variables)}; must be an object")
     for name in RENDER_ARGUMENTS:
         if name in (variables or {}):
             raise InputError(f"field chat_template_kwargs has {name}, which training sets; leave it out")
     return dict(variables) if variables else None
+
+
+def parse_option(value: Any, field: str) -> Any:
+    """Returns the value of a field that may be a JSON string; None for a blank one."""
+    if not isinstance(value, str):
+        return value
+    return parse_json_string(value, f"field {field}") if value.strip() else None
 
 
 def parse_json_string(text: str, field: str) -> Any:

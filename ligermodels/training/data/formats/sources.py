@@ -9,6 +9,7 @@ within its folder.
 import functools
 import glob
 import io
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
@@ -25,27 +26,33 @@ from ligermodels.weights.reading import read_json, safe_file
 
 TOKEN_SUFFIXES = (".bin", ".npy")
 SPLITS_FILE, STATE_FILE, INFO_FILE = "dataset_dict.json", "state.json", "dataset_info.json"
-DEFAULT_SPLIT = "train"
+TRAIN, VALIDATION = "train", "validation"
+# The words by which files and folders are named after splits, as in the layouts that `datasets` reads.
+SPLIT_WORDS = {
+    TRAIN: ("train", "training"), VALIDATION: ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}  # fmt: skip
+SPLIT_OF_WORD = {word: split for split, words in SPLIT_WORDS.items() for word in words}
+ANY_SPLIT_WORD = "|".join(SPLIT_OF_WORD)
+SPLIT_NAME = re.compile(rf"({ANY_SPLIT_WORD})(?:[-_.0-9].*)?|.*[-_.]({ANY_SPLIT_WORD})", re.DOTALL)
 LONG_CHARACTERS = 2**22  # a longer text in a record is split into pieces
 
 
 def find_files(name: str) -> list[Path]:
     """Returns the files that a name stands for, in sorted order.
 
-    name: a file; a folder, whose files with a known suffix are found recursively; a folder of save_to_disk, with :SPLIT
-    or without; or a glob pattern. A .json file that describes a token file beside it is skipped. Raises InputError if
-    no file is found, and for a named or matched file with an unknown suffix.
+    name: a file; a folder, whose files with a known suffix are found recursively; a folder of save_to_disk; or a glob
+    pattern. After a folder may be :SPLIT, by default train. A .json file that describes a token file beside it is
+    skipped. Raises InputError if no file is found, and for a named or matched file with an unknown suffix.
     """
     saved = saved_dataset_files(name)
     if saved is not None:
         return saved
-    path = Path(name)
+    path, split = split_of_folder(name)
     if path.is_dir():
-        found = [file for file in path.rglob("*") if suffix_of(file) and not is_hidden(file.relative_to(path))]
+        files = folder_splits(path).get(split, [])
     else:
-        found = [Path(match) for match in glob.glob(name, recursive=True)]
-    matches = sorted(file for file in found if file.is_file() and not describes_tokens(file))
-    files = [path] if path.is_file() else matches
+        files = [path] if path.is_file() else data_files(Path(match) for match in glob.glob(name, recursive=True))
     if not files:
         problem = "this folder has no data file" if path.is_dir() else "no file, folder or glob pattern matches"
         others = f"{', '.join(BUILT_IN_SOURCES)} or {HUB_PREFIX}NAME"
@@ -54,6 +61,53 @@ def find_files(name: str) -> list[Path]:
         if not suffix_of(file):
             raise InputError(f"{file}: not a data file; must be {FILE_KINDS}")
     return files
+
+
+def split_of_folder(name: str) -> tuple[Path, str]:
+    """Returns the path and the split of FOLDER or FOLDER:SPLIT; of any other name the path alone."""
+    folder, _, split = name.rpartition(":")
+    if split in SPLIT_WORDS and Path(folder).is_dir() and not Path(name).exists():
+        return Path(folder), split
+    return Path(name), TRAIN
+
+
+def folder_splits(folder: Path) -> dict[str, list[Path]]:
+    """Returns the data files of a folder by the split that their names tell, in sorted order.
+
+    Where files are named for validation or a test, those named for training are the train split, else those without
+    such a name. Otherwise all files are the train split.
+    """
+    files = data_files(
+        file for file in folder.rglob("*") if suffix_of(file) and not is_hidden(file.relative_to(folder))
+    )
+    splits: dict[str, list[Path]] = {}
+    for file in files:
+        splits.setdefault(named_split(file.relative_to(folder)), []).append(file)
+    training = splits.get(TRAIN) or splits.pop("", None)
+    if not training or not splits.keys() - {TRAIN, ""}:
+        return {TRAIN: files}
+    return splits | {TRAIN: training}
+
+
+def data_files(found: Iterable[Path]) -> list[Path]:
+    return sorted(file for file in found if file.is_file() and not describes_tokens(file))
+
+
+def named_split(file: Path) -> str:
+    """Returns the split after which a file, or else a folder above it, is named; empty without one."""
+    stem = file.name[: len(file.name) - len(suffix_of(file))]
+    for part in (stem, *reversed(file.parts[:-1])):
+        match = SPLIT_NAME.fullmatch(part.lower())
+        if match:
+            return SPLIT_OF_WORD[match[1] or match[2]]
+    return ""
+
+
+def named_splits(name: str) -> dict[str, list[Path]]:
+    """Returns what `folder_splits` does for the name of a folder of data files, and nothing for any other name."""
+    folder = Path(name)
+    is_plain = name not in BUILT_IN_SOURCES and folder.is_dir() and not is_saved_dataset(folder)
+    return folder_splits(folder) if is_plain else {}
 
 
 def saved_dataset_files(name: str) -> list[Path] | None:
@@ -72,11 +126,11 @@ def saved_dataset_files(name: str) -> list[Path] | None:
             raise InputError(f"--data {name}: {folder} is a data set without splits; leave out :{split}")
         return arrow_files(folder)
     splits = read_json(folder / SPLITS_FILE).get("splits")
-    if not isinstance(splits, list) or (split or DEFAULT_SPLIT) not in splits:
+    if not isinstance(splits, list) or (split or TRAIN) not in splits:
         listed = ", ".join(map(str, splits)) if isinstance(splits, list) else "none"
         remedy = f"give one as {folder}:SPLIT"
-        raise InputError(f"--data {name}: has no split {split or DEFAULT_SPLIT}; its splits are {listed}; {remedy}")
-    return arrow_files(folder / (split or DEFAULT_SPLIT))
+        raise InputError(f"--data {name}: has no split {split or TRAIN}; its splits are {listed}; {remedy}")
+    return arrow_files(folder / (split or TRAIN))
 
 
 def is_saved_dataset(folder: Path) -> bool:

@@ -13,6 +13,7 @@ then those of each completion. Without such parts, and without marks <image>, im
 text of the prompt's first message of the user. A text has the model's own image token for each image.
 """
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -20,7 +21,6 @@ from ligermodels.errors import InputError
 from ligermodels.images.parts import image_places, is_image_part, parse_source, take_images, template_part
 from ligermodels.images.reading import ImageSource
 from ligermodels.training.data.formats.record_formats import (
-    IMAGE_FIELDS,
     KNOWN_FIELDS,
     LIKE_PROMPTS,
     OPTIONS_OF_CHATS,
@@ -35,6 +35,7 @@ from ligermodels.training.data.formats.records import (
     Record,
     TeacherRecord,
     json_type,
+    message_texts,
     parse_messages,
     parse_template_kwargs,
     parse_tools,
@@ -45,6 +46,7 @@ GroupKind: TypeAlias = Literal["pairs", "judged", "prompts", "distillation"]
 PAIR = ("chosen", "rejected")
 JUDGED = ("prompt", "completion", "label")
 TEACHER = ("teacher_ids", "teacher_logprobs")
+OTHER_PROMPTS = tuple(name for name in LIKE_PROMPTS if name != "prompt")
 # Names in other tools' formats, and those here.
 RENAMED = {
     "chosen_response": "chosen", "rejected_response": "rejected", "chosen_responses": "chosen",
@@ -116,7 +118,7 @@ class GroupFormats(NamedTuple):
             return list(names)
         if self.kind == "distillation":
             return [*KNOWN_FIELDS.columns(names), *(name for name in TEACHER if name in names)]
-        return [name for name in (*JUDGED, *PAIR, "margin", *OPTIONS_OF_CHATS) if name in names]
+        return [name for name in (*JUDGED, *PAIR, "margin", *OTHER_PROMPTS, *OPTIONS_OF_CHATS) if name in names]
 
     def parse(self, value: RecordFields, place: str) -> Record:
         if self.kind == "distillation":
@@ -155,6 +157,11 @@ def parse_pair(value: RecordFields, place: str) -> GroupRecord:
     if "conversations" in value and "prompt" not in value:
         raise InputError("field conversations is beside chosen and rejected; rename it to prompt")
     chosen, rejected = (parse_part(value, field) for field in PAIR)
+    if chosen == rejected:
+        raise InputError(
+            "fields chosen and rejected are equal, which teaches nothing; remove the record, or skip such records with "
+            "--allow-bad-lines"
+        )
     fields = {"chosen": chosen, "rejected": rejected}
     if "prompt" in value:
         prompt = parse_part(value, "prompt")
@@ -162,12 +169,8 @@ def parse_pair(value: RecordFields, place: str) -> GroupRecord:
         refuse_repeated_prompt(prompt, fields)
     else:
         refuse_mixed(fields)
+        refuse_other_prompt(value, chosen, rejected)
         prompt, chosen, rejected = split_at_common_start(chosen, rejected)
-    if chosen == rejected:
-        raise InputError(
-            "fields chosen and rejected are equal, which teaches nothing; remove the record, or skip such records with "
-            "--allow-bad-lines"
-        )
     return group(value, prompt, {"chosen": chosen, "rejected": rejected}, place, value=parse_margin(value))
 
 
@@ -204,6 +207,8 @@ def check_teacher(ids: Any, logprobs: Any) -> None:
         shaped = isinstance(rows, list) and rows and all(isinstance(row, list) and row for row in rows)
         if not shaped or not all(isinstance(x, kinds) for row in rows for x in row):
             raise InputError(f"field {field} must be a list with a list of k numbers for each supervised token")
+    if any(isinstance(x, float) and math.isnan(x) for row in logprobs for x in row):
+        raise InputError(f"field {TEACHER[1]} has NaN; must be log-probabilities")
     widths = {len(row) for row in (*ids, *logprobs)}
     if len(ids) != len(logprobs) or len(widths) != 1:
         raise InputError(f"fields {' and '.join(TEACHER)} must have the same number of tokens, and of k for each token")
@@ -222,9 +227,10 @@ def group(
         raise InputError(
             "field prompt ends with a message of the assistant; move it to the beginning of the completions"
         )
+    tools, variables = parse_tools(record.get("tools")), parse_template_kwargs(record.get("chat_template_kwargs"))
     if isinstance(prompt, str) and completions:
-        for field in OPTIONS_OF_CHATS:
-            if record.get(field) and field not in IMAGE_FIELDS:
+        for field, option in (("tools", tools), ("chat_template_kwargs", variables)):
+            if option:
                 raise InputError(f"field {field} has no effect on strings; make prompt and answers lists of messages")
     for field, completion in completions.items():
         if is_empty(completion):
@@ -238,10 +244,7 @@ def group(
                 "same prompt, which ends before a message of the assistant"
             )
     (prompt, *answers), images = take_group_images({"prompt": prompt, **completions}, record_images(record))
-    return GroupRecord(
-        prompt, tuple(answers), place, parse_tools(record.get("tools")),
-        parse_template_kwargs(record.get("chat_template_kwargs")), images=images, **others,
-    )  # fmt: skip
+    return GroupRecord(prompt, tuple(answers), place, tools, variables, images=images, **others)
 
 
 def is_empty(completion: Part) -> bool:
@@ -285,13 +288,28 @@ def refuse_repeated_prompt(prompt: Part, sides: Mapping[str, Part]) -> None:
         )
 
 
+def refuse_other_prompt(value: RecordFields, chosen: Part, rejected: Part) -> None:
+    """Raises InputError for a prompt of another name that is not in what both sides begin with."""
+    for field in OTHER_PROMPTS:
+        text = value.get(field)
+        if text and not (isinstance(text, str) and all(begins_with(side, text.strip()) for side in (chosen, rejected))):
+            raise InputError(f"field {field} is beside chosen and rejected; rename it to prompt")
+
+
+def begins_with(side: Part, text: str) -> bool:
+    if isinstance(side, str):
+        return side.lstrip().startswith(text)
+    return any(text in content for content in message_texts(side[:-1]))
+
+
 def split_at_common_start(chosen: Part, rejected: Part) -> tuple[Part, Part, Part]:
     """Returns (prompt, chosen, rejected). The messages, or the characters, that both sides begin with are the prompt.
 
-    A blank at the end of a text's prompt belongs to the answers, as in TRL: tokenizers write it with the next word.
+    A blank at the end of a text's prompt belongs to the answers, as in TRL: tokenizers write it with the next word. If
+    one side is all that the other begins with, its last message or character is its answer.
     """
-    pairs = zip(chosen, rejected, strict=False)
-    size = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)))
+    pairs, shorter = zip(chosen, rejected, strict=False), min(len(chosen), len(rejected))
+    size = next((i for i, (a, b) in enumerate(pairs) if a != b), max(shorter - 1, 0))
     if isinstance(chosen, str):
         size -= chosen[:size].endswith(" ")
     if not size:
@@ -304,9 +322,12 @@ def parse_margin(value: RecordFields) -> float | None:
     if margin is None:
         return None
     try:
-        return float(margin)  # in CSV it is text
-    except (TypeError, ValueError):
+        number = float(margin)  # in CSV it is text
+    except (TypeError, ValueError, OverflowError):
         raise InputError(f"field margin is {json_type(margin)}; must be a number") from None
+    if not math.isfinite(number):
+        raise InputError(f"field margin is {number}; must be a finite number")
+    return number
 
 
 def parse_label(label: Any) -> float:

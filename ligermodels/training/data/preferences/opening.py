@@ -208,6 +208,9 @@ def split_source(
     whole = [everything(store) for store in stores if len(store)]
     if not split or not whole:
         return whole, []
+    separate = reader.validation_split(name)
+    if separate is not None:
+        return whole, validation_source(reader, separate)
     fraction = config.validation_fraction or default_fraction([store.tokens for store, _ in whole])
     parts = [(store, *split_by_prompt(store, fraction)) for store, _ in whole]
     return [(store, training) for store, training, _ in parts], [(store, rest) for store, _, rest in parts]
@@ -252,6 +255,7 @@ def notes_on(reader: GroupReader, excluded: int) -> list[tuple[int, str, str]]:
     """
     lengths, options = reader.lengths, reader.options
     return [
+        *reader.notes_on_splits(),
         (reader.skipped, "bad line", "skipped"),
         (lengths.dropped, "group", f"longer than --max-length {options.max_length} dropped"),
         (lengths.cut_prompts, "prompt", f"cut to --max-prompt-length {options.max_prompt_length}"),

@@ -4,7 +4,8 @@ The split depends only on the documents and the fraction, not on the seed, the n
 
 A row is one training sequence of fixed length T (--sequence-length): one or more segments of documents, then padding.
 A document longer than a row is cut into segments that overlap by one token. The first token of a segment is context
-and never a target, nor is padding; every other token of every document is a target exactly once. With packing, best-fit
+and never a target, nor is padding; every other token of every document is a target exactly once. A segment without a
+supervised token, such as a part of a long prompt, is left out. With packing, best-fit
 decreasing bin packing puts whole segments into rows: the longest first, each into the row with the least room that is
 enough. Without packing, each segment has a row of its own.
 
@@ -95,16 +96,31 @@ def split_documents(store: TokenStore, fraction: float) -> tuple[Selection, Sele
     the same hash and so are on the same side.
 
     If these documents have far more than `fraction` of the tokens, as in a store of a few long documents, validation
-    has the end of the store instead, and the document at the boundary is cut in two, unless documents have images.
+    has the end of the store instead, and the document at the boundary is cut in two. Documents with a mask or images
+    stay whole: a prompt without its answer has no supervised token. Of those with a mask, validation then has the
+    shortest. Validation has nothing where all documents are copies of one that stays whole.
     """
     documents = all_documents(store)
+    masked, hashes = store.supervised is not None, documents.hashes
+    if (masked or len(store) > 1) and (hashes == hashes[0]).all():
+        nothing = np.zeros(len(store), bool)
+        return documents, documents.select(nothing)
     count = max(1, round(len(store) * fraction))
-    chosen = documents.hashes <= np.partition(documents.hashes, count - 1)[count - 1]
+    bound = np.partition(hashes, count - 1)[count - 1]
+    chosen = hashes <= bound if bound < hashes.max() else hashes < bound  # something is left to train on
     validation = documents.select(chosen)
     is_whole = store.images is not None or validation.tokens <= MAX_OVERSHOOT * fraction * documents.tokens
-    if len(store) > 1 and is_whole:
-        return documents.select(~chosen), validation
-    return split_at_token(documents, documents.tokens - max(2, round(documents.tokens * fraction)))
+    if masked and not is_whole:
+        chosen = is_shortest(documents)
+    elif len(store) == 1 or not is_whole:
+        return split_at_token(documents, documents.tokens - max(2, round(documents.tokens * fraction)))
+    return documents.select(~chosen), documents.select(chosen)
+
+
+def is_shortest(documents: Selection) -> np.ndarray:
+    """Returns whether each document is a copy of the one whose copies have the fewest tokens together: [D] bool."""
+    _, kinds = np.unique(documents.hashes, return_inverse=True)
+    return kinds == np.bincount(kinds, weights=documents.ends - documents.begins).argmin()
 
 
 def split_at_token(documents: Selection, place: int) -> tuple[Selection, Selection]:
@@ -140,6 +156,8 @@ def exclude_validation(training: Sequence[Selection], validation: Sequence[Selec
 
 def is_member(hashes: np.ndarray, ascending: np.ndarray) -> np.ndarray:
     """Returns whether each hash is in the `ascending` array, which is small. np.isin would sort all hashes."""
+    if not len(ascending):
+        return np.zeros(len(hashes), bool)
     place = np.minimum(np.searchsorted(ascending, hashes), len(ascending) - 1)
     return ascending[place] == hashes
 
@@ -276,6 +294,9 @@ def write_rows(documents: Selection, length: int, packing: bool, folder: Path) -
 def plan_rows(documents: Selection, length: int, packing: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns the arrays starts, lengths and ends of `Rows`."""
     starts, lengths = cut_documents(documents.begins, documents.ends, length)
+    if documents.store.supervised is not None:
+        supervised = has_supervised(documents.store.supervised, starts, lengths)
+        starts, lengths = starts[supervised], lengths[supervised]
     if not packing:
         return starts, lengths, np.arange(len(starts) + 1)
     dtype = np.uint16 if length < 2**16 else np.int32  # numpy sorts 16-bit integers in linear time
@@ -294,11 +315,27 @@ def cut_documents(begins: np.ndarray, ends: np.ndarray, length: int) -> tuple[np
     token has no target, and so no segment.
     """
     step = length - 1
-    counts = np.maximum(-(-(ends - begins - 1) // step), 0)
+    counts = count_segments(begins, ends, length)
     document = np.repeat(np.arange(len(begins)), counts)
     number = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
     starts = begins[document] + number * step
     return starts, np.minimum(ends[document] - starts, length).astype(np.int32)
+
+
+def count_segments(begins: np.ndarray, ends: np.ndarray, length: int) -> np.ndarray:
+    """Returns the number of segments of each document [D], with those that have no supervised token."""
+    return np.maximum(-(-(ends - begins - 1) // (length - 1)), 0)
+
+
+def has_supervised(supervised: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Returns whether each segment has a supervised token behind its first token, which is context: [S] bool.
+
+    supervised: the mask of the store. starts: ascending.
+    """
+    bounds = np.stack([starts + 1, starts + lengths], axis=1).ravel()
+    if len(bounds) and bounds[-1] == len(supervised):  # the end of the array, which is no index of it
+        bounds = bounds[:-1]
+    return np.logical_or.reduceat(supervised, bounds)[::2]
 
 
 def best_fit(lengths: np.ndarray, row_length: int) -> tuple[np.ndarray, int]:

@@ -43,6 +43,15 @@ def test_messages_of_openais_api_are_read(tmp_path):
     assert (whole.tools, quoted.tools, without.tools) == ([TOOL], [TOOL], None)
 
 
+def test_blank_strings_and_nulls_are_absence(tmp_path):
+    call = CALL | {"function": {"name": "add", "arguments": " "}}
+    line = messages(USER, CALLED | {"tool_calls": [call], "weight": None}, tools=" ", chat_template_kwargs="\n")
+    (chat,) = read(write(tmp_path / "a.jsonl", line))
+    assert (chat.tools, chat.template_kwargs) == (None, None)
+    assert "weight" not in chat.messages[1]
+    assert chat.messages[1]["tool_calls"] == [CALL | {"function": {"name": "add", "arguments": {}}}]
+
+
 @pytest.mark.parametrize(
     ("line", "read_as"),
     [
@@ -136,6 +145,8 @@ def test_all_fine_tuning_formats_are_read(tmp_path, monkeypatch, line, read_as):
         (ALPACA | {"output": 4}, ":2: field output is a number; must be a string"),
         (ALPACA | {"input": ["2"]}, ":2: field input is a list; must be a string"),
         (ALPACA | {"history": [["1 + 1?", "2"]]}, ":2: field history is not supported; give all turns as messages"),
+        (messages(USER, ANSWER, videos=["a.mp4"]), ":2: has a field videos, but training reads images alone; remove"),
+        ({"prompt": "a", "completion": "b", "video": "a.mp4"}, ":2: has a field video, but training reads images"),
         ({"prompt": "2", "completion": [ANSWER]}, ":2: field completion is a list; must be a string"),
         ({"prompt": [USER], "completion": "4"}, ":2: field completion is a string; must be a list of at least one"),
         ({"question": "2 + 2?", "answer": 4}, ":2: field answer is a number; must be a string"),

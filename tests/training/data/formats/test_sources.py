@@ -96,6 +96,42 @@ def test_a_folder_and_a_glob_pattern_give_their_files_in_order(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("files", "training", "validation", "test"),
+    [
+        (["train.jsonl", "test.jsonl"], ["train.jsonl"], [], ["test.jsonl"]),
+        (["train.bin", "val.bin"], ["train.bin"], ["val.bin"], []),
+        (
+            ["data/train-00000-of-00002.json", "data/train-00001-of-00002.json", "data/dev-0.json", "infos.json"],
+            ["data/train-00000-of-00002.json", "data/train-00001-of-00002.json"], ["data/dev-0.json"], [],
+        ),
+        (["train/a.csv", "valid/a.csv", "Test/a.csv"], ["train/a.csv"], ["valid/a.csv"], ["Test/a.csv"]),
+        (["gsm8k_train.jsonl", "gsm8k_test.jsonl"], ["gsm8k_train.jsonl"], [], ["gsm8k_test.jsonl"]),
+        (["chats.jsonl", "eval.jsonl.gz"], ["chats.jsonl"], [], ["eval.jsonl.gz"]),
+        (["train.txt", "more.txt"], ["more.txt", "train.txt"], [], []),
+        (["test.txt", "dev.txt"], ["dev.txt", "test.txt"], [], []),
+        (["latest.txt", "our_test_notes.txt"], ["latest.txt", "our_test_notes.txt"], [], []),
+    ],
+)  # fmt: skip
+def test_a_folder_whose_files_are_named_after_splits_trains_on_those_for_training(
+    tmp_path, files, training, validation, test
+):
+    folder = tmp_path / "test"  # the name of the folder itself says nothing
+    for file in files:
+        write(folder / file, {"text": file})
+
+    def found(name):
+        return [str(file.relative_to(folder)) for file in sources.find_files(name)]
+
+    assert found(str(folder)) == found(f"{folder}:train") == training
+    for split, expected in (("validation", validation), ("test", test)):
+        if expected:
+            assert found(f"{folder}:{split}") == expected
+        else:
+            with pytest.raises(InputError, match="has no data file"):
+                found(f"{folder}:{split}")
+
+
+@pytest.mark.parametrize(
     ("name", "complaint"),
     [
         (

@@ -35,6 +35,25 @@ def test_pairs_are_strings_or_messages():
     assert (pair.tools, pair.template_kwargs, pair.value) == ([TOOL], {"a": 1}, None)
 
 
+def test_an_implicit_prompt_leaves_no_answer_empty():
+    pair = parse("pairs", chosen="The sum is 4", rejected="The sum is 4, is it?")
+    assert (pair.prompt, pair.completions) == ("The sum is", (" 4", " 4, is it?"))
+    pair = parse("pairs", chosen=[ASKED, GOOD, AGAIN, BAD], rejected=[ASKED, GOOD])
+    assert (pair.prompt, pair.completions) == ([ASKED], ([GOOD, AGAIN, BAD], [GOOD]))
+
+
+def test_a_question_beside_answers_that_begin_with_it_is_their_prompt():
+    chosen, rejected = "2 + 2? It is 4", "2 + 2? It is 5"
+    assert parse("pairs", question="2 + 2?", chosen=chosen, rejected=rejected).prompt == "2 + 2? It is"
+    chat = parse("pairs", question=ASKED["content"], chosen=[ASKED, GOOD], rejected=[ASKED, BAD])
+    assert chat.prompt == [ASKED]
+
+
+def test_blank_options_are_absent():
+    pair = parse("pairs", prompt="p", chosen="a", rejected="b", tools=" ", chat_template_kwargs="", question=None)
+    assert (pair.tools, pair.template_kwargs) == (None, None)
+
+
 def test_an_implicit_prompt_is_what_both_sides_begin_with():
     pair = parse("pairs", chosen=[ASKED, BAD, AGAIN, GOOD], rejected=[ASKED, BAD, AGAIN, BAD])
     assert (pair.prompt, pair.completions) == ([ASKED, BAD, AGAIN], ([GOOD], [BAD]))
@@ -158,11 +177,26 @@ REFUSED = {
     "tools for strings": ("pairs", {"prompt": "a", "chosen": "b", "rejected": "c", "tools": [TOOL]}, "no effect"),
     "variables that training sets": ("pairs", {"prompt": [ASKED], "chosen": [GOOD], "rejected": [BAD],
         "chat_template_kwargs": {"add_generation_prompt": False}}, "has add_generation_prompt, which training sets"),
+    "NaN of a teacher": ("distillation", {"text": "a", "teacher_ids": [[1]], "teacher_logprobs": [[float("nan")]]},
+        "field teacher_logprobs has NaN"),
     "half a teacher": ("distillation", {"text": "a", "teacher_ids": [[1]]}, "has only one of the fields"),
     "an uneven teacher": ("distillation", {"text": "a", "teacher_ids": [[1], [2]], "teacher_logprobs": [[-1, -2]]},
         "same number of tokens"),
     "nothing known": ("pairs", {"a": 1}, "has no field chosen with rejected; its fields are a"),
 }  # fmt: skip
+
+
+for name in ("question", "instruction", "input"):
+    REFUSED[f"a prompt named {name}"] = (
+        "pairs", {name: "2 + 2?", "chosen": "The sum is 4", "rejected": "The sum is 5"},
+        f"field {name} is beside chosen and rejected; rename it to prompt",
+    )  # fmt: skip
+for margin in (float("nan"), float("inf"), "-inf"):
+    fields = {"prompt": "a", "chosen": "b", "rejected": "c", "margin": margin}
+    REFUSED[f"a margin of {margin}"] = "pairs", fields, f"field margin is {float(margin)}; must be a finite number"
+for name in ("videos", "audio"):
+    fields = {"prompt": [ASKED], "chosen": [GOOD], "rejected": [BAD], name: ["a.mp4"]}
+    REFUSED[f"{name} beside messages"] = "pairs", fields, f"has a field {name}, but training reads images alone"
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -183,6 +217,9 @@ def test_all_kinds_of_files_are_read(tmp_path):
             ("p", "a", "b"),
             ("q", "c", "d"),
         ]
+    (tmp_path / "e.csv").write_text("question,chosen,rejected\n2 + 2?,It is 4,It is 5\n")
+    with pytest.raises(InputError, match=r"e\.csv:2: field question is beside chosen and rejected"):
+        read(tmp_path / "e.csv", "pairs")
     (tmp_path / "d.csv").write_text("prompt,answer,level\np,4,easy\n")
     assert [record.columns for record in read(tmp_path / "d.csv", "prompts")] == [{"answer": "4", "level": "easy"}]
     with pytest.raises(InputError, match=r"b\.csv:1: the header has no column prompt with completion with label"):

@@ -27,6 +27,14 @@ def tokenizer_of(folder, family):
     return Tokenizer.from_folder(write_folder(folder, form, source))
 
 
+def test_a_prompt_that_begins_with_bos_gets_no_second_one(tmp_path):
+    tokenizer = tokenizer_of(tmp_path, "llama 3")
+    written, added = (
+        grouped(tokenizer, GroupRecord(f"{bos}In Paris?", (" Yes.", " No."), "")) for bos in (tokenizer.bos_token, "")
+    )
+    assert written == added and written[0][0].prompt.count(tokenizer.bos_token_id) == 1
+
+
 def grouped(tokenizer, *records, allowed=0, **options):
     """The groups, and the counts of lengths."""
     grouping = GroupTokenizer(tokenizer, END, GroupOptions(**options), BadLines(allowed))

@@ -97,9 +97,8 @@ def test_the_fingerprint_depends_on_the_tokens_and_on_how_they_are_packed():
     assert len({known, *(other.fingerprint for other in others)}) == 5
 
 
-def test_a_batch_without_a_supervised_token_counts_zero():
-    silent = [document(d.ids, [False] * 8) for d in distinct(8, 8)]
-    (batch,) = training(silent, 8).micro_batches(0, 2, None, CPU)
+def test_a_row_of_padding_counts_zero():
+    batch = validation(distinct(8), 8).collate(range(1, 2), 1, CPU)
     assert int(count_supervised(batch)) == 0 and (batch.labels == -100).all()
 
 

@@ -9,8 +9,8 @@ import torch
 import ligermodels
 from ligermodels.training.data.rows import packing
 from ligermodels.training.data.rows.batches import count_supervised
-from ligermodels.training.data.rows.packing import best_fit
-from tests.training.data.documents import CPU, distinct, document, rows, validation
+from ligermodels.training.data.rows.packing import best_fit, split_documents
+from tests.training.data.documents import CPU, distinct, document, rows, stored, validation
 
 LENGTHS = (3, 7, 8, 9, 15, 22, 2, 2, 5, 1, 30)
 IGNORED = -100
@@ -45,6 +45,36 @@ def test_cutting_and_packing_keep_the_mask(packing):
     targets = [t for batch in validation(documents, 8, packing).batches(4, CPU) for _, t in targets_of(batch)]
     expected = [i for d in documents[:-1] for i, due in zip(d.ids[1:], d.supervised[1:], strict=True) if due]
     assert sorted(targets) == [*sorted(expected), 9002, 9003]
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_segment_without_a_supervised_token_is_left_out(packing):
+    prompt, chat, text = distinct(30, 9, 20)
+    documents = [
+        document(prompt.ids, [False] * 29 + [True]), document(chat.ids, [True] * 8 + [False]), document(text.ids)
+    ]  # fmt: skip
+    batches = list(validation(documents, 8, packing).batches(1, CPU))
+    assert all(count_supervised(batch) for batch in batches)
+    targets = [target for batch in batches for _, target in targets_of(batch)]
+    assert sorted(targets) == [prompt.ids[-1], *chat.ids[1:8], *text.ids[1:]]
+
+
+def split_lengths(documents, fraction):
+    return [sorted((part.ends - part.begins).tolist()) for part in split_documents(stored(documents), fraction)]
+
+
+def test_a_document_with_a_mask_is_never_cut_for_validation():
+    short, long, other = (document(d.ids, [False] * (len(d.ids) - 1) + [True]) for d in distinct(9, 40, 30))
+    assert split_lengths([long] * 5, 0.05) == [[40] * 5, []]
+    assert split_lengths([long], 0.5) == [[40], []]
+    assert split_lengths([long, other, short], 0.01) == [[30, 40], [9]]
+    assert split_lengths([long] * 20 + [short] * 20, 0.9) in ([[40] * 20, [9] * 20], [[9] * 20, [40] * 20])
+
+
+def test_copies_of_one_text_are_not_split_and_a_single_text_is():
+    [text] = distinct(40)
+    assert split_lengths([text] * 5, 0.05) == [[40] * 5, []]
+    assert split_lengths([text], 0.25) == [[31], [10]]  # one token is the last target of one, and context in the other
 
 
 def test_cu_seqlens_has_every_document_and_the_padding_of_every_row():
@@ -117,12 +147,17 @@ def test_packing_does_not_change_the_summed_loss(model):
 
 
 def test_document_masking_editing_one_document_does_not_change_the_losses_of_others_in_its_row(model):
-    """Documents a, b and c share a row; only b and c are supervised."""
+    """Documents a, b and c share a row; the losses are those of b and c."""
     a, b, c = (document([draw.randrange(1024) for _ in range(10)], None) for draw in map(random.Random, (1, 2, 3)))
-    edited, silent = document([1023 - i for i in a.ids], [False] * 10), document(a.ids, [False] * 10)
+
+    def loss_behind_first(*documents):
+        [(ids, labels, cu_seqlens, longest, *_)] = validation(documents, 30).batches(1, CPU)
+        labels[:, :10] = IGNORED
+        return model(ids, labels, cu_seqlens=cu_seqlens, max_seqlen=longest, num_items_in_batch=1).loss
+
+    edited, other_last = (document([1023 - i for i in d.ids]) for d in (a, c))
     with torch.no_grad():
-        before, after = (summed_losses(model, [first, b, c], 30, True, rows=1) for first in (silent, edited))
-        other = summed_losses(model, [silent, b, document([1023 - i for i in c.ids])], 30, True, rows=1)
+        before, after, other = (loss_behind_first(*row) for row in ((a, b, c), (edited, b, c), (a, b, other_last)))
     assert len(rows([a, b, c], 30)) == 1
     assert torch.equal(before, after) and not torch.equal(before, other)
 
