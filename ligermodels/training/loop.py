@@ -185,7 +185,7 @@ def open_session(run: Run, held: ExitStack) -> tuple[Session, Progress]:
     check = UpdateCheck(optimizer.shards(), first=config.warmup)
     progress = (checkpoints.restore(run.model, optimizer, say) if config.resume else None) or Progress()
     metrics, profiler = open_metrics(run, output, progress, say, held)
-    resume = resume_command(output, world)
+    resume = resume_command(output, world, allow_changes=config.allow_changes)
     status = open_status(run, output, progress, metrics, resume, held)
     losses, saved = distributed.from_first((validation_losses(metrics.records()), checkpoints.steps()))
     validations = Validations(config, losses, saved)

@@ -141,6 +141,17 @@ def test_changed_settings_are_listed_and_refused_without_allow_changes(stopped, 
     assert max(path.name for path in (copy / "checkpoints").iterdir()) == "step-000016"
 
 
+def test_an_edited_train_toml_is_compared_with_the_checkpoint(stopped, launcher):
+    file = copied(stopped[1], "edited") / "train.toml"
+    file.write_text(file.read_text().replace("seed = 0", "seed = 7").replace("= 0.0045", "= 0.5"))
+    refused = launcher.run("--resume", "edited")
+    assert refused.stderr == (
+        "ligermodels: --resume edited: learning_rate: 0.5, was 0.0045; seed: 7, was 0: keep the setting, or add "
+        "--allow-changes\n"
+    )
+    assert launcher.succeed("--resume", "edited", "--allow-changes", "--no-export").status == 0
+
+
 def test_a_killed_run_resumes_bit_exactly_from_its_last_checkpoint(undisturbed, launcher):
     killed = launcher.start(*LORA, "--output", "killed")
     killed.read_until("step 8/")
