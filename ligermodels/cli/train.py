@@ -100,6 +100,7 @@ def make_run(config: TrainConfig, dry_run: bool) -> int | None:
     from ligermodels import distributed  # imports torch, as training does
     from ligermodels.training import plan, train
 
+    distributed.refuse_unfit_environment()  # told by every rank: none may be the first
     try:
         if not dry_run:
             result = train(config)

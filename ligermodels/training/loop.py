@@ -307,7 +307,7 @@ def take_step(session: Session, progress: Progress) -> Taken:
         number, loss_value, norm_value, rate, tokens=work.tokens, values=measured, skipped=not taken.is_finite
     )
     lossy = config.param_rounding if config.loses_updates else None
-    for warning in (*objective.warnings(measured), *check.warnings(progress.step, updates, lossy)):
+    for warning in (*objective.warnings(measured, number), *check.warnings(progress.step, updates, lossy)):
         session.status.warn(number, warning)
     session.profiler.end(last=number == config.steps)
     return taken

@@ -30,6 +30,7 @@ from ligermodels.errors import InputError
 from ligermodels.hub import create, quantise_on_meta, resolve
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.lora import lora_disabled
+from ligermodels.layers.reward_model import RewardModel
 from ligermodels.losses.pairs import pair_sums
 from ligermodels.memory.model import TrainingMemory, held_bytes, trained_parameters
 from ligermodels.tokenizer import Tokenizer
@@ -215,6 +216,10 @@ class ModelReference(Reference):
             revision=config.revision))  # fmt: skip
         size = config.size if self.folder is None and config.has_new_weights else None
         model = create(source, size=size, dtype=TORCH_DTYPES[str(config.dtype)], device="meta").requires_grad_(False)
+        if isinstance(model, RewardModel):
+            raise InputError(
+                f"--reference model:{self.folder}: is a reward model, without logits of tokens; name a language model"
+            )
         if isinstance(source, Path):
             quantise_on_meta(model, source, None if self.folder else config.quantize)
         if model.config.vocab_size != policy.config.vocab_size:
@@ -441,6 +446,10 @@ class ReferenceObjective(GroupObjective):
         self.spec = parse_reference(config.reference or self.default_reference())
         if self.spec.kind != "precomputed":
             make_reference(self.spec, config, world)
+
+    @property
+    def passes_beside(self) -> int:
+        return int(self.spec.kind != "precomputed")
 
     @property
     def ld_alpha(self) -> float | None:
