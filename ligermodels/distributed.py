@@ -5,6 +5,7 @@ Every function also works in a single process without torchrun.
 
 import gc
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from torch import Tensor
 from ligermodels.errors import InputError
 
 TIMEOUT = timedelta(minutes=10)  # of a collective: if one rank dies or hangs, the others end after this time
+LAST_PORT = 65535
+START = "start the processes by torchrun, which sets it"
 Value = TypeVar("Value")
 
 
@@ -56,7 +59,9 @@ def start(timeout: timedelta = TIMEOUT) -> World:
     """Joins the process group of torchrun, if torchrun started this process: NCCL on GPUs, gloo on CPUs.
 
     timeout: of a collective; a rank that waits longer ends with an error. An existing process group is kept.
+    Raises InputError for environment variables that torchrun would not set: ranks would wait for each other in vain.
     """
+    refuse_unfit_environment()
     device = torch.device("cuda", local_rank()) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -64,6 +69,25 @@ def start(timeout: timedelta = TIMEOUT) -> World:
         device_id = device if device.type == "cuda" else None
         dist.init_process_group(backend_of(device), timeout=timeout, device_id=device_id)
     return World(device, rank(), world_size())
+
+
+def refuse_unfit_environment() -> None:
+    """Raises InputError where the variables of torchrun do not say which rank this is, and where the others are."""
+    if dist.is_initialized():
+        return
+    required = ("RANK", "WORLD_SIZE", "MASTER_PORT") if under_torchrun() else ()
+    for name in (*required, "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        value = os.environ.get(name, "" if name in required else "0")
+        if not re.fullmatch("[0-9]{1,9}", value):
+            raise InputError(f"{name}: is {value!r}; must be a whole number, 0 or more: {START}")
+    if required and rank() >= int(os.environ["WORLD_SIZE"]):
+        raise InputError(
+            f"RANK: is {rank()}, but WORLD_SIZE is {os.environ['WORLD_SIZE']}; ranks count from 0: {START}"
+        )
+    if required and int(os.environ["MASTER_PORT"]) > LAST_PORT:
+        raise InputError(f"MASTER_PORT: is {os.environ['MASTER_PORT']}; must be at most {LAST_PORT}: {START}")
+    if required and not os.environ.get("MASTER_ADDR"):
+        raise InputError(f"MASTER_ADDR: is missing; must be the host of rank 0: {START}")
 
 
 def start_alone(device: torch.device) -> None:

@@ -1,13 +1,14 @@
 """Ranks and collectives: in a single process, and on two gloo ranks."""
 
 import json
+import re
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.multiprocessing
 
-from ligermodels import distributed
+from ligermodels import cli, distributed
 from ligermodels.errors import CheckpointError, InputError
 
 
@@ -53,6 +54,27 @@ def test_rank_and_local_rank_are_known_before_the_process_group(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert distributed.under_torchrun()
     assert (distributed.rank(), distributed.local_rank(), distributed.is_first()) == (3, 1, False)
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"RANK": "5"}, "RANK: is 5, but WORLD_SIZE is 2; ranks count from 0"),
+        ({"RANK": "-1"}, "RANK: is '-1'; must be a whole number, 0 or more"),
+        ({"WORLD_SIZE": "x"}, "WORLD_SIZE: is 'x'; must be a whole number"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT: is 99999; must be at most 65535"),
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR: is missing"),
+        ({"LOCAL_RANK": "x"}, "LOCAL_RANK: is 'x'; must be a whole number"),
+    ],
+)
+def test_an_environment_in_which_ranks_would_wait_in_vain_is_refused_at_once(changed, told, monkeypatch, capsys):
+    environment = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in (environment | changed).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match=re.escape(told)):
+        distributed.start()
+    assert cli.main(["train", "--model", "qwen2", "--data", "stories"]) == 2
+    assert capsys.readouterr().err.startswith(f"ligermodels: {told}")
 
 
 def error_of(function, *arguments):

@@ -17,6 +17,7 @@ from ligermodels.training.settings.fields import help_text
 from ligermodels.training.settings.settings import config_from_file, config_of_run
 from ligermodels.training.settings.values import choices_of, parsed_item
 
+SIGNALLED = 128  # added to a signal's number, the exit status that a shell reports for it
 EXAMPLES = """\
 examples:
   ligermodels train --model qwen2                          a million parameters on the embedded stories, on a CPU
@@ -94,14 +95,16 @@ def run(args: argparse.Namespace) -> int | None:
 
 
 def make_run(config: TrainConfig, dry_run: bool) -> int | None:
-    """Trains, or prints the plan. Returns the exit status of a rank whose error another one reports."""
+    """Trains, or prints the plan. Returns the exit status of a run that a signal stopped, or of a rank whose error
+    another one reports."""
     from ligermodels import distributed  # imports torch, as training does
     from ligermodels.training import plan, train
 
+    distributed.refuse_unfit_environment()  # told by every rank: none may be the first
     try:
         if not dry_run:
-            train(config)
-            return None
+            result = train(config)
+            return SIGNALLED + result.signal if result.signal else None
         text = plan(config).text()
         if distributed.is_first():
             print(text)

@@ -52,7 +52,6 @@ from ligermodels.training.run.validations import Validations, checkpoint_due, va
 from ligermodels.training.settings.config import TrainConfig
 from ligermodels.training.settings.settings import SETTINGS_FILE, settings, write_settings
 from ligermodels.weights.sharding import reshard
-from ligermodels.weights.writing import failure
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,8 @@ class TrainResult:
     The model is as it was trained; under FSDP2 its parameters are DTensors. step is the one after which it had these
     weights: the last one, or that with the lowest validation loss (`best_checkpoint`). metrics has the records of
     metrics.jsonl, in order, such as {"step": 1, "loss": 6.9, …}. folder is that of the run, and exported the model's or
-    the adapter's folder in it; None where nothing was exported.
+    the adapter's folder in it; None where nothing was exported. signal is the number of the one that stopped the run on
+    any rank; 0 for a run that came to its end.
     """
 
     model: CausalLM
@@ -70,6 +70,7 @@ class TrainResult:
     metrics: list[dict[str, Any]]
     folder: Path
     exported: Path | None
+    signal: int
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,8 @@ def train(config: TrainConfig) -> TrainResult:
                 session.save(progress)
         exported, step = finish(session, progress, stopped=stopped)
         records = distributed.from_first(metrics.records())
-    return TrainResult(run.model, step, records, session.output, exported)
+        signal = max(distributed.gather_objects(session.stop.signal)) if stopped else 0
+    return TrainResult(run.model, step, records, session.output, exported, signal)
 
 
 def open_session(run: Run, held: ExitStack) -> tuple[Session, Progress]:
@@ -162,10 +164,8 @@ def open_session(run: Run, held: ExitStack) -> tuple[Session, Progress]:
     config, world = run.config, run.world
     held.enter_context(deterministic_algorithms(config.deterministic, compiled=config.compile))
     output = config.resume or new_folder(config.output, default_folder(config.title))
-    held.enter_context(locked(output))
-    if config.resume is None:  # from here on --resume works; a resumed run writes its settings when it is restored
-        error = failure(write_settings, config, output / SETTINGS_FILE) if world.is_first else None
-        distributed.raise_on_all(error)
+    # From here on --resume works; a resumed run writes its settings when it is restored.
+    held.enter_context(locked(output, None if config.resume else partial(write_first_files, config)))
     micro_batch_size, checkpointed = run.plan.micro_batch_size, run.plan.checkpointing.blocks
     held.enter_context(out_of_memory_advice(config, run.estimate, micro_batch_size, checkpointed, run.plan.blocks))
     stop = held.enter_context(signals())
@@ -185,7 +185,7 @@ def open_session(run: Run, held: ExitStack) -> tuple[Session, Progress]:
     check = UpdateCheck(optimizer.shards(), first=config.warmup)
     progress = (checkpoints.restore(run.model, optimizer, say) if config.resume else None) or Progress()
     metrics, profiler = open_metrics(run, output, progress, say, held)
-    resume = resume_command(output, world)
+    resume = resume_command(output, world, allow_changes=config.allow_changes)
     status = open_status(run, output, progress, metrics, resume, held)
     losses, saved = distributed.from_first((validation_losses(metrics.records()), checkpoints.steps()))
     validations = Validations(config, losses, saved)
@@ -197,6 +197,10 @@ def open_session(run: Run, held: ExitStack) -> tuple[Session, Progress]:
         seconds_before=progress.seconds,
     )  # fmt: skip
     return session, progress
+
+
+def write_first_files(config: TrainConfig, folder: Path) -> None:
+    write_settings(config, folder / SETTINGS_FILE)
 
 
 def place_model(run: Run, output: Path, say: Callable[[str], Any]) -> None:
@@ -303,7 +307,7 @@ def take_step(session: Session, progress: Progress) -> Taken:
         number, loss_value, norm_value, rate, tokens=work.tokens, values=measured, skipped=not taken.is_finite
     )
     lossy = config.param_rounding if config.loses_updates else None
-    for warning in (*objective.warnings(measured), *check.warnings(progress.step, updates, lossy)):
+    for warning in (*objective.warnings(measured, number), *check.warnings(progress.step, updates, lossy)):
         session.status.warn(number, warning)
     session.profiler.end(last=number == config.steps)
     return taken

@@ -68,6 +68,9 @@ def error_of(arguments):
         ("--rl grpo", "--objective grpo"),
         ("--rl simpo", "--objective simpo"),
         ("--per_device_train_batch_size 2", "--micro-batch-size 2; --batch-size is the global batch: "),
+        ("--max_new_tokens 64 --objective distill", "--max-completion-length 64"),
+        ("--use_adaptive_entropy", "--entropy-target; the entropy that --entropy-coef is adapted to hold"),
+        ("--generation_batch_size 64", "--prompts; a step samples --prompts x --generations completions"),
         ("--gradient-accumulation-steps 8", "--micro-batch-size; accumulation steps are --batch-size / GPUs / "),
     ],
 )

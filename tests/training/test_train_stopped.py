@@ -68,7 +68,7 @@ def steps_of(folder):
 
 def test_a_run_stopped_by_a_signal_saves_and_resumes_bit_exactly(stopped, straight, launcher):
     run, folder = stopped
-    assert run.status == 0 and "SIGTERM: stopping after this step" in run.stderr
+    assert run.status == 143 and "SIGTERM: stopping after this step" in run.stderr
     reached = steps_of(folder)[-1]
     assert 4 <= reached < 16
     assert run.last_lines[1:] == [f"Stopped after step {reached}. To resume:", f"  python {TRAIN} --resume stopped"]
@@ -79,7 +79,9 @@ def test_a_run_stopped_by_a_signal_saves_and_resumes_bit_exactly(stopped, straig
     assert again.read_until(copy.name) == f"interrupted: resumes after step {reached}\n"
     again.read_until(f"step {reached + 2}/")
     again.kill(signal.SIGINT).wait()
-    assert again.status == 0 and "SIGINT: stopping after this step; press Ctrl-C again to exit at once" in again.stderr
+    assert (
+        again.status == 130 and "SIGINT: stopping after this step; press Ctrl-C again to exit at once" in again.stderr
+    )
     launcher.succeed("--resume", copy.name)
     assert weights(copy) == weights(straight)
     assert losses(copy) == losses(straight) and steps_of(copy) == list(range(1, 17))
@@ -93,7 +95,7 @@ def test_a_run_resumes_with_the_same_data_on_another_number_of_ranks(sharing, st
     pair = launcher.start("--resume", copy.name, "--context-parallel", sharing, ranks=2)
     pair.read_until(f"step {reached + 2}/")
     pair.kill(signal.SIGTERM, rank=1).wait()
-    assert pair.statuses == [0, 0] and f"Stopped after step {steps_of(copy)[-1]}." in pair.stdout
+    assert pair.statuses == [143, 143] and f"Stopped after step {steps_of(copy)[-1]}." in pair.stdout
     done = launcher.succeed("--resume", copy.name, "--context-parallel", "1")
     for run, ranks in ((pair, 2), (done, 1)):
         assert f"weights, optimizer state and data order are exact on {ranks} x cpu" in run.stdout
@@ -137,6 +139,17 @@ def test_changed_settings_are_listed_and_refused_without_allow_changes(stopped, 
     assert "resumes after step" in done.stdout
     assert "learning_rate = 0.001\n" in (copy / "train.toml").read_text()
     assert max(path.name for path in (copy / "checkpoints").iterdir()) == "step-000016"
+
+
+def test_an_edited_train_toml_is_compared_with_the_checkpoint(stopped, launcher):
+    file = copied(stopped[1], "edited") / "train.toml"
+    file.write_text(file.read_text().replace("seed = 0", "seed = 7").replace("= 0.0045", "= 0.5"))
+    refused = launcher.run("--resume", "edited")
+    assert refused.stderr == (
+        "ligermodels: --resume edited: learning_rate: 0.5, was 0.0045; seed: 7, was 0: keep the setting, or add "
+        "--allow-changes\n"
+    )
+    assert launcher.succeed("--resume", "edited", "--allow-changes", "--no-export").status == 0
 
 
 def test_a_killed_run_resumes_bit_exactly_from_its_last_checkpoint(undisturbed, launcher):
@@ -237,6 +250,39 @@ def test_a_signal_during_a_validation_stops_the_run_there_and_the_validation_is_
     monkeypatch.setattr(SFT, "validate", validate)
     train(config)
     assert validations(folder) == validations(separated) and losses(folder) == losses(separated)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_run_stopped_before_its_first_step_resumes(straight, launcher, tmp_path, monkeypatch):
+    monkeypatch.chdir(launcher.folder)
+    validate = SFT.validate
+
+    def interrupted(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return validate(*arguments)
+
+    config = TrainConfig(
+        model="straight/model", data=("own.txt",), steps=1, batch_size=2, sequence_length=64, output=tmp_path / "zero"
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(SFT, "validate", interrupted)
+        stopped = train(config)
+    assert (stopped.step, stopped.signal, steps_of(tmp_path / "zero")) == (0, signal.SIGTERM, [])
+    resumed = train(config_of_run(tmp_path / "zero"))
+    assert (resumed.step, resumed.signal) == (1, 0) and resumed.exported is not None
+
+
+@pytest.mark.parametrize("fatal", range(1, 8))
+def test_a_new_folder_resumes_whatever_its_first_file_operation_that_is_killed(fatal, launcher):
+    """There is no folder, or --resume accepts it."""
+    name = f"new-{fatal}"
+    short = [*LLAMA, "--steps", "1", "--eval-every", "1", "--no-export"]
+    assert launcher.run(*short, "--output", name, watched=name, fatal=fatal).status == -signal.SIGKILL
+    if (launcher.folder / name).exists():
+        launcher.succeed("--resume", name)
+    else:
+        launcher.succeed(*short, "--output", name)
+    assert not [path for path in launcher.folder.iterdir() if path.name.startswith((f"{name}.tmp", f".{name}."))]
 
 
 def test_two_ranks_agree_on_checkpoints_by_time_the_best_and_early_stopping(launcher):

@@ -198,8 +198,8 @@ class Objective(ABC):
         """The metrics of a step, on the host. sums, maxima: those of its shares, over all micro-batches and ranks."""
         return {}
 
-    def warnings(self, values: Mapping[str, float]) -> list[str]:
-        """Lines that a user should see, each once. values: the metrics of the next step of training."""
+    def warnings(self, values: Mapping[str, float], step: int) -> list[str]:
+        """Lines that a user should see, each once. values: the metrics of step number `step`, from 1."""
         return []
 
     def finish_step(self, model: CausalLM, step: int) -> None:  # noqa: B027

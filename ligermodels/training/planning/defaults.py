@@ -17,6 +17,7 @@ from ligermodels.training.data import Data
 from ligermodels.training.data.preferences import PreferenceData
 from ligermodels.training.optimizers.schedules import default_image_learning_rate, default_learning_rate
 from ligermodels.training.settings.config import SUPERVISED, RunConfig, TrainConfig
+from ligermodels.units import counted
 
 TORCH_DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bfloat16": torch.bfloat16}
 TINY = {
@@ -30,6 +31,8 @@ SFT_TOKENS_PER_STEP, TEXT_TOKENS_PER_STEP = 2**15, 2**17
 MIN_STEPS_PER_EPOCH = 40  # small data has smaller batches: every epoch should have some updates
 WARMUP_FRACTION = 0.03
 VALIDATIONS = 10
+VALIDATION_SHARE = 0.15  # of a run's compute, at most
+TRAINING_PASSES = 3  # forward passes that a forward and a backward pass take together
 
 
 class Choice(NamedTuple):
@@ -90,9 +93,21 @@ def schedule(config: TrainConfig, data: Data, hidden_size: int, world: World) ->
         "steps": steps,
         "learning_rate": Choice(rate, "" if config.is_tiny else trained),
         "warmup": Choice(min(math.ceil(WARMUP_FRACTION * taken), taken - 1), f"{WARMUP_FRACTION:.0%} of the steps"),
-        "eval_every": Choice(math.ceil(taken / VALIDATIONS), f"{VALIDATIONS} validations"),
+        "eval_every": validation_interval(
+            config, taken, TRAINING_PASSES * (config.batch_size or batch.value), len(data.validation)
+        ),
         "activation_checkpointing": Choice("auto", "as much as memory demands"),
     }
+
+
+def validation_interval(config: TrainConfig, steps: int, step_passes: float, validation_passes: float) -> Choice:
+    """How many steps are between validations: at most VALIDATIONS in a run, less where they would cost more than
+    VALIDATION_SHARE of its compute. step_passes, validation_passes: the forward passes that each of them takes."""
+    affordable = VALIDATION_SHARE / (1 - VALIDATION_SHARE) * steps * step_passes / max(1.0, validation_passes)
+    before = not config.has_new_weights  # pretrained weights are validated before the first step too
+    number = max(1, min(VALIDATIONS, int(affordable) - before))
+    limit = "" if number == VALIDATIONS else f", at most {VALIDATION_SHARE:.0%} of the compute"
+    return Choice(math.ceil(steps / number), f"{counted(number, 'validation')}{limit}")
 
 
 def image_choices(config: TrainConfig, data: Data, hidden_size: int) -> dict[str, Choice]:

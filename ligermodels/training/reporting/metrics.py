@@ -149,7 +149,7 @@ class Metrics:
         self.write(record)
 
         shown = [f"{words} {values[name]:.2f}" for name, words in SHOWN.items() if name in values]
-        short = [*self.time_left(now, self.steps - step), f"loss {loss:.3f}", *shown]
+        short = [*self.time_left(now, self.steps - step), f"loss {loss:z.3f}", *shown]
         status = [*short, f"grad norm {grad_norm:.2f}", f"lr {learning_rate:.1e}", *self.costs()]
         if not self.bar.disable:
             self.bar.set_postfix_str(self.longest_that_fits(status, [*short, *self.costs()], short), refresh=False)
@@ -171,8 +171,8 @@ class Metrics:
         """Records a validation, as one record."""
         loss, floor, unit = found.loss, found.floor, " nats/token" if found.per_token else ""
         record: dict[str, Any] = {"step": step, "validation_loss": loss}
-        gap = "" if floor is None else f", floor {floor:.3f}, gap {loss - floor:.3f}"
-        line = f"validation loss {loss:.3f}{unit}{gap}"
+        gap = "" if floor is None else f", floor {floor:.3f}, gap {loss - floor:z.3f}"
+        line = f"validation loss {loss:z.3f}{unit}{gap}"  # z: no -0.000
         if found.per_token:
             record["validation_perplexity"] = perplexity = math.inf if loss > MAX_EXPONENT else math.exp(loss)
             line += f", perplexity {perplexity:.4g}"

@@ -40,9 +40,13 @@ def advice(config: RunConfig, world: World, exported: Path, *, chats: bool) -> l
     return [f"{saved}. To {', and to '.join(commands)}:", *(f"  {command}" for command in commands.values())]
 
 
-def resume_command(output: Path, world: World) -> str:
-    """The command that resumes a run as this one was started; on several hosts, for each of them."""
-    return f"{launch_command(world)} --resume {shlex.quote(str(output))}"
+def resume_command(output: Path, world: World, *, allow_changes: bool = False) -> str:
+    """The command that resumes a run as this one was started; on several hosts, for each of them.
+
+    allow_changes: whether the run was resumed with other settings than those of its last checkpoint.
+    """
+    allowed = " --allow-changes" if allow_changes else ""
+    return f"{launch_command(world)} --resume {shlex.quote(str(output))}{allowed}"
 
 
 def launch_command(world: World) -> str:

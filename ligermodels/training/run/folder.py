@@ -3,7 +3,7 @@
 import errno
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
@@ -12,6 +12,7 @@ from ligermodels.distributed import from_first, is_first, raise_on_all
 from ligermodels.errors import InputError
 from ligermodels.weights.locking import lock_file
 from ligermodels.weights.writing import (
+    atomic_folder,
     failure,
     in_use,
     remove_empty_folders,
@@ -27,8 +28,11 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path, write_first: Callable[[Path], None] | None = None) -> Iterator[None]:
     """Holds the lock of a run's folder. Every rank calls; rank 0 has the lock.
+
+    write_first: writes what `--resume` reads into the folder of a new run. A folder that is created has it from its
+    first moment; None for a run that is resumed.
 
     The operating system releases the lock when the process ends, however it ends. The lock file stays, with the host
     and process that last held it, unless a new run fails before it takes a step: then its folder is removed again.
@@ -38,7 +42,7 @@ def locked(folder: Path) -> Iterator[None]:
     held: list[TextIO] = []
     created = [path for path in (folder, *folder.parents) if not path.exists()]
     new = bool(created) or not in_use(folder)
-    error = failure(lambda: held.append(acquire(folder))) if is_first() else None
+    error = failure(lambda: held.append(acquire(folder, write_first))) if is_first() else None
     raise_on_all(error)
     try:
         yield
@@ -57,19 +61,26 @@ def locked(folder: Path) -> Iterator[None]:
                     remove_empty_folders(created)
 
 
-def acquire(folder: Path) -> TextIO:
-    """The folder's lock file, open; closing it releases the lock. Removes what killed runs have left of an export."""
+def acquire(folder: Path, write_first: Callable[[Path], None] | None) -> TextIO:
+    """The folder's lock file, open; closing it releases the lock. Removes what killed runs have left unfinished."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        existed = folder.exists()
+        if not existed:
+            with atomic_folder(folder) as temporary:
+                (temporary / LOCK).touch()
+                if write_first is not None:
+                    write_first(temporary)
         lock = lock_file(folder / LOCK)
+        if existed and write_first is not None:
+            write_first(folder)
     except BlockingIOError as error:
         raise InputError(
             f"{folder}: in use by {error.strerror}; wait for it, stop it, or choose another --output"
         ) from error
     except OSError as error:
         raise write_error(folder, error) from error
-    for exported in (MODEL, ADAPTER):
-        remove_leftovers(folder / exported)
+    for written in (folder, folder / MODEL, folder / ADAPTER):
+        remove_leftovers(written)
     return lock
 
 

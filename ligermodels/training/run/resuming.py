@@ -18,7 +18,7 @@ from ligermodels.training.data import DataError
 from ligermodels.training.reporting.metrics import METRICS_FILE, read_metrics
 from ligermodels.training.run.folder import CHECKPOINTS
 from ligermodels.training.run.validations import Validations, validation_losses
-from ligermodels.training.settings.config import RunConfig, TrainConfig
+from ligermodels.training.settings.config import FIELDS, RunConfig, TrainConfig
 from ligermodels.training.settings.settings import SETTINGS_FILE, differences
 from ligermodels.training.settings.settings_file import read_settings
 from ligermodels.units import counted
@@ -34,7 +34,7 @@ def refuse_other_settings(config: TrainConfig) -> None:
     """Raises InputError where the settings of the run to resume have changed. Its length is compared later."""
     if config.resume is None:
         return
-    changed = differences(read_settings(config.resume / SETTINGS_FILE), config)
+    changed = differences(settings_before(config.resume), config)
     steps = last_step(config.resume)
     misfits = [change for change in changed if steps and change.partition(":")[0] in CHECKPOINT_SETTINGS]
     if misfits:
@@ -44,6 +44,16 @@ def refuse_other_settings(config: TrainConfig) -> None:
         )
     if changed and not config.allow_changes:
         raise InputError(f"--resume {config.resume}: {'; '.join(changed)}: keep the setting, or add --allow-changes")
+
+
+def settings_before(folder: Path) -> dict[str, Any]:
+    """The settings of the newest checkpoint's own record; without a checkpoint those of train.toml, which is the
+    user's to edit."""
+    checkpoints = committed_steps(folder / CHECKPOINTS)
+    if not checkpoints:
+        return read_settings(folder / SETTINGS_FILE)
+    recorded = read_record(checkpoints[-1])["settings"]
+    return {name: value for name, value in recorded.items() if name in FIELDS}
 
 
 def refuse_finished(config: RunConfig) -> None:

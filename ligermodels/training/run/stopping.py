@@ -21,9 +21,13 @@ OVER = 0  # written to the watcher to end it; no signal has this number
 
 @dataclass
 class Stop:
-    """Whether this rank was signalled to stop."""
+    """Says which signal told this rank to stop, the first one; 0 for none."""
 
-    requested: bool = False
+    signal: int = 0
+
+    @property
+    def requested(self) -> bool:
+        return self.signal > 0
 
 
 @contextmanager
@@ -40,7 +44,7 @@ def signals() -> Iterator[Stop]:
         awake.set()
         if stop.requested and number == signal.SIGTERM:
             return
-        stop.requested = True
+        stop.signal = stop.signal or number
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # the default handler also ends a wait inside a library
         if number == signal.SIGHUP:

@@ -62,14 +62,16 @@ class Validations:
         step = self.best
         if step is None:
             return "no validation loss was finite: the last weights are exported"
-        return f"step {step} has the lowest validation loss, {self.losses[step]:.3f}: its weights are exported"
+        return f"step {step} has the lowest validation loss, {self.losses[step]:z.3f}: its weights are exported"
 
     def lost_line(self) -> str | None:
         """A warning where the best checkpoint so far, which --best-checkpoint would export, is not there."""
         step = lowest(self.losses)
         if not self.config.best_checkpoint or step not in self.unsaved:
             return None
-        return f"warning: step {step} has the lowest validation loss so far, {self.losses[step]:.3f}, but no checkpoint"
+        return (
+            f"warning: step {step} has the lowest validation loss so far, {self.losses[step]:z.3f}, but no checkpoint"
+        )
 
 
 def lowest(losses: Mapping[int, float]) -> int | None:

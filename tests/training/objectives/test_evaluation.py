@@ -46,7 +46,7 @@ def test_the_validation_loss_is_the_mean_over_all_supervised_tokens(model, tmp_p
 
 def test_a_stop_request_ends_validation_early(model, tmp_path):
     stop, computed = Stop(), []
-    model.register_forward_hook(lambda *_: computed.append(setattr(stop, "requested", len(computed) == 1)))
+    model.register_forward_hook(lambda *_: computed.append(setattr(stop, "signal", len(computed) == 1)))
     assert evaluated(model, stop, tmp_path) == []
     assert len(computed) == 2 < len(validation(distinct(*LENGTHS), 9))
 

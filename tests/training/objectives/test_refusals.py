@@ -1,17 +1,20 @@
 """Settings that have no effect or contradict an objective, and what a run says about its data."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
+from ligermodels.hub import create, export
 from ligermodels.training import TrainConfig
 from ligermodels.training.objectives import OBJECTIVES, make_objective
 from ligermodels.training.objectives.grpo.judging import GenerationWatch
+from ligermodels.training.objectives.preference.kto import KTO
 from ligermodels.training.objectives.preference.pairs import PairWatch
-from ligermodels.training.objectives.preference.references import ReferenceSpec, parse_reference
+from ligermodels.training.objectives.preference.references import ModelReference, ReferenceSpec, parse_reference
 from ligermodels.training.planning.contradictions import refuse_contradictions
 
 ALONE = World(torch.device("cpu"))
@@ -46,6 +49,7 @@ def refusal(objective, **settings):
         ("simpo", {"loss": ("hinge",)}, "--loss (elsewhere loss_type) has no effect under --objective simpo"),
         ("dpo", {"loss": ("sigmoyd",)}, "loss_type 'sigmoyd' is unknown; did you mean 'sigmoid'?"),
         ("dpo", {"loss": ("sigmoid", "sft=x")}, "--loss sft=x: must have a weight, as sft=0.2"),
+        ("dpo", {"loss": ("sigmoid", "sft=nan")}, "--loss sft=nan: must have a weight, as sft=0.2"),
         ("dpo", {"loss": ("hinge",), "label_smoothing": 0.1}, "label_smoothing has no effect on loss_type hinge"),
         ("dpo", {"discopop_tau": 0.1}, "--discopop-tau goes with --loss discopop"),
         ("dpo", {"f_divergence": "forward_kl:1"}, "only alpha_divergence has a number"),
@@ -87,17 +91,45 @@ def values(accuracy, chosen, rejected):
 
 def test_labels_that_leak_are_told_once():
     watch = PairWatch()
-    lines = [line for _ in range(8) for line in watch.warnings(values(1.0, -50.0, -60.0))]
-    assert len(lines) == 1 and lines[0].startswith("accuracy 1.0 in each of the first 5 steps")
+    steps = [values(0.0, -50.0, -60.0), *[values(1.0, -50.0, -60.0)] * 7]  # at first a policy equals its reference
+    lines = [line for step, found in enumerate(steps, 1) for line in watch.warnings(found, step)]
+    assert len(lines) == 1 and lines[0].startswith("accuracy 1.0 in each of the steps 2 to 6")
     watch = PairWatch()
-    assert not [line for step in range(8) for line in watch.warnings(values(0.9 if step == 2 else 1.0, -50.0, -60.0))]
+    steps[2] = values(0.9, -50.0, -60.0)
+    assert not [line for step, found in enumerate(steps, 1) for line in watch.warnings(found, step)]
+
+
+def test_labels_that_a_resumed_policy_has_learned_are_no_leak():
+    watch = PairWatch()
+    assert not [line for step in range(40, 60) for line in watch.warnings(values(1.0, -50.0, -60.0), step)]
+
+
+def test_kto_advises_a_weight_that_counts_the_weight_given():
+    config = TrainConfig(model="qwen2", data=("x",), objective="kto", desirable_weight=0.5, undesirable_weight=2.0)
+    objective = KTO(config, World(torch.device("cpu")))
+    for good, bad, weight in ((100, 100, "--desirable-weight 2.00"), (800, 100, "--undesirable-weight 3.00")):
+        objective.data = SimpleNamespace(training=SimpleNamespace(labels=(good, bad)))
+        (line,) = objective.advice()
+        assert line.endswith(weight)
+
+
+def test_a_reward_model_is_no_reference(tmp_path):
+    model = create("qwen2", size="tiny", reward_model=True)
+    model.initialize(0)
+    export(model, tmp_path / "reward")
+    reference = ModelReference(
+        TrainConfig(model="qwen2", data=("x",), dtype="float32"), World(torch.device("cpu")), str(tmp_path / "reward"),
+        None,
+    )  # fmt: skip
+    with pytest.raises(InputError, match="is a reward model, without logits of tokens"):
+        reference.build(create("qwen2", size="tiny", device="meta"))
 
 
 def test_chosen_answers_that_fall_by_more_than_the_rejected_are_told():
     watch = PairWatch()
-    assert watch.warnings(values(0.5, -50.0, -60.0)) == []
-    assert watch.warnings(values(0.7, -65.0, -90.0)) == []
-    (line,) = watch.warnings(values(0.7, -65.0, -70.0))
+    assert watch.warnings(values(0.5, -50.0, -60.0), 1) == []
+    assert watch.warnings(values(0.7, -65.0, -90.0), 2) == []
+    (line,) = watch.warnings(values(0.7, -65.0, -70.0), 3)
     assert line.startswith("the chosen answers have lost 15 nats, more than the rejected: raise --beta")
 
 

@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from ligermodels.training.settings.settings import config_of_run
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 COMMON = {"model": "qwen2", "data": ("pairs.jsonl",), "pairs": 8, "steps": 2, "eval_every": 9, "max_length": 64,
           "learning_rate": 1e-3, "warmup": 0, "no_export": True}  # fmt: skip
+
+COMMON_EXPORT = {"no_export": False, "output": Path("first")}
 
 
 @pytest.fixture(autouse=True)
@@ -100,6 +103,29 @@ def test_a_precomputed_reference_is_read_from_the_cache_by_the_next_run(capsys, 
     assert ", from " in printed() and len(computed) == 1  # the validation at the end
     run(seed=1)
     assert "precomputed in" in printed()
+
+
+@pytest.mark.parametrize(
+    ("exported", "file", "change", "trained"),
+    [
+        ({}, "model/config.json", {"rope_theta": 20.0}, {"model": "first/model"}),
+        (
+            {"lora_rank": 4, "lora_export": "adapter"},
+            "adapter/adapter_config.json",
+            {"lora_alpha": 64.0},
+            {"model": None, "adapter": "first/adapter"},
+        ),
+    ],
+)
+def test_a_precomputed_reference_is_of_all_that_the_forward_reads(exported, file, change, trained, tmp_path):
+    """Of equal weights with another rope_theta, or another alpha."""
+    base = run("orpo", no_export=False, output=tmp_path / "base").exported
+    run("orpo", **COMMON_EXPORT, **exported, model=str(base))
+    again = {"reference": "precomputed", "steps": 1} | trained
+    run(**again)
+    described = tmp_path / "first" / file
+    described.write_text(json.dumps(json.loads(described.read_text()) | change))
+    assert steps(run(**again))[0]["loss"] == torch.tensor(math.log(2)).item()
 
 
 @pytest.mark.parametrize("objective", ["dpo", "orpo", "cpo", "simpo", "kto"])

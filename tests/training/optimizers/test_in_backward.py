@@ -1,6 +1,7 @@
 """The optimizer step in the backward pass: the bits of the usual step, few gradients at a time, clipping, resuming."""
 
 import math
+import signal
 from contextlib import nullcontext
 
 import pytest
@@ -163,7 +164,7 @@ def test_a_run_resumes_with_the_same_bits_and_its_plan_knows_the_gradients(tmp_p
     assert plan(TrainConfig(**settings)).memory.gradients < usual.gradients / 2
     straight = train(TrainConfig(**settings, output=tmp_path / "straight"))
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "signals", lambda: nullcontext(Stop(requested=True)))  # as after a signal in the first step
+        patch.setattr(loop, "signals", lambda: nullcontext(Stop(signal.SIGTERM)))  # as after a signal in the first step
         train(TrainConfig(**settings, output=tmp_path / "stopped"))
     resumed = train(config_of_run(tmp_path / "stopped"))
     assert_equal(straight.model, resumed.model)

@@ -1,5 +1,6 @@
 """Optimizer states in host memory. On a CPU the ring and the copies are those of a GPU, without streams."""
 
+import signal
 from contextlib import nullcontext
 
 import pytest
@@ -130,7 +131,7 @@ def test_a_run_resumes_with_the_same_bits_wherever_the_states_are(tmp_path, monk
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     train(TrainConfig(**settings, output=straight))
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "signals", lambda: nullcontext(Stop(requested=True)))  # as after a signal in the first step
+        patch.setattr(loop, "signals", lambda: nullcontext(Stop(signal.SIGTERM)))  # as after a signal in the first step
         train(TrainConfig(**settings, offload=("optimizer",), output=stopped))
         train(config_of_run(stopped, offload=()))
     train(config_of_run(stopped, offload=("optimizer",)))

@@ -11,7 +11,7 @@ from ligermodels.training.planning.defaults import completed, precision, schedul
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
-def fitted(config, rows, length, *, sft=False, longest=None, ranks=1, device=CPU):
+def fitted(config, rows, length, *, sft=False, longest=None, ranks=1, device=CPU, held_out=10):
     """The settings, and the lines about them, for data of `rows` rows of `length` tokens."""
 
     class Training(SimpleNamespace):
@@ -20,6 +20,7 @@ def fitted(config, rows, length, *, sft=False, longest=None, ranks=1, device=CPU
 
     lengths = DocumentLengths(rows, longest or length, cut=0, holds_most=length)
     data = SimpleNamespace(training=Training(length=length, completion_only=sft), lengths=lengths)
+    data.validation = range(held_out)
     world = World(device, size=ranks)
     config, chosen = with_choices(config, precision(config, world))
     config, more = with_choices(config, schedule(config, data, 4096, world))
@@ -59,6 +60,17 @@ def test_chats_for_a_pretrained_model_on_a_gpu_have_three_epochs_of_small_batche
         "--eval-every 19: 10 validations",
         "--activation-checkpointing auto: as much as memory demands",
     ]
+
+
+def test_validations_take_at_most_15_percent_of_the_compute():
+    """A step of training takes three forward passes a row, a validation one a held-out row."""
+    for model, held_out, validations in (("a/folder", 60, 2), ("llama:135m", 60, 2), ("a/folder", 12, 11)):
+        config, lines = fitted(TrainConfig(model=model, epochs=3), rows=100, length=64, sft=True, held_out=held_out)
+        passes = 3 * config.steps * config.batch_size
+        made = -(-config.steps // config.eval_every) + (model == "a/folder")  # pretrained weights are validated first
+        assert made == validations and made * held_out <= 0.15 * (passes + made * held_out)
+        if validations == 2:
+            assert any("--eval-every" in line and "at most 15% of the compute" in line for line in lines)
 
 
 def test_text_has_one_epoch_of_larger_batches_shared_by_the_ranks():

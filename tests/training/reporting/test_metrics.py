@@ -56,6 +56,15 @@ def test_a_step_is_one_json_object_and_so_is_a_validation_with_its_sample_and_ac
     assert "step 2: 58 of 60 questions answered correctly\nstep 2: Once upon a time | there was ü\n" in out
 
 
+def test_a_loss_that_rounds_to_zero_has_no_sign(tmp_path, capsys):
+    """The loss of GRPO's validation is a negative mean reward, which may be 0."""
+    with run(tmp_path / "run", 1) as metrics:
+        metrics.step(1, loss=-1e-9, grad_norm=1.5, learning_rate=0.1, tokens=100)
+        metrics.validation(1, Validation(loss=-0.0))
+    out = capsys.readouterr().out
+    assert "validation loss 0.000" in out and "-0.000" not in out
+
+
 def test_other_ranks_write_and_print_nothing(tmp_path, capsys):
     with run(tmp_path, 1, enabled=False) as metrics:
         metrics.step(1, loss=1.0, grad_norm=1.0, learning_rate=0.1, tokens=100)

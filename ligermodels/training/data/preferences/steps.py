@@ -160,14 +160,15 @@ class Groups(Concatenated[GroupSelection]):
     def mismatched(self, numbers: Sequence[int], world: World, generator: np.random.Generator) -> Step:
         """Returns each group's prompt with the completion of another group: a cyclic shift of a random order.
 
-        A completion without images is cut where it would exceed max_length behind the other prompt. For the KL estimate
-        of KTO.
+        A completion without images is cut where it would exceed max_length behind the other prompt. A group alone, such
+        as the last one of a validation, takes that of the group before it in the data. For the KL estimate of KTO.
         """
         own = [self.piece(number, unit) for unit, number in enumerate(numbers)]
+        sources = own if len(own) > 1 else [self.piece((numbers[0] - 1) % len(self), 0)]
         order = generator.permutation(len(own))
         pieces = [own[0]] * len(own)
         for unit, other in zip(order.tolist(), np.roll(order, 1).tolist(), strict=True):
-            prompt, source = own[unit].group.prompt, own[other].group
+            prompt, source = own[unit].group.prompt, sources[other].group
             images = own[unit].group.images_of(0), *map(source.images_of, range(1, 1 + len(source.completions)))
             room = None if any(images[1:]) else max(1, self.options.max_length - len(prompt))
             masks = tuple(None if mask is None else mask[:room] for mask in source.supervised)

@@ -68,7 +68,7 @@ from ligermodels.training.objectives.preference.references import (
 )
 from ligermodels.training.optimizers.schedules import default_learning_rate
 from ligermodels.training.parallel.fsdp import dp_shard_size
-from ligermodels.training.planning.defaults import TORCH_DTYPES, Choice
+from ligermodels.training.planning.defaults import TORCH_DTYPES, WARMUP_FRACTION, Choice, validation_interval
 from ligermodels.training.reporting.metrics import COMPLETIONS_FILE, CompletionsFile, Validation
 from ligermodels.training.reward_function import ModelReward
 from ligermodels.training.run.stopping import Stop
@@ -78,7 +78,6 @@ from ligermodels.units import counted
 MOST_VALIDATION_PROMPTS = 512
 MOST_PROMPTS, TINY_PROMPTS = 16, 4
 LEARNING_RATE = 5e-6  # five times TRL's, at which a reward rises little in 60 steps; ten times that for LoRA
-WARMUP_FRACTION, GRPO_VALIDATIONS = 0.03, 10
 MOST_ROW_TOKENS = 8192  # of a packed row, where no single completion needs more
 
 
@@ -145,7 +144,9 @@ class GRPO(Objective):
         return self.data.training.groups.longest_prompt
 
     def choices(self, hidden_size: int) -> dict[str, Choice]:
-        return grpo_choices(self.config, len(self.data.training), self.longest_prompt, hidden_size)
+        return grpo_choices(
+            self.config, len(self.data.training), len(self.data.validation), self.longest_prompt, hidden_size
+        )
 
     def complete(self, config: RunConfig) -> None:
         super().complete(config)
@@ -359,7 +360,7 @@ class GRPO(Objective):
             self.entropy.finish_step(found["entropy"])
         return found
 
-    def warnings(self, values: Mapping[str, float]) -> list[str]:
+    def warnings(self, values: Mapping[str, float], step: int) -> list[str]:
         return self.watch.warnings(values)
 
     def finish_step(self, model: CausalLM, step: int) -> None:
@@ -416,8 +417,11 @@ def reference_spec(config: TrainConfig, policy: PolicyOptions, world: World) -> 
     return spec
 
 
-def grpo_choices(config: TrainConfig, count: int, longest_prompt: int, hidden_size: int) -> dict[str, Choice]:
-    """The settings that were not given, for `count` prompts of which the longest has so many tokens."""
+def grpo_choices(
+    config: TrainConfig, count: int, held_out: int, longest_prompt: int, hidden_size: int
+) -> dict[str, Choice]:
+    """The settings that were not given, for `count` prompts of which the longest has so many tokens, and others that
+    are held out. Sampling takes most of the time of a step: a validation is compared with it by completions."""
     prompts = min(TINY_PROMPTS if config.is_tiny else MOST_PROMPTS, max(1, count))
     epochs = config.epochs or 1.0
     steps = math.ceil(epochs * count / (config.prompts or prompts)) * config.iterations
@@ -433,6 +437,8 @@ def grpo_choices(config: TrainConfig, count: int, longest_prompt: int, hidden_si
         "steps": Choice(steps, f"{epochs:g} epoch{'' if epochs == 1 else 's'}"),
         "learning_rate": Choice(rate, "grpo"),
         "warmup": Choice(min(math.ceil(WARMUP_FRACTION * taken), taken - 1), f"{WARMUP_FRACTION:.0%} of the steps"),
-        "eval_every": Choice(math.ceil(taken / GRPO_VALIDATIONS), f"{GRPO_VALIDATIONS} validations"),
+        "eval_every": validation_interval(
+            config, taken, (config.prompts or prompts) * config.generations, held_out * (1 + (config.pass_at or 0))
+        ),
         "activation_checkpointing": Choice("auto", "as much as memory demands"),
     }

@@ -25,7 +25,13 @@ from ligermodels.training.data.preferences import GroupOptions, PreferenceBatch,
 from ligermodels.training.data.preferences.formats import GroupKind
 from ligermodels.training.objectives.evaluation import start_stop_check
 from ligermodels.training.objectives.objective import Objective, StepTotals, Work, image_options
-from ligermodels.training.planning.defaults import MIN_STEPS_PER_EPOCH, VALIDATIONS, Choice, image_limits
+from ligermodels.training.planning.defaults import (
+    MIN_STEPS_PER_EPOCH,
+    TRAINING_PASSES,
+    Choice,
+    image_limits,
+    validation_interval,
+)
 from ligermodels.training.reporting.metrics import Validation
 from ligermodels.training.run.stopping import Stop
 from ligermodels.training.settings.config import UNIT_SETTINGS, RunConfig
@@ -48,6 +54,11 @@ class GroupObjective(Objective):
     learning_rate: ClassVar[float]
     data: PreferenceData
     config: RunConfig
+
+    @property
+    def passes_beside(self) -> int:
+        """How many forward passes without a gradient a group takes, in training as in a validation."""
+        return 0
 
     @property
     def unit(self) -> str:
@@ -89,7 +100,12 @@ class GroupObjective(Objective):
             "steps": Choice(steps, f"{epochs:g} epoch{'' if epochs == 1 else 's'}"),
             "learning_rate": Choice(rate, f"{config.objective}, {trained}"),
             "warmup": Choice(warmup, f"{LONGER_WARMUP:.0%} of the steps"),
-            "eval_every": Choice(math.ceil(length / VALIDATIONS), f"{VALIDATIONS} validations"),
+            "eval_every": validation_interval(
+                config,
+                length,
+                taken * (TRAINING_PASSES + self.passes_beside),
+                len(self.data.validation) * (1 + self.passes_beside),
+            ),
             "activation_checkpointing": Choice("auto", "as much as memory demands"),
             **image_limits(self.data),
         }

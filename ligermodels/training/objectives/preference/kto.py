@@ -45,6 +45,10 @@ class KTO(ReferenceObjective):
         )
         losses.kto(*NO_EXAMPLE, **self.options)
 
+    @property
+    def passes_beside(self) -> int:
+        return super().passes_beside + (2 if self.name == "kto" else 0)  # z takes two
+
     def default_reference(self) -> str:
         found = default_reference(self.config)
         return "model" if found == "precomputed" and self.name == "kto" else found
@@ -53,12 +57,13 @@ class KTO(ReferenceObjective):
         good, bad = self.data.training.labels
         if not good or not bad:
             return [f"all examples are {'good' if good else 'bad'}: KTO learns from both kinds"]
-        weights = (self.options.get(f"{kind}_weight", 1.0) for kind in ("desirable", "undesirable"))
-        ratio = good * next(weights) / max(bad * next(weights), 1e-9)
+        desirable, undesirable = (self.options.get(f"{kind}_weight", 1.0) for kind in ("desirable", "undesirable"))
+        ratio = good * desirable / max(bad * undesirable, 1e-9)
         if BALANCED[0] <= ratio <= BALANCED[1]:
             return []
-        fitting = ratio / BALANCED[0] if ratio < BALANCED[0] else ratio / BALANCED[1]
-        flag, value = ("--desirable-weight", 1 / fitting) if ratio < BALANCED[0] else ("--undesirable-weight", fitting)
+        flag, value = "--undesirable-weight", undesirable * ratio / BALANCED[1]
+        if ratio < BALANCED[0]:
+            flag, value = "--desirable-weight", desirable * BALANCED[0] / max(ratio, 1e-9)
         weighed = f"{good:,} good and {bad:,} bad examples weigh {ratio:.2f} to 1"
         return [f"{weighed}; the paper takes 1 to 1.33: {flag} {value:.2f}"]
 

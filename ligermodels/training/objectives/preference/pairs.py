@@ -1,5 +1,6 @@
 """DPO, ORPO, CPO and SimPO: losses of pairs, over the pairs of a step. The formulas are in `ligermodels.losses`."""
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -28,7 +29,7 @@ from ligermodels.training.objectives.preference.references import ReferenceObjec
 from ligermodels.training.settings.config import RunConfig, TrainConfig
 
 NO_PAIR = torch.zeros(2), torch.tensor([0, 1, 2], dtype=torch.int32)  # log-probabilities and offsets, to try a loss on
-FIRST_STEPS = 5  # in which sides that differ by more than their content are noticed
+FIRST_STEPS = range(2, 7)  # steps with sides that differ by more than content; at step 1 a reference equals the policy
 FALL = 10.0  # nats that the chosen side's log-probability has fallen by, where it is worth a word
 
 
@@ -82,8 +83,8 @@ class PairObjective(GroupObjective):
         own = {name: value for name, value in sums.items() if name not in counts and not name.startswith("logit")}
         return {name: value / counts[over.get(name, "pairs")] for name, value in own.items()} | mean_logits(sums)
 
-    def warnings(self, values: Mapping[str, float]) -> list[str]:
-        return self.watch.warnings(values)
+    def warnings(self, values: Mapping[str, float], step: int) -> list[str]:
+        return self.watch.warnings(values, step)
 
 
 class DPO(ReferenceObjective, PairObjective):
@@ -217,9 +218,12 @@ def parse_f_divergence(text: str | None) -> tuple[str | None, float | None]:
 
 def number_in(flag: str, text: str, rule: str) -> float:
     try:
-        return float(text)
+        number = float(text)
     except ValueError:
-        raise InputError(f"{flag}: must have {rule}") from None
+        number = math.nan
+    if not math.isfinite(number):
+        raise InputError(f"{flag}: must have {rule}")
+    return number
 
 
 class PairWatch:
@@ -227,22 +231,19 @@ class PairWatch:
 
     def __init__(self) -> None:
         self.first: Mapping[str, float] | None = None
-        self.sure = 0  # steps from the first one on, in a row, with every pair on the right side
-        self.steps = 0
+        self.sure = 0  # of the first steps, with every pair on the right side
         self.said: set[str] = set()
         self.pending: list[str] = []
 
-    def warnings(self, values: Mapping[str, float]) -> list[str]:
-        """What there is to say after a step with these metrics, under TRL's names."""
-        self.steps += 1
+    def warnings(self, values: Mapping[str, float], step: int) -> list[str]:
+        """What there is to say after a step of the run, from 1, with these metrics, under TRL's names."""
         self.first = self.first or values
-        if self.steps <= FIRST_STEPS and values["rewards/accuracies"] == 1.0:
-            self.sure += 1
-        if self.sure == self.steps == FIRST_STEPS:
+        self.sure += step in FIRST_STEPS and values["rewards/accuracies"] == 1.0
+        if self.sure == len(FIRST_STEPS):
             self.say(
                 "leak",
-                f"accuracy 1.0 in each of the first {FIRST_STEPS} steps: does the data tell the sides apart by their "
-                "length or their end?",
+                f"accuracy 1.0 in each of the steps {FIRST_STEPS[0]} to {FIRST_STEPS[-1]}: does the data tell the "
+                "sides apart by their length or their end?",
             )
         chosen, rejected = (self.first[f"logps/{side}"] - values[f"logps/{side}"] for side in ("chosen", "rejected"))
         if chosen > FALL and chosen > rejected:

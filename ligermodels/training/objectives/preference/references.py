@@ -30,6 +30,7 @@ from ligermodels.errors import InputError
 from ligermodels.hub import create, quantise_on_meta, resolve
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.lora import lora_disabled
+from ligermodels.layers.reward_model import RewardModel
 from ligermodels.losses.pairs import pair_sums
 from ligermodels.memory.model import TrainingMemory, held_bytes, trained_parameters
 from ligermodels.tokenizer import Tokenizer
@@ -215,6 +216,10 @@ class ModelReference(Reference):
             revision=config.revision))  # fmt: skip
         size = config.size if self.folder is None and config.has_new_weights else None
         model = create(source, size=size, dtype=TORCH_DTYPES[str(config.dtype)], device="meta").requires_grad_(False)
+        if isinstance(model, RewardModel):
+            raise InputError(
+                f"--reference model:{self.folder}: is a reward model, without logits of tokens; name a language model"
+            )
         if isinstance(source, Path):
             quantise_on_meta(model, source, None if self.folder else config.quantize)
         if model.config.vocab_size != policy.config.vocab_size:
@@ -252,7 +257,7 @@ class PrecomputedReference(Reference):
     """The policy's log-probabilities as they were at the start, computed in one pass before training.
 
     The pass takes the rows that training will take, in the same order, so that the first step's log-ratios are exactly
-    0. Sums of completions are kept in the user's cache, in a file named by a hash of the weights, the data, the
+    0. Sums of completions are kept in the user's cache, in a file named by a hash of the model, the data, the
     settings that shape rows, and the code; the next run with the same starts at once. A run that is lengthened adds
     what is missing.
 
@@ -335,7 +340,8 @@ class PrecomputedReference(Reference):
     def key(self, model: CausalLM) -> str:
         config, data = self.config, self.data
         described = {
-            "weights": {name: fingerprint(parameter) for name, parameter in model.named_parameters()},
+            "weights": {name: fingerprint(x) for name, x in (*model.named_parameters(), *model.named_buffers())},
+            "forward": forward_constants(model),
             "data": data.training.fingerprint,
             "validation": [part.fingerprint for part in data.validation.groups.parts],
             "rows": [config.units, config.sequence_length, config.share_prompts, config.seed, self.world.size],
@@ -370,6 +376,16 @@ class PrecomputedReference(Reference):
 def numbers_of(groups: Groups, numbers: Any) -> np.ndarray:
     """The numbers that the completions of these groups have in the data, as in `PreferenceBatch.numbers`."""
     return np.concatenate([groups.completion_numbers(number) for number in numbers])
+
+
+def forward_constants(model: CausalLM) -> list[str]:
+    """What a forward pass reads beside weights, as text: the configuration, and the numbers of every module, such as
+    scales, softcaps, windows and the alpha of LoRA."""
+    constants = [
+        f"{name}.{key}={value}" for name, module in model.named_modules() for key, value in vars(module).items()
+        if key != "training" and isinstance(value, bool | int | float | str | tuple)
+    ]  # fmt: skip
+    return [repr(model.config), json.dumps(dict(model.config.raw), sort_keys=True), *constants]
 
 
 def package_hash() -> str:
@@ -430,6 +446,10 @@ class ReferenceObjective(GroupObjective):
         self.spec = parse_reference(config.reference or self.default_reference())
         if self.spec.kind != "precomputed":
             make_reference(self.spec, config, world)
+
+    @property
+    def passes_beside(self) -> int:
+        return int(self.spec.kind != "precomputed")
 
     @property
     def ld_alpha(self) -> float | None:

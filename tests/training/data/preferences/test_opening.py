@@ -105,6 +105,16 @@ def test_pairs_are_judged_completions_and_meet_other_prompts_for_the_kl_estimate
         data.training.mismatched(0, 1, CPU)
 
 
+def test_an_example_alone_meets_the_completion_of_the_one_before_it_for_the_kl_estimate():
+    """As the last one of a validation may be: its own completion would make z the loss's own log-ratio."""
+    groups = opened("preferences", kind="judged", share_prompts=False).validation.groups
+    last = len(groups) - 1
+    alone = groups.mismatched(range(last, last + 1), CPU, np.random.default_rng(last))
+    before, own = (groups.step([number], CPU) for number in (last - 1, last))
+    ids = [[ids for _, _, ids in whole([step])] for step in (alone, before, own)]
+    assert ids[0] == ids[1] != ids[2]
+
+
 def test_sums_are_prompts_with_their_answers():
     data = opened("sums", kind="prompts")
     prompts = data.training.prompts(0, 6, CPU)
