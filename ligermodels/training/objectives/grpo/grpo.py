@@ -312,7 +312,7 @@ class GRPO(Objective):
         number = self.place(progress) % self.config.steps_per_generation
         rows = self.mini_batch(self.rollouts, number)
         divisor = self.policy.divisor(rows.completions, rows.supervised)
-        counts = torch.tensor([divisor, max(1, rows.supervised)], dtype=torch.float32, device=self.world.device)
+        counts = torch.tensor([divisor, max(1, rows.unmasked)], dtype=torch.float32, device=self.world.device)
         # The cursor moves with a generation's first step: one that is lost is followed by other prompts.
         units = self.prompts_per_generation if begins else 0
         measured = {**generated, "tokens_saved": 1 - rows.tokens / max(1, rows.tokens_unshared)}
@@ -359,7 +359,7 @@ class GRPO(Objective):
         found = step_metrics(sums, maxima) | {"step_time": time.perf_counter() - self.began}
         if self.entropy.is_used:
             found["entropy_coef"] = self.entropy.applied
-            self.entropy.finish_step(found["entropy"])
+            self.entropy.finish_step(sums["unmasked_entropy"] / max(1.0, sums["unmasked_tokens"]))
         return found
 
     def warnings(self, values: Mapping[str, float]) -> list[str]:

@@ -134,9 +134,8 @@ def generation_metrics(generation: RewardedGeneration, functions: Sequence[Rewar
     rewards, samples = generation.rewards, generation.samples
     size = len(generation.groups[0].samples)
     totals = weighted_totals(rewards, [function.weight for function in functions])
-    deviations = torch.stack([std(group) for group in totals.unflatten(0, (-1, size))])
     metrics = {
-        "reward": mean(totals), "reward_std": mean(deviations),
+        "reward": mean(totals), "reward_std": float(std(totals)),
         "frac_reward_zero_std": 1 - float(has_spread(totals, size).double().mean()),
     }  # fmt: skip
     for function, values in zip(functions, rewards.T, strict=True):

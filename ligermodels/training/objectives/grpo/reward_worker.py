@@ -154,8 +154,8 @@ def checked_reward(function: RewardFunction, value: Any, place: str) -> float | 
         number = math.nan
     if not math.isfinite(number):
         raise RewardError(
-            f"--reward {function.spec}: returned {shortened_value(value)} for a completion of the prompt of {place}; must "
-            "be a finite number, or None where there is no reward"
+            f"--reward {function.spec}: returned {shortened_value(value)} for a completion of the prompt of {place}; "
+            "must be a finite number, or None where there is no reward"
         )
     return number
 
