@@ -143,7 +143,8 @@ def test_an_architecture_imports_layers_and_the_weight_mapping_only():
 
 
 def test_the_limited_processes_have_nothing_of_the_package():
-    for worker in ("tokenizer/template_worker.py", "training/data/formats/parquet_worker.py"):
+    rewards = "training/objectives/grpo/reward_worker.py"
+    for worker in ("tokenizer/template_worker.py", "training/data/formats/parquet_worker.py", rewards):
         assert not set(imports_of(PACKAGE / worker))
 
 

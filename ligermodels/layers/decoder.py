@@ -307,6 +307,7 @@ class CausalLM(HubInterface, AdaptableModule, HubModule, ABC):
         features: ImageFeatures | CrossFeatures | None = None,
         rope_ids: Tensor | None = None,
         context: ContextGroup | None = None,
+        balance_mask: Tensor | None = None,
         **options: Any,
     ) -> CausalLMOutput:
         """input_ids [B, T] -> loss and logits [B, T, V].
@@ -345,6 +346,8 @@ class CausalLM(HubInterface, AdaptableModule, HubModule, ABC):
         context: the ranks that share this row, which all of them pass whole, as input_ids [1, T], with the labels and
         the offsets of its documents. Each computes its part of the tokens: the outputs are those of its part, `rows`
         are places in it, and the loss is its share of a sum, which num_items_in_batch divides.
+        balance_mask: bool [B, T], the tokens that the load-balancing loss counts, where a row has padding without an
+        attention mask; None for all.
         options: cu_seqlens and max_seqlen under the names of the Hub's collators, see `take_documents`; return_dict,
         output_attentions and use_cache, as long as they ask for nothing else than what is done.
 
@@ -366,7 +369,9 @@ class CausalLM(HubInterface, AdaptableModule, HubModule, ABC):
                 "forward: rows and a teacher's states are places in the batch as it is given, but its padding or "
                 "position_ids rearrange it: leave them out, or pass cu_seqlens"
             )
-        balance = self.balance(output.router_logits, output_router_logits, context)
+        if balance_mask is not None and decoded.layout is not None:
+            balance_mask = decoded.layout.pack(balance_mask)
+        balance = self.balance(output.router_logits, output_router_logits, context, balance_mask)
         loss, token_logprobs, from_teacher = None, None, None
         if labels is not None:
             hidden, targets = output.hidden, next_tokens(labels, decoded.cu_seqlens)
@@ -435,11 +440,15 @@ class CausalLM(HubInterface, AdaptableModule, HubModule, ABC):
         return Decoded(self.model(inputs, output_hidden_states), labels, inputs.cu_seqlens, layout)
 
     def balance(
-        self, router_logits: list[Tensor], requested: bool | None, context: ContextGroup | None
+        self,
+        router_logits: list[Tensor],
+        requested: bool | None,
+        context: ContextGroup | None,
+        mask: Tensor | None,
     ) -> Tensor | None:
         """The routers' load-balancing loss if it is requested; requested: None for what config.json says.
 
-        context: the ranks whose tokens count together, None for this one.
+        context: the ranks whose tokens count together, None for this one. mask: bool [B, T], the tokens that count.
         """
         config = self.config
         if requested is None:
@@ -447,7 +456,9 @@ class CausalLM(HubInterface, AdaptableModule, HubModule, ABC):
         if not requested or not router_logits or not isinstance(config, MoEConfig):
             return None
         mean = context.mean if context is not None else lambda share: share
-        return load_balancing_loss(router_logits, config.num_experts_per_tok, mean)
+        if mask is not None:
+            mask = (mask if context is None else context.part(mask)).flatten()
+        return load_balancing_loss(router_logits, config.num_experts_per_tok, mean, mask)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [B, T, H] -> logits [B, T, V], scaled and softcapped."""

@@ -285,15 +285,24 @@ class MoE(nn.Module):
 
 
 def load_balancing_loss(
-    router_logits: list[Tensor] | tuple[Tensor, ...], k: int, mean: Callable[[Tensor], Tensor] = lambda share: share
+    router_logits: list[Tensor] | tuple[Tensor, ...],
+    k: int,
+    mean: Callable[[Tensor], Tensor] = lambda share: share,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """E Σ_e f_e P_e, a scalar in fp32; it is k if all experts are used equally.
 
     router_logits: [tokens, E] of each layer; the sums run over the tokens of all layers together. f_e: how often expert
     e is in the top k, per token. P_e: its mean probability. mean: of both, [E], over the ranks that share the tokens.
+    mask: bool [tokens], those that count; None for all.
     Source: Fedus et al. 2021, https://arxiv.org/abs/2101.03961, summed over the k choices as in transformers.
     """
     probability = torch.softmax(torch.cat(router_logits), -1, dtype=torch.float32)  # [layers tokens, E]
     num_experts = probability.shape[-1]
     chosen = torch.zeros_like(probability).scatter_(-1, probability.topk(k).indices, 1.0)
-    return num_experts * (mean(chosen.mean(0)) * mean(probability.mean(0))).sum()
+    if mask is None:
+        return num_experts * (mean(chosen.mean(0)) * mean(probability.mean(0))).sum()
+    counted = mask.repeat(len(router_logits))[:, None].to(probability.dtype)
+    tokens = mean(counted.mean(0)).clamp(min=torch.finfo(counted.dtype).tiny)  # a rank may have padding alone
+    chosen, probability = (mean((counted * values).mean(0)) / tokens for values in (chosen, probability))
+    return num_experts * (chosen * probability).sum()

@@ -199,14 +199,23 @@ def clipped_tokens(
     epsilon: float = 0.2,
     epsilon_high: float | None = None,
     importance_sampling_level: str = "token",
+    logarithmic: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Tokens whose gradient the clip of `grpo` or `dapo` removes: (low, high), each of 0 and 1, fp32 [N].
+    """Tokens whose gradient the clip of a loss removes: (low, high), each of 0 and 1, fp32 [N].
 
-    Low: w < 1 − epsilon and A < 0; high: w > 1 + epsilon_high and A > 0. TRL's metrics clip_ratio/low_mean,
-    high_mean and region_mean are means of these over tokens (region: low + high), low_min and high_max extremes of
-    their `segment_means`.
+    Low: w < 1 − epsilon and A < 0; high: w > 1 + epsilon_high and A > 0. The level "completion" has the ratio of the
+    whole completion, as `rloo`; `logarithmic` bounds log w, by −epsilon and epsilon_high, as `gmpo`.
+    TRL's metrics clip_ratio/low_mean, high_mean and region_mean are means of these (region: low + high) over tokens,
+    or over completions where these have one ratio; low_min and high_max are extremes of their `segment_means`.
     """
-    ratios = importance_ratios(logprobs, old_logprobs, cu_seqlens, importance_sampling_level)
+    if logarithmic:
+        ratios, one = log_ratios(logprobs, old_logprobs), 0.0
+    elif importance_sampling_level == "completion":
+        sums = segment_sums(log_ratios(logprobs, old_logprobs), cu_seqlens)
+        sums = sums.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+        ratios, one = per_token(sums.exp(), cu_seqlens, len(logprobs)), 1.0
+    else:
+        ratios, one = importance_ratios(logprobs, old_logprobs, cu_seqlens, importance_sampling_level), 1.0
     advantage = per_token(advantages, cu_seqlens, len(logprobs))
     high = epsilon if epsilon_high is None else epsilon_high
-    return ((ratios < 1 - epsilon) & (advantage < 0)).float(), ((ratios > 1 + high) & (advantage > 0)).float()
+    return ((ratios < one - epsilon) & (advantage < 0)).float(), ((ratios > one + high) & (advantage > 0)).float()

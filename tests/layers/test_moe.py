@@ -1,5 +1,7 @@
 """The mixture of experts against the reference implementation."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -9,8 +11,11 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBl
 
 import ligermodels
 from ligermodels.configs.base import Config
+from ligermodels.distributed import World
 from ligermodels.layers.moe import MoE, load_balancing_loss
 from ligermodels.layers.norm import PreNorm, RMSNorm
+from ligermodels.training.data.rows.batches import collate
+from ligermodels.training.data.rows.packing import Segment
 from tests.cases import CASES, LLAMA
 from tests.conftest import DEVICE
 from tests.reference_model import labels_of, tokens
@@ -122,6 +127,30 @@ def test_the_load_balancing_loss_equals_that_of_the_reference_implementation():
     torch.testing.assert_close(loss, expected)
     got, wanted = (torch.autograd.grad(value, router_logits) for value in (loss, expected))
     torch.testing.assert_close(got, wanted)
+
+
+def test_the_load_balancing_loss_counts_tokens_and_no_padding():
+    """As the reference implementation, whose attention mask says what is padding."""
+    router_logits = tuple(torch.randn(2 * 7, NUM_EXPERTS, requires_grad=True) for _ in range(2))
+    mask = torch.tensor([[1] * 7, [1] * 4 + [0] * 3]).bool()
+    expected = load_balancing_loss_func(router_logits, NUM_EXPERTS, PER_TOKEN, mask)
+    loss = load_balancing_loss(router_logits, PER_TOKEN, mask=mask.flatten())
+    torch.testing.assert_close(loss, expected)
+    got, wanted = (torch.autograd.grad(value, router_logits) for value in (loss, expected))
+    torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_rows_of_a_run_are_balanced_without_their_padding(packing):
+    config = CASES["mixtral-aux-loss"]
+    model = ligermodels.create(config, device=DEVICE)
+    row = tokens(config, batch=1).to(DEVICE)
+    size = row.shape[1] - 5
+    store = SimpleNamespace(tokens=row[0].cpu().numpy(), supervised=None, images=None)
+    batch = collate([[Segment(store, 0, size)]], row.shape[1], packing, World(torch.device("cpu"))).to(DEVICE)
+    alone = model(row[:, :size], row[:, :size]).aux_loss
+    torch.testing.assert_close(model(**batch.arguments()).aux_loss, alone, rtol=1e-5, atol=0)
+    assert abs(model(row).aux_loss - alone) > 1e-4
 
 
 def test_the_load_balancing_loss_of_evenly_used_experts_is_k():

@@ -229,6 +229,11 @@ class PreferenceBatch:
         names = ("input_ids", "labels", "position_ids", "cu_seqlens", "max_seqlen", "shared_keys", "rows")
         return {name: getattr(self, name) for name in names} | dict(self.images)
 
+    @property
+    def balance_mask(self) -> Tensor:
+        """What is no padding, for `forward`: bool [1, T]."""
+        return (torch.arange(self.input_ids.shape[1], device=self.input_ids.device) < self.tokens)[None]
+
     def to(self, device: torch.device) -> "PreferenceBatch":
         """Copies the batch to a device; copies from pinned memory do not block the host."""
         return self.map_tensors(lambda x: x.to(device, non_blocking=True))

@@ -111,6 +111,12 @@ class Groups(Concatenated[GroupSelection]):
         """Tokens of each group in a row, and those of its images among them: int64 [2, U]."""
         return np.concatenate([part.laid_out(self.options.share_prompts) for part in self.parts], 1)
 
+    @property
+    def column_names(self) -> list[str]:
+        """The columns that any of the prompts has."""
+        contents = (part.store.content(number) for part in self.parts for number in part.numbers.tolist())
+        return list(dict.fromkeys(name for content in contents for name in content["columns"]))
+
     def piece(self, number: int, unit: int) -> GroupPiece:
         part, index = self.locate(number)
         return part.piece(index, unit)

@@ -215,10 +215,14 @@ class GroupStore:
         rows = slice(self.teacher_offsets[number], self.teacher_offsets[number + 1])
         return (Teacher(self.teacher_ids[rows].astype(np.int64), self.teacher_logprobs[rows]),)
 
+    def content(self, number: int) -> dict[str, Any]:
+        """Returns the text and the columns of a prompt, as {prompt, columns}."""
+        written = bytes(self.columns[self.column_offsets[number] : self.column_offsets[number + 1]])
+        return json.loads(written) if written else {"prompt": "", "columns": {}}
+
     def prompt(self, number: int, unit: int) -> GroupPrompt:
         """Returns the prompt of a group. unit: the number that the prompt gets in its step."""
-        written = bytes(self.columns[self.column_offsets[number] : self.column_offsets[number + 1]])
-        content: dict[str, Any] = json.loads(written) if written else {"prompt": "", "columns": {}}
+        content = self.content(number)
         ids = np.array(self.document(int(self.firsts[number])), np.int64)
         return GroupPrompt(ids, content["prompt"], content["columns"], unit, number, self.place(number))
 

@@ -29,6 +29,7 @@ class Batch(NamedTuple):
     images: those of the rows, in order, under the names of arguments of `forward`; empty if there are none. Each has a
     method `to`, as tensors have.
     teacher_states: what a teacher has stored for the rows (`StoredStates.of_rows`); they stay in host memory.
+    balance_mask: bool, as input_ids; False in the padding.
     """
 
     input_ids: Tensor
@@ -38,13 +39,15 @@ class Batch(NamedTuple):
     rows: Tensor | None = None
     images: Mapping[str, Any] = {}  # never changed
     teacher_states: Tensor | None = None
+    balance_mask: Tensor | None = None
 
     def to(self, device: torch.device) -> "Batch":
         """Copies the batch to a device; copies from pinned memory do not block the host."""
         input_ids, labels = (x.to(device, non_blocking=True) for x in (self.input_ids, self.labels))
         offsets, rows = (None if x is None else x.to(device, non_blocking=True) for x in (self.cu_seqlens, self.rows))
         images = {name: values.to(device, non_blocking=True) for name, values in self.images.items()}
-        return Batch(input_ids, labels, offsets, self.max_seqlen, rows, images, self.teacher_states)
+        mask = None if self.balance_mask is None else self.balance_mask.to(device, non_blocking=True)
+        return Batch(input_ids, labels, offsets, self.max_seqlen, rows, images, self.teacher_states, mask)
 
     def arguments(self) -> dict[str, Any]:
         """Returns the arguments of `forward`."""
@@ -70,6 +73,7 @@ def collate(
     pinned = world.device.type == "cuda"
     input_ids = torch.zeros(len(rows), length, dtype=torch.int64, pin_memory=pinned)
     labels = torch.full((len(rows), length), IGNORE_INDEX, dtype=torch.int64, pin_memory=pinned)
+    mask = torch.zeros(len(rows), length, dtype=torch.bool, pin_memory=pinned)
     ids, targets, offsets = input_ids.numpy(), labels.numpy(), [0]
     for number, row in enumerate(rows):
         end = 0
@@ -80,19 +84,20 @@ def collate(
             if store.supervised is not None:
                 targets[number, begin:end][~store.supervised[start : start + size]] = IGNORE_INDEX
             offsets.append(number * length + end)
+        mask[number, :end] = True
         if end < length:
             offsets.append((number + 1) * length)
     masked = any(store.supervised is not None for row in rows for store, _, _ in row)
     places = supervised_rows(labels, pinned, world.context_rank, world.context) if masked else None
     if not packing:
         images = decoder.arguments([*map(images_of, rows)], input_ids, labels, None, pinned) if decoder else {}
-        return Batch(input_ids, labels, None, None, places, images)
+        return Batch(input_ids, labels, None, None, places, images, balance_mask=mask)
     input_ids, labels = input_ids.view(1, -1), labels.view(1, -1)
     cu_seqlens = torch.tensor(offsets, dtype=torch.int32, pin_memory=pinned)
     images = (
         decoder.arguments([images_of(itertools.chain(*rows))], input_ids, labels, cu_seqlens, pinned) if decoder else {}
     )
-    return Batch(input_ids, labels, cu_seqlens, length, places, images)
+    return Batch(input_ids, labels, cu_seqlens, length, places, images, balance_mask=mask.view(1, -1))
 
 
 def supervised_rows(labels: Tensor, pinned: bool, part: int = 0, parts: int = 1) -> Tensor | None:

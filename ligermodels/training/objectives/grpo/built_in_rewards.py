@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ligermodels.errors import InputError
+from ligermodels.training.objectives.grpo.reward_worker import format_reward, text_of
 
 RewardCallable = Callable[..., Any]
 NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?")
@@ -20,13 +21,11 @@ def built_in_reward(name: str, max_completion_length: int) -> RewardCallable:
     if name in ("exact", "number"):
         return exact if name == "exact" else equal_number
     if kind == "format":
-        return format_reward(name, argument)
+        try:
+            return format_reward(argument)
+        except re.error as error:
+            raise InputError(f"--reward {name}: is no regular expression: {error}; correct it") from None
     return length_reward(name, argument if colon else None, max_completion_length)
-
-
-def text_of(completion: str | Sequence[dict[str, str]]) -> str:
-    """The text of a completion; of a conversation, of its last message."""
-    return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
 def exact(completions: Sequence[Any], answer: Sequence[Any], **_: Any) -> list[float | None]:
@@ -50,19 +49,6 @@ def equal_number(completions: Sequence[Any], answer: Sequence[Any], **_: Any) ->
 def last_number(text: str) -> float | None:
     numbers = NUMBER.findall(text)
     return float(numbers[-1].replace(",", "")) if numbers else None
-
-
-def format_reward(name: str, pattern: str) -> RewardCallable:
-    """1 where the whole completion matches the pattern, else 0. A dot matches any character, also the end of a line."""
-    try:
-        expression = re.compile(pattern, re.DOTALL)
-    except re.error as error:
-        raise InputError(f"--reward {name}: is no regular expression: {error}; correct it") from None
-
-    def format(completions: Sequence[Any], **_: Any) -> list[float]:
-        return [float(expression.fullmatch(text_of(completion)) is not None) for completion in completions]
-
-    return format
 
 
 def length_reward(name: str, argument: str | None, longest: int) -> RewardCallable:

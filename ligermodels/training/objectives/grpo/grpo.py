@@ -7,7 +7,7 @@ ends between two of its updates resumes to the bit.
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,12 +20,13 @@ from torch.nn.functional import pad
 from ligermodels import distributed
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
+from ligermodels.generation.requests import GeneratedSample
 from ligermodels.kernels.losses.logprobs_of_logits import LogProbs
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.losses import entropy_sum, segment_sums, top_entropy_mask
 from ligermodels.memory.model import TrainingMemory
 from ligermodels.training.checkpoints import Progress
-from ligermodels.training.data.preferences import GroupOptions, PreferenceData, open_preferences
+from ligermodels.training.data.preferences import GroupOptions, GroupPrompt, PreferenceData, open_preferences
 from ligermodels.training.objectives.grpo.judging import (
     GenerationWatch,
     RewardedGeneration,
@@ -46,7 +47,8 @@ from ligermodels.training.objectives.grpo.policy import (
     policy_options,
     step_metrics,
 )
-from ligermodels.training.objectives.grpo.rewards import TrainerState, check_columns, open_rewards
+from ligermodels.training.objectives.grpo.reward_worker import TrainerState
+from ligermodels.training.objectives.grpo.rewards import check_columns, open_rewards
 from ligermodels.training.objectives.grpo.rollouts import (
     MiniBatch,
     RolloutBatch,
@@ -88,13 +90,14 @@ class GRPO(Objective):
     data: PreferenceData
     config: RunConfig
     sampler: Sampler | VLLMSampler
+    columns: list[str]  # of all prompts
     began: float  # when the step did, by the clock
 
     def __init__(self, config: TrainConfig, world: World) -> None:
         super().__init__(config, world)
         self.policy = policy_options(config)
         self.entropy = EntropyControl(config.entropy_coef, config.entropy_target)
-        self.rewards = open_rewards(config.reward or (), config.max_completion_length)
+        self.rewards = open_rewards(config.reward or (), config.max_completion_length, config.reward_timeout)
         self.weights = [function.weight for function in self.rewards]
         self.reward_models = [made.function for made in self.rewards if isinstance(made.function, ModelReward)]
         if config.lora_dropout:
@@ -127,7 +130,9 @@ class GRPO(Objective):
             refuse_base_that_is_trained(model)
         options = GroupOptions(kind="prompts", max_length=longest, max_prompt_length=config.max_prompt_length)
         self.data = open_preferences(config, options, folder, model.config.vocab_size, adapter)
-        check_columns(self.rewards, self.data.training.groups.prompt(0, 0).columns)
+        training, held_out = self.data.training.groups, self.data.validation.groups
+        self.columns = list(dict.fromkeys([*training.column_names, *held_out.column_names]))
+        check_columns(self.rewards, self.columns)
 
     @property
     def temperature(self) -> float:
@@ -228,9 +233,7 @@ class GRPO(Objective):
         plan = self.sampling_plan(self.temperature)
         samples = self.sampler.sample(model, prompts, plan, first=progress.rows)
         sampled = time.perf_counter()
-        generation = reward_completions(
-            self.rewards, prompts, samples, TrainerState(progress.step, config.steps), config.reward_timeout
-        )
+        generation = self.reward(prompts, samples, progress.step)
         rewarded = time.perf_counter()
         metrics = generation_metrics(generation, self.rewards)
         rollouts = replace(
@@ -310,7 +313,7 @@ class GRPO(Objective):
         number = self.place(progress) % self.config.steps_per_generation
         rows = self.mini_batch(self.rollouts, number)
         divisor = self.policy.divisor(rows.completions, rows.supervised)
-        counts = torch.tensor([divisor, max(1, rows.supervised)], dtype=torch.float32, device=self.world.device)
+        counts = torch.tensor([divisor, max(1, rows.unmasked)], dtype=torch.float32, device=self.world.device)
         # The cursor moves with a generation's first step: one that is lost is followed by other prompts.
         units = self.prompts_per_generation if begins else 0
         measured = {**generated, "tokens_saved": 1 - rows.tokens / max(1, rows.tokens_unshared)}
@@ -357,7 +360,7 @@ class GRPO(Objective):
         found = step_metrics(sums, maxima) | {"step_time": time.perf_counter() - self.began}
         if self.entropy.is_used:
             found["entropy_coef"] = self.entropy.applied
-            self.entropy.finish_step(found["entropy"])
+            self.entropy.finish_step(sums["unmasked_entropy"] / max(1.0, sums["unmasked_tokens"]))
         return found
 
     def warnings(self, values: Mapping[str, float], step: int) -> list[str]:
@@ -384,9 +387,14 @@ class GRPO(Objective):
 
     def reward_held_out(self, model: CausalLM, step: int, plan: SamplingPlan) -> RewardedGeneration:
         prompts = [p for p in self.data.validation.prompts(self.world) if p.unit < MOST_VALIDATION_PROMPTS]
-        samples = self.sampler.sample(model, prompts, plan)
+        return self.reward(prompts, self.sampler.sample(model, prompts, plan), step)
+
+    def reward(
+        self, prompts: Sequence[GroupPrompt], samples: Sequence[Sequence[GeneratedSample]], step: int
+    ) -> RewardedGeneration:
+        """Returns the completions of all ranks with their rewards."""
         state = TrainerState(step, self.config.steps)
-        return reward_completions(self.rewards, prompts, samples, state, self.config.reward_timeout)
+        return reward_completions(self.rewards, prompts, samples, self.columns, state, self.config.reward_timeout)
 
     # -- in a checkpoint
 

@@ -14,13 +14,8 @@ from ligermodels.errors import InputError
 from ligermodels.generation.requests import GeneratedSample
 from ligermodels.losses import group_advantages, reward_table, rloo_advantages
 from ligermodels.training.data.preferences import GroupPrompt
-from ligermodels.training.objectives.grpo.rewards import (
-    CompletionBatch,
-    RewardFunction,
-    Rewards,
-    TrainerState,
-    call_rewards,
-)
+from ligermodels.training.objectives.grpo.reward_worker import RewardFunction, TrainerState
+from ligermodels.training.objectives.grpo.rewards import CompletionBatch, Rewards, call_rewards
 from ligermodels.training.objectives.grpo.sampling import as_completion
 from ligermodels.training.settings.config import TrainConfig
 
@@ -58,16 +53,18 @@ def reward_completions(
     functions: Sequence[RewardFunction],
     prompts: Sequence[GroupPrompt],
     samples: Sequence[Sequence[GeneratedSample]],
+    columns: Sequence[str],
     state: TrainerState,
     seconds: float,
 ) -> RewardedGeneration:
     """Calls the reward functions on this rank's completions, and gathers those of all ranks. Every rank must call it.
 
+    columns: of the data; functions get None for those that a prompt does not have, as TRL passes them.
     Raises InputError on every rank where a function fails on one.
     """
     error, mine = None, None
     try:
-        mine = reward_own(functions, prompts, samples, state, seconds)
+        mine = reward_own(functions, prompts, samples, columns, state, seconds)
     except InputError as failure:
         error = failure
     distributed.raise_on_all(error)
@@ -85,23 +82,25 @@ def reward_own(
     functions: Sequence[RewardFunction],
     prompts: Sequence[GroupPrompt],
     samples: Sequence[Sequence[GeneratedSample]],
+    columns: Sequence[str],
     state: TrainerState,
     seconds: float,
 ) -> tuple[list[RewardedGroup], dict[str, list[float]]]:
     if not prompts:
         return [], {}
-    rewards = call_rewards(functions, batch_of(prompts, samples), state, seconds)
+    rewards = call_rewards(functions, batch_of(prompts, samples, columns), state, seconds)
     return list(groups_of_prompts(prompts, samples, rewards)), dict(rewards.metrics)
 
 
-def batch_of(prompts: Sequence[GroupPrompt], samples: Sequence[Sequence[GeneratedSample]]) -> CompletionBatch:
+def batch_of(
+    prompts: Sequence[GroupPrompt], samples: Sequence[Sequence[GeneratedSample]], columns: Sequence[str]
+) -> CompletionBatch:
     pairs = [(prompt, sample) for prompt, group in zip(prompts, samples, strict=True) for sample in group]
-    names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
     return CompletionBatch(
         [prompt.text for prompt, _ in pairs],
         [as_completion(prompt.text, sample.text or "") for prompt, sample in pairs],
         [sample.ids for _, sample in pairs],
-        {name: [prompt.columns.get(name) for prompt, _ in pairs] for name in names},
+        {name: [prompt.columns.get(name) for prompt, _ in pairs] for name in columns},
         [prompt.place for prompt, _ in pairs],
     )
 
@@ -135,9 +134,8 @@ def generation_metrics(generation: RewardedGeneration, functions: Sequence[Rewar
     rewards, samples = generation.rewards, generation.samples
     size = len(generation.groups[0].samples)
     totals = weighted_totals(rewards, [function.weight for function in functions])
-    deviations = torch.stack([std(group) for group in totals.unflatten(0, (-1, size))])
     metrics = {
-        "reward": mean(totals), "reward_std": mean(deviations),
+        "reward": mean(totals), "reward_std": float(std(totals)),
         "frac_reward_zero_std": 1 - float(has_spread(totals, size).double().mean()),
     }  # fmt: skip
     for function, values in zip(functions, rewards.T, strict=True):

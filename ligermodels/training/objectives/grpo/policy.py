@@ -28,13 +28,14 @@ class PolicyLoss(NamedTuple):
 
     unit says what the sum is divided by: "completions" or "tokens" of the step, or "longest", completions times the
     longest possible. options are those that the function takes. of_tokens says whether its ratios are those of tokens
-    by default.
+    by default. clipping has the arguments of `clipped_tokens` that are not its defaults.
     """
 
     function: Callable[..., Tensor]
     unit: str
     options: tuple[str, ...]
     of_tokens: bool = False
+    clipping: Mapping[str, Any] = {}
 
 
 POLICY_LOSSES = {
@@ -42,12 +43,14 @@ POLICY_LOSSES = {
     "dapo": PolicyLoss(losses.dapo, "tokens", (*CLIP, "delta", *RATIO), of_tokens=True),
     "bnpo": PolicyLoss(losses.bnpo, "tokens", (*CLIP, "delta", *RATIO), of_tokens=True),
     "dr_grpo": PolicyLoss(losses.dr_grpo, "longest", (*CLIP, "delta", *RATIO), of_tokens=True),
-    "luspo": PolicyLoss(losses.luspo, "completions", (*CLIP, "delta", *RATIO)),
+    "luspo": PolicyLoss(
+        losses.luspo, "completions", (*CLIP, "delta", *RATIO), clipping={"importance_sampling_level": "sequence"}
+    ),
     "cispo": PolicyLoss(losses.cispo, "tokens", ("epsilon_high", *RATIO), of_tokens=True),
     "sapo": PolicyLoss(losses.sapo, "completions", RATIO, of_tokens=True),
     "vespo": PolicyLoss(losses.vespo, "tokens", ()),
-    "gmpo": PolicyLoss(losses.gmpo, "completions", CLIP),
-    "rloo": PolicyLoss(losses.rloo, "completions", CLIP),
+    "gmpo": PolicyLoss(losses.gmpo, "completions", CLIP, clipping={"epsilon": 0.4, "logarithmic": True}),
+    "rloo": PolicyLoss(losses.rloo, "completions", CLIP, clipping={"importance_sampling_level": "completion"}),
 }
 
 
@@ -225,21 +228,26 @@ def metric_sums(
     sums = {
         "tokens": cu_seqlens[-1].double(),
         "entropy": segment_sums(found.entropy.detach(), cu_seqlens).sum(),
+        "unmasked_entropy": losses.entropy_sum(found.entropy.detach(), cu_seqlens, row.token_mask),
+        "unmasked_tokens": cu_seqlens[-1].double() if row.token_mask is None else row.token_mask.double().sum(),
         "sampling_difference": segment_sums(difference, cu_seqlens).sum(),
     }
     maxima = {"sampling_difference": difference.max()}
     if row.ref_logprobs is not None:
         sums["kl"] = segment_sums(kl_of_tokens(options, row, logprobs), cu_seqlens).sum()
     if "epsilon" in options.loss.options:
-        bounds = {name: value for name, value in options.arguments.items() if name in (*CLIP, *RATIO)}
+        given = {name: value for name, value in options.arguments.items() if name in (*CLIP, *RATIO)}
+        bounds = {**options.loss.clipping, **given}
         low, high = losses.clipped_tokens(logprobs, old, row.advantages, cu_seqlens, **bounds)
-        sums |= {
-            "clipped_low": segment_sums(low, cu_seqlens).sum(),
-            "clipped_high": segment_sums(high, cu_seqlens).sum(),
-        }
+        low_means, high_means = segment_means(low, cu_seqlens), segment_means(high, cu_seqlens)
+        if bounds.get("importance_sampling_level", "token") == "token":
+            low, high, units = segment_sums(low, cu_seqlens), segment_sums(high, cu_seqlens), cu_seqlens[-1]
+        else:  # each completion has one ratio, and counts once
+            low, high, units = low_means, high_means, (cu_seqlens.diff() > 0).sum()
+        sums |= {"clipped_low": low.sum(), "clipped_high": high.sum(), "clip_units": units.double()}
         # Of a row of padding alone, what changes neither extreme.
-        maxima["clipped_high"] = torch.cat([segment_means(high, cu_seqlens), high.new_zeros(1)]).max()
-        maxima["not_clipped_low"] = 1 - torch.cat([segment_means(low, cu_seqlens), low.new_ones(1)]).min()
+        maxima["clipped_high"] = torch.cat([high_means, high_means.new_zeros(1)]).max()
+        maxima["not_clipped_low"] = 1 - torch.cat([low_means, low_means.new_ones(1)]).min()
     return sums, maxima
 
 
@@ -254,12 +262,13 @@ def step_metrics(sums: Mapping[str, float], maxima: Mapping[str, float]) -> dict
     if "kl" in sums:
         metrics["kl"] = sums["kl"] / tokens
     if "clipped_low" in sums:
+        units = max(1.0, sums["clip_units"])
         metrics |= {
-            "clip_ratio/low_mean": sums["clipped_low"] / tokens,
+            "clip_ratio/low_mean": sums["clipped_low"] / units,
             "clip_ratio/low_min": 1 - maxima["not_clipped_low"],
-            "clip_ratio/high_mean": sums["clipped_high"] / tokens,
+            "clip_ratio/high_mean": sums["clipped_high"] / units,
             "clip_ratio/high_max": maxima["clipped_high"],
-            "clip_ratio/region_mean": (sums["clipped_low"] + sums["clipped_high"]) / tokens,
+            "clip_ratio/region_mean": (sums["clipped_low"] + sums["clipped_high"]) / units,
         }
     return metrics
 
@@ -268,7 +277,8 @@ class EntropyControl:
     """The weight of the entropy in the loss. Without a target it stays as it was given.
 
     With one, a step adds the entropy only where that of the step before was at most the target, and the weight rises or
-    falls by 0.005 a step. Source: Skywork-OR1, arXiv 2505.22312, as TRL has it.
+    falls by 0.005 a step. With --top-entropy, both are of the tokens that are trained on.
+    Source: Skywork-OR1, arXiv 2505.22312, as TRL has it.
     """
 
     def __init__(self, weight: float, target: float | None) -> None:

@@ -127,13 +127,15 @@ class RolloutBatch:
 class MiniBatch:
     """The part of a generation that one update reads: this rank's rows, and counts over all ranks.
 
-    completions, supervised: how many completions and tokens the loss reads. tokens: computed, without padding;
-    tokens_unshared: what they would be with a prompt for each completion.
+    completions, supervised: how many completions and tokens the loss reads. unmasked: the tokens among these that it
+    trains on, those of high entropy where there is a mask. tokens: computed, without padding; tokens_unshared: what
+    they would be with a prompt for each completion.
     """
 
     rows: list[tuple[PreferenceBatch, list[int]]]
     completions: int
     supervised: int
+    unmasked: int
     tokens: int
     tokens_unshared: int
 
@@ -158,7 +160,11 @@ def mini_batch(rollouts: Rollouts, prompts: Sequence[int], length: int, *, share
     unshared = sum(len(group.prompt) * len(group.completions) for group in groups) + supervised
     completions = sum(len(group.completions) for group in groups)
     rows = [(batch, places_of_completions(rollouts, batch)) for batch in batches]
-    return MiniBatch(rows, completions, supervised, sum(sizes), unshared)
+    unmasked = supervised
+    if len(rollouts.token_mask):
+        kept = [completion for prompt in read for completion in rollouts.kept_of(prompt)]
+        unmasked = int(rollouts.token_mask[rollouts.tokens_of(kept)].sum())
+    return MiniBatch(rows, completions, supervised, unmasked, sum(sizes), unshared)
 
 
 def count_rows(groups: Sequence[Group], length: int, share: bool) -> int:

@@ -149,7 +149,7 @@ class GroupObjective(Objective):
         routers). extras are those of `ops.linear_logprobs`, beside what is always measured."""
         more = ["mean_logit"] if self.config.mean_logits else []
         options = {"entropy": True, "extras": (*MEASURED, *more, *extras)}
-        output = model(**batch.model_inputs, logprobs=options)
+        output = model(**batch.model_inputs, balance_mask=batch.balance_mask, logprobs=options)
         found = output.logprobs.map(lambda x: x[: batch.supervised])
         if output.aux_loss is None:
             return found, None

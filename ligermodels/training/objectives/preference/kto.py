@@ -102,7 +102,7 @@ class KTO(ReferenceObjective):
         for name in ("entropy", "mean_token_accuracy"):
             found[name] = sums[name] / max(1.0, sums["supervised"])
         for side in ("chosen", "rejected"):
-            count = sums[f"count/{side}"]
+            count = found[f"count/{side}"] = sums[f"count/{side}"]
             found |= {f"{name}/{side}": sums[f"{name}/{side}"] / count for name in ("rewards", "logps") if count}
         if {"rewards/chosen", "rewards/rejected"} <= found.keys():
             found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]

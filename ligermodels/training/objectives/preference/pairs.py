@@ -14,6 +14,7 @@ from ligermodels.errors import InputError
 from ligermodels.kernels.losses.logprobs_of_logits import LogProbs
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.losses.preference import SORTED
+from ligermodels.losses.segments import segment_sums
 from ligermodels.training.data.preferences import PreferenceBatch
 from ligermodels.training.data.preferences.steps import Groups
 from ligermodels.training.objectives.objective import Share, Work
@@ -67,6 +68,7 @@ class PairObjective(GroupObjective):
         sums = {"pairs": result.pairs, "tokens": result.tokens, **result.metrics, **token_sums(found)}
         chosen = torch.arange(len(batch.completions) - 1, device=batch.completions.device) % 2 == 0
         sums |= logit_sums(found, batch.completions, chosen)
+        sums["mean_token_accuracy"] = segment_sums(found.greedy.float(), batch.completions)[chosen].sum()
         return Share(loss + 0.0 * found.logprobs.sum(), sums)
 
     def reference_sums(self, model: CausalLM, batch: PreferenceBatch) -> dict[str, Tensor]:
@@ -78,7 +80,7 @@ class PairObjective(GroupObjective):
         return self.options
 
     def metrics(self, sums: Mapping[str, float], maxima: Mapping[str, float], step: int) -> dict[str, float]:
-        over = {"nll_loss": "tokens", "entropy": "supervised", "mean_token_accuracy": "supervised"}
+        over = {"nll_loss": "tokens", "entropy": "supervised", "mean_token_accuracy": "tokens"}
         counts = {name: max(1.0, sums[name]) for name in ("pairs", "tokens", "supervised")}
         own = {name: value for name, value in sums.items() if name not in counts and not name.startswith("logit")}
         return {name: value / counts[over.get(name, "pairs")] for name, value in own.items()} | mean_logits(sums)

@@ -205,3 +205,16 @@ def test_logits_that_are_not_finite_end_a_generation_with_one_line(config, few):
 def test_options_without_effect_are_refused(config, changes, message):
     with pytest.raises(InputError, match=message):
         grpo.GRPO(config(**changes), World(torch.device("cpu")))
+
+
+def test_a_reward_gets_none_where_a_prompt_lacks_a_column(config, tmp_path):
+    """TRL passes None, be the column null or absent, also where no prompt of a step has it."""
+    (tmp_path / "asks.py").write_text("def asks(completions, answer): return [float(a is not None) for a in answer]\n")
+    lines = [{"prompt": f"{i} + 1 =", **({"answer": "1"} if i % 3 == 1 else {"answer": None} if i % 3 else {})}
+             for i in range(12)]  # fmt: skip
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = train(
+        config(data=(f"{tmp_path / 'sums.jsonl'}",), reward=(f"{tmp_path / 'asks.py'}:asks",), prompts=1, generations=2,
+               steps=6, keep_zero_spread=True)
+    ).metrics  # fmt: skip
+    assert {record["reward"] for record in found if "reward" in record} == {0.0, 1.0}

@@ -152,6 +152,28 @@ def regularised(made):
     return made(**added)
 
 
+def test_the_entropy_bonus_is_the_mean_over_the_tokens_of_high_entropy(made):
+    """--entropy-target watches the same tokens."""
+    objective, model = made(top_entropy=0.5, entropy_coef=0.25, entropy_target=7.0)
+    objective.entropy.values[1] = 0.0  # the entropy of the step before: the bonus counts
+    rollouts = objective.rollouts
+    work = objective.work(model, SECOND)
+    with torch.no_grad():
+        shares = [objective.loss(model, batch, work) for batch in work.batches]
+        objective.entropy.values[0] = 0.0
+        without = sum(objective.loss(model, batch, work).loss for batch in work.batches)
+        entropies = []
+        for prompt, completion, *_ in completions_of(objective):
+            logits = model(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
+            entropies.append(torch.distributions.Categorical(logits=logits.float()).entropy())
+    expected = torch.cat(entropies)[rollouts.token_mask.bool()].mean()
+    assert 0.3 < rollouts.token_mask.mean() < 0.7 and rollouts.kept.all()
+    torch.testing.assert_close(without - sum(share.loss for share in shares), 0.25 * expected, rtol=1e-3, atol=0)
+    sums = {name: float(sum(share.sums[name] for share in shares)) for name in shares[0].sums}
+    objective.metrics(sums, {name: float(value) for name, value in shares[0].maxima.items()}, 1)
+    assert objective.entropy.values[1].item() == pytest.approx(expected.item(), rel=1e-4)
+
+
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_a_loss_of_tokens_is_the_sum_of_those_of_chunks(regularised, monkeypatch, name):
     """The head forms the gradients of such a loss chunk by chunk; that of completions gets all log-probabilities."""

@@ -1,19 +1,15 @@
 """Reward functions: the names of --reward, the arguments they get, what they may return, and the time they have."""
 
 import math
+import os
 from pathlib import Path
 
 import pytest
 
 from ligermodels.errors import InputError
 from ligermodels.training.objectives.grpo.reward_specs import RewardSpec, parse_reward
-from ligermodels.training.objectives.grpo.rewards import (
-    CompletionBatch,
-    TrainerState,
-    call_rewards,
-    check_columns,
-    open_rewards,
-)
+from ligermodels.training.objectives.grpo.reward_worker import TrainerState
+from ligermodels.training.objectives.grpo.rewards import CompletionBatch, call_rewards, check_columns, open_rewards
 
 A_PATH = "a.py/../../b.py"  # through a folder that is named like a file
 CONVERSATION = [{"role": "user", "content": "3 + 4?"}]
@@ -26,7 +22,7 @@ JUDGED = CompletionBatch(
 )
 STATE = TrainerState(4, 10)
 CODE = """
-import asyncio, time
+import asyncio, os, re, sys, time
 
 def even(completion_ids, **columns):
     return [sum(i % 2 == 0 for i in ids) / len(ids) for ids in completion_ids]
@@ -72,6 +68,59 @@ async def blocks_in_a_group(completions):
     async with asyncio.TaskGroup() as group:
         group.create_task(blocks(completions))
 async def has_a_limit(completions): raise TimeoutError("no answer")
+def swallows(completions):
+    try:
+        time.sleep(60)
+    except:
+        return [0.0] * 3
+def matches(completions): return [re.fullmatch("(a|a)*b", "a" * 40) is None] * 3
+def never_ends(completions):
+    while True:
+        try:
+            time.sleep(60)
+        except BaseException:
+            pass
+def exits(completions): sys.exit(0)
+async def exits_too(completions): sys.exit(0)
+def dies(completions): os._exit(3)
+def unordered(completions): return {0.0, 1.0, 2.0}
+def edits(prompts, completions, completion_ids, answer):
+    for values in (prompts, completions, completion_ids[0], answer):
+        values.reverse()
+    prompts[0][0]["content"] = completions[0][0]["content"] = "edited"
+    return [0.0] * 3
+def sees(prompts, completions, completion_ids, answer):
+    return [prompts[2][0]["content"] == "3 + 4?", completions[0] == answer[0] == "7", len(completion_ids[0])]
+def forks(completions):
+    os.fork()
+    return [os.getpid() > 0] * 3
+calls = 0
+def counts(completions):
+    global calls
+    calls += 1
+    print("call", calls)
+    return [calls] * 3
+def other_process(completions): return [float(os.getpid())] * 3
+
+class Raises:
+    def __float__(self): return self.raised("float")
+    def __repr__(self): return self.raised("repr")
+    def __len__(self): return 3
+    def __iter__(self): return self.raised("iter")
+    def raised(self, name):
+        raise KeyError(name)
+def no_float(completions): return [Raises()] * 3
+def no_iter(completions): return Raises()
+def long_number(completions): return [10**400] * 3
+def longer_number(completions): return [10**40000] * 3
+def meta(completions):
+    import torch
+    return torch.zeros(3, device="meta")
+def circular(completions, log_extra):
+    values = []
+    values.append(values)
+    log_extra("values", [values] * 3)
+    return [0.0] * 3
 class Model:
     pass
 model = 3
@@ -138,6 +187,16 @@ def test_built_in_functions():
         ("nan", "nan: returned nan for a completion of the prompt of sums.jsonl:1; must be a finite number, or None"),
         ("fails", r"fails: raised ZeroDivisionError: division by zero in \S*rewards.py:31, for the prompts of"),
         ("has_a_limit", r"has_a_limit: raised TimeoutError: no answer in \S*rewards.py:\d+, for the prompts of"),
+        ("exits", r"exits: raised SystemExit: 0 in \S*rewards.py:\d+, for the prompts of"),
+        ("exits_too", r"exits_too: raised SystemExit: 0 in \S*rewards.py:\d+, for the prompts of"),
+        ("dies", "dies: ended its process, with status 3; must return"),
+        ("unordered", "unordered: returned set; must return a list of 3 numbers"),
+        ("no_float", "no_float: returned <Raises instance at .*> for a completion of the prompt of sums.jsonl:1; must"),
+        ("no_iter", r"no_iter: raised KeyError: 'iter' in \S*rewards.py:\d+, for the prompts of"),
+        ("long_number", r"long_number: returned 10{10,}\.\.\.0{10,} for a completion"),
+        ("longer_number", "longer_number: returned <int> for a completion"),
+        ("meta", "meta: returned tensor.* for a completion of the prompt of sums.jsonl:1; must be a finite number"),
+        ("circular", "circular: ValueError: Circular reference detected"),
         ("needs", "needs: needs solution, which the prompts do not have; their columns are answer, level"),
     ],
 )
@@ -146,10 +205,41 @@ def test_what_a_function_may_not_do_is_named(rewards, name, message):
         call(rewards(name))
 
 
-@pytest.mark.parametrize("name", ["sleeps", "sleeps_too", "blocks", "computes", "blocks_in_a_group"])
+@pytest.mark.parametrize(
+    "name", ["sleeps", "sleeps_too", "blocks", "computes", "blocks_in_a_group", "swallows", "matches", "never_ends"]
+)
 def test_a_function_that_does_not_return_is_stopped(rewards, name):
     with pytest.raises(InputError, match=rf"{name}: did not return within 0.1 s, .* or raise --reward-timeout"):
         call(rewards(name), seconds=0.1)
+
+
+def test_a_process_that_was_stopped_is_gone_with_its_forks(rewards):
+    (function, late) = rewards("other_process", "never_ends")
+    (process,) = set(call([function]).values[0])
+    assert process != os.getpid()
+    with pytest.raises(InputError, match=r"did not return within 0.1 s"):
+        call([late], seconds=0.1)
+    with pytest.raises(ProcessLookupError):
+        os.killpg(int(process), 0)
+
+
+def test_functions_get_copies(rewards):
+    functions = rewards("edits", "sees")
+    for _ in range(2):
+        assert call(functions).values == [[0.0, 0.0, 0.0], [1.0, 1.0, 1.0]]
+    assert CONVERSATION == [{"role": "user", "content": "3 + 4?"}] and JUDGED.completion_ids[0] == [5]
+
+
+def test_the_state_of_a_file_lasts_and_its_output_shows(rewards, capfd):
+    functions = rewards("counts", "forks")  # of which a fork returns, too, and must not answer
+    for number in (1, 2, 3):
+        assert call(functions).values == [[number] * 3, [1.0] * 3]
+    assert capfd.readouterr().out == "call 1\ncall 2\ncall 3\n"
+
+
+def test_the_time_limit_may_be_longer_than_timers_count(rewards):
+    assert call(rewards("even"), seconds=1e18).values == [[0.0, 0.5, 0.5]]
+    assert call(open_rewards(["exact"], 10), seconds=1e18).values == [[1.0, 0.0, 1.0]]
 
 
 def test_the_async_function_that_holds_up_the_others_is_named(rewards):
@@ -197,5 +287,6 @@ def test_columns_are_checked_before_the_run(rewards):
 
 def test_a_format_with_an_equals_sign_keeps_it():
     (function,) = open_rewards(["format:a=b"], 10)
-    assert function.weight == 1 and function.function(completions=["a=b", "a"]) == [1.0, 0.0]
+    batch = CompletionBatch(["", ""], ["a=b", "a"], [[5], [5]], {}, ["1", "1"])
+    assert function.weight == 1 and call_rewards([function], batch, STATE, 20).values == [[1.0, 0.0]]
     assert math.isclose(open_rewards(["format:a=b=0.25"], 10)[0].weight, 0.25)
