@@ -24,6 +24,7 @@ from ligermodels.training.settings.config import FIELDS, TrainConfig, type_of
 from ligermodels.training.settings.fields import Named, help_text
 from ligermodels.training.settings.settings import parsed_value
 from ligermodels.training.settings.values import choices_of
+from ligermodels.weights.gguf.finding import all_parts, is_gguf
 
 NOT_IN_FORM = ("output", "resume", "allow_changes", "push_to_hub")  # the board chooses the folder, and uploads nothing
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -97,10 +98,11 @@ def refuse_model_outside(name: str, flag: str, folders: Sequence[Path]) -> None:
 
 
 def refuse_checkpoint_outside(name: str, flag: str, folders: Sequence[Path]) -> None:
-    path = os.path.expanduser(name)
+    path = Path(os.path.expanduser(name))
     if os.path.exists(path):
-        refuse_path_outside(path, flag, folders)
-        refuse_links_outside(Path(path), folders)
+        for part in all_parts(path) if is_gguf(path) else [path]:
+            refuse_path_outside(str(part), flag, folders)
+        refuse_links_outside(path, folders)
     elif not HUB_NAME.fullmatch(name):
         raise InputError(f"{flag} {name}: is neither a folder that exists nor a name of the Hub")
 

@@ -39,6 +39,9 @@ def folder(tmp_path_factory):
     (folder / "outside/model/model.safetensors").write_bytes(bytes(100))
     (folder / "data/linked/other.safetensors").write_bytes(bytes(100))
     (folder / "data/linked/model.safetensors").symlink_to(folder / "outside/model/model.safetensors")
+    (folder / "outside/x.gguf").write_bytes(b"GGUF")
+    for number, made in enumerate((Path.touch, lambda path: path.symlink_to(folder / "outside/x.gguf")), 1):
+        made(folder / f"data/x-0000{number}-of-00002.gguf")
     (folder / "data/rewards.py").symlink_to(folder / "outside/rewards.py")
     return folder
 
@@ -124,13 +127,14 @@ def test_a_run_has_a_plain_name(board, name):
         {"objective": "distill", "teacher": "outside/model", "data": ["stories"]},
         {"objective": "dpo", "reference": "model:outside/model"},
         {"objective": "grpo", "reward": ["outside/rewards.py:one=1.0"]}, {"model": "../x/y"}, {"model": "/nowhere"},
+        {"model": "/"}, {"model": "."}, {"model": ".."},
         {"objective": "grpo", "reward": ["exact", "data/a.py/../../outside/rewards.py:one"]},
         {"objective": "grpo", "reward": ["data/rewards.py:one"]},
         {"objective": "grpo", "reward": ["model:outside/model"]},
         {"objective": "grpo", "reward": ["~/../data/rewards.py:one"]},
         {"objective": "distill", "teacher": "some/model", "teacher_states": "outside/states"},
         {"objective": "distill", "teacher": "some/model", "teacher_states": "data/../../states"},
-        {"adapter": "outside/model"},
+        {"adapter": "outside/model"}, {"model": "data/x-00001-of-00002.gguf"},
     ],
 )  # fmt: skip
 def test_nothing_outside_the_folders_is_named(board, folder, monkeypatch, settings):
