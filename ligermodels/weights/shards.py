@@ -50,8 +50,9 @@ def write_shards(
                 stream.write(block_bytes(block))
 
 
-def files_of_source(source: str | Path | None, entries: Iterable[Entry], limit: int | None) -> list[ShardFile]:
-    """The files of the folder; none if their tensors have other names, dtypes or shapes, or if one is too large."""
+def files_of_source(source: str | Path | None, entries: Sequence[Entry], limit: int | None) -> list[ShardFile]:
+    """The files of the folder; none if their tensors have other names, dtypes or shapes, or if a limit is given that
+    makes other files."""
     try:
         checkpoint = None if source is None else open_checkpoint(source)
     except CheckpointError:  # a folder that has no weights, or has them no more
@@ -66,7 +67,8 @@ def files_of_source(source: str | Path | None, entries: Iterable[Entry], limit: 
     for name, of in stored.items():
         groups[of.file][name] = of.begin
         sizes[of.file] += of.nbytes
-    if limit is not None and any(sizes[file] > limit and len(begins) > 1 for file, begins in groups.items()):
+    too_large = limit is not None and any(sizes[file] > limit and len(begins) > 1 for file, begins in groups.items())
+    if too_large or (limit is not None and len(own_files(entries, limit)) != len(groups)):
         return []
     return [ShardFile(file.name, header_bytes(file), begins) for file, begins in groups.items()]
 
