@@ -141,7 +141,9 @@ def test_dpo(folder, tmp_path):
         folder, PAIRS, tmp_path, objective="dpo", pairs=UNITS, max_length=64, beta=BETA, loss=("sigmoid", "sft=0.2"),
         reference=f"model:{folder / 'reference'}", mean_logits=True,
     )  # fmt: skip
-    assert_same_step(ours, theirs, [*SHOWN, "logits/chosen", "logits/rejected", "entropy"], tmp_path)
+    assert_same_step(
+        ours, theirs, [*SHOWN, "logits/chosen", "logits/rejected", "entropy", "mean_token_accuracy"], tmp_path
+    )
 
 
 def test_kto(folder, tmp_path):
@@ -233,7 +235,7 @@ def test_grpo(folder, tmp_path, name):
     settings = GENERATED_BY_TRL | {"beta": 0.0, "loss_type": name}
     theirs = trained_by_trl(folder, GRPOTrainer, GRPOConfig, PROMPTS, tmp_path, settings=settings, **options)
     assert not any(sampled.values()) and theirs[2]["reward_std"] > 0
-    assert_same_step(ours, theirs, ["reward", "entropy", "completions/mean_length"], tmp_path)
+    assert_same_step(ours, theirs, ["reward", "reward_std", "entropy", "completions/mean_length"], tmp_path)
 
 
 def test_rloo_with_the_divergence_in_the_reward(folder, tmp_path):

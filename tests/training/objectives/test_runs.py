@@ -128,6 +128,11 @@ def test_a_precomputed_reference_is_of_all_that_the_forward_reads(exported, file
     assert steps(run(**again))[0]["loss"] == torch.tensor(math.log(2)).item()
 
 
+def test_kto_counts_the_good_and_the_bad_answers_of_a_step():
+    first, *_ = steps(run("kto", reference="model"))
+    assert first["count/chosen"] + first["count/rejected"] == COMMON["pairs"]
+
+
 @pytest.mark.parametrize("objective", ["dpo", "orpo", "cpo", "simpo", "kto"])
 def test_the_rows_that_a_step_is_divided_into_change_nothing_but_rounding(objective):
     reference = {"reference": "model"} if objective in ("dpo", "kto") else {}

@@ -68,6 +68,7 @@ class PairObjective(GroupObjective):
         sums = {"pairs": result.pairs, "tokens": result.tokens, **result.metrics, **token_sums(found)}
         chosen = torch.arange(len(batch.completions) - 1, device=batch.completions.device) % 2 == 0
         sums |= logit_sums(found, batch.completions, chosen)
+        assert found.greedy is not None  # `policy` asked for it
         sums["mean_token_accuracy"] = segment_sums(found.greedy.float(), batch.completions)[chosen].sum()
         return Share(loss + 0.0 * found.logprobs.sum(), sums)
 
