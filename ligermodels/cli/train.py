@@ -87,8 +87,10 @@ def run(args: argparse.Namespace) -> int | None:
         config = config_from_flags(args)
         if config.adapter is None:  # which may name the model
             refuse_contradictions(config)
-    except InputError:
+    except InputError as error:
         if os.environ.get("RANK", "0") == "0":
+            if args.config and str(args.config) not in str(error):
+                raise InputError(f"{args.config}: {error}") from error
             raise
         return UNUSABLE_INPUT  # a rank of torchrun, of which the first reports the error
     return make_run(config, args.dry_run)

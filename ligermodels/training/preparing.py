@@ -23,7 +23,7 @@ from ligermodels.training.data.rows.batches import split_global_batch
 from ligermodels.training.objectives import Objective, make_objective
 from ligermodels.training.optimizers import build_optimizer
 from ligermodels.training.optimizers.adamw import AdamW
-from ligermodels.training.parallel import fsdp
+from ligermodels.training.parallel import float8, fsdp
 from ligermodels.training.parallel.activation_checkpointing import (
     MemoryEstimator,
     checkpointing_of,
@@ -169,6 +169,8 @@ def choose(given: TrainConfig, world: World) -> Start:
     config, chosen = with_choices(named, precision(named, sharing))
     objective = make_objective(config, sharing)
     check_logger_packages(config.log_to)
+    if config.float8:
+        float8.import_torchao(world.device)
     refuse_other_settings(named)
     check_hub_access(config, sharing)
     pretrained = None if config.has_new_weights else resolve(str(config.model), revision=config.revision)

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from ligermodels import cli
+from ligermodels.cli import main
 from ligermodels.cli import train as command
 from ligermodels.errors import InputError
 from ligermodels.training import TrainConfig
@@ -148,6 +149,10 @@ def test_the_help_says_which_weights_are_quantised_without_a_flag(capsys):
         (["--steps"], ["--steps: expected one argument"]),
         (["--steps", "9" * 5000], ["--steps: is '999", "must be a whole number above zero"]),
         (["--warmup", "x"], ["--warmup: is 'x'; must be a whole number, 0 or more"]),
+        (
+            ["--sequence-length", "1000000000000"],
+            ["--sequence-length: is '1000000000000'; must be a whole number above"],
+        ),
         (["--sequence-length", "1"], ["--sequence-length: is '1'; must be a whole number above 1"]),
         (["--learning-rate", "0"], ["--learning-rate: is '0'; must be a number above 0"]),
         (["--learning-rate", "nan"], ["--learning-rate: is 'nan'"]),
@@ -294,6 +299,14 @@ def test_an_invalid_settings_file_is_refused_with_the_file_and_the_key(text, wor
 
 def test_a_folder_in_place_of_a_file_is_refused(tmp_path):
     assert refusal("--config", str(tmp_path)) == f"{tmp_path}: cannot be read: Is a directory"
+
+
+def test_settings_of_a_file_that_contradict_each_other_name_the_file(tmp_path, capsys):
+    file = tmp_path / "my.toml"
+    file.write_text('model = "qwen2"\nsteps = 3\nepochs = 1\n')
+    assert main(["train", "--config", str(file)]) == 2
+    told = f"ligermodels: {file}: --epochs 1 and --steps 3 both set the length of the run: leave one out\n"
+    assert capsys.readouterr().err == told
 
 
 @pytest.mark.parametrize(

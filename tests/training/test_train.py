@@ -362,6 +362,7 @@ REFUSED = {
     "an unknown model": (["--model", "qwen3000", "--data", "own.txt"], "qwen3000: "),
     "a mistyped model": (["--model", "Qwen/Qwen3-8", "--data", "own.txt"], "did you mean 'Qwen/Qwen3-8B'?"),
     "float8 on a CPU": ([*LLAMA, "--float8", "--compile"], "float8 needs a GPU of compute capability 8.9"),
+    "a plan of it": ([*LLAMA, "--float8", "--compile", "--dry-run"], "float8 needs a GPU of compute capability 8.9"),
     "a folder in use": ([*LLAMA, "--output", "base"], "base: exists already; give another --output"),
     "no data": (["--model", "llama", "--data", "none.jsonl"], "none.jsonl"),
     "bad data, before broken weights": (["--model", "broken", "--data", "bad.jsonl"], "bad.jsonl:2:"),

@@ -6,6 +6,8 @@ not converted, nor is a linear whose sizes float8 products do not support. All t
 linears to convert are in its blocks and have names that end in `_proj`.
 """
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -24,8 +26,7 @@ def convert(model: nn.Module, device: torch.device) -> int:
     model: may be on the meta device. device: the device it will train on. Raises InputError if the device does not
     support float8 products, torchao is missing, or no linear can be converted.
     """
-    check_float8_support(device)  # first, because importing torchao prints warnings if its kernels do not load
-    torchao = import_package("torchao.float8", "--float8")
+    torchao = import_torchao(device)
     blocks = model.get_submodule(BLOCKS)
     names = {name for name, module in blocks.named_modules() if is_convertible(module, name)}
     for name in names:
@@ -48,6 +49,12 @@ def is_convertible(module: nn.Module, name: str) -> bool:
     if isinstance(module, PackedPart) or module.weight is None:
         return False  # either the packed linear is converted, or its parts are
     return module.in_features % SIZE_MULTIPLE == 0 and module.out_features % SIZE_MULTIPLE == 0
+
+
+def import_torchao(device: torch.device) -> Any:
+    """torchao.float8. Raises InputError where it is missing, or the device does not support float8 products."""
+    check_float8_support(device)  # first, because importing torchao prints warnings if its kernels do not load
+    return import_package("torchao.float8", "--float8")
 
 
 def check_float8_support(device: torch.device) -> None:

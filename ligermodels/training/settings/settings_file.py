@@ -48,9 +48,16 @@ class SettingsLoader(yaml.SafeLoader):
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=self.peek_event().start_mark)
         return super().compose_node(parent, index)
 
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (AttributeError, LookupError, TypeError) as error:  # PyYAML's, of a tag such as !!timestamp
+            problem = f"{node.tag.rpartition(':')[2]!r} is a tag that does not fit its value; leave the tag out"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from error
+
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         keys = set()
-        for key_node, _ in node.value:
+        for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():  # for others super() raises
             key = key_node.value
             if not isinstance(key, str) or key in keys:
                 problem = f"{key!r} is given twice" if isinstance(key, str) else "a key is not a text"
