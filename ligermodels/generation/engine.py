@@ -76,6 +76,7 @@ class Engine:
     max_tokens: tokens that the cache holds, of all requests together; None for what 80 % of the GPU's free memory
     holds. max_length: tokens of one request; None for max_tokens. max_rows: samples that run at a time.
     vocab_size: only token ids below it are drawn, where a head is padded beyond those of a text; None for all.
+    allow_undefined: goes on where logits are NaN or infinite, whose log-probabilities say so; else it raises InputError.
 
     Raises InputError for a model that has no weights in memory, for a size below 1, and on the CPU without max_tokens.
     """
@@ -89,6 +90,7 @@ class Engine:
         max_length: int | None = None,
         max_rows: int = DEFAULT_ROWS,
         vocab_size: int | None = None,
+        allow_undefined: bool = False,
     ) -> None:
         if model.device.type == "meta":
             raise InputError("generate: the model has no weights in memory: they are not loaded yet, or offloaded")
@@ -96,7 +98,7 @@ class Engine:
             if size is not None and size < 1:
                 raise InputError(f"generate: {name} is {size}; must be at least 1")
         self.model, self.tokenizer, self.device = model, tokenizer, model.device
-        self.max_rows, self.vocab_size = max_rows, vocab_size
+        self.max_rows, self.vocab_size, self.allow_undefined = max_rows, vocab_size, allow_undefined
         self.max_tokens = max_tokens or tokens_that_fit(model, max_rows)
         self.cache = PagedCache(model.kept_by_layers(), self.max_tokens, max_length or self.max_tokens, max_rows)
         self.rows = RowStates.allocate(self.cache, max_rows, model.config.vocab_size, self.device, model.takes_images)
@@ -330,7 +332,8 @@ class Engine:
         drawn = []
         for sample, token, logprob in zip(step.samples, *step.read(), strict=True):
             if token != NO_TOKEN and sample.finish_reason is None:
-                refuse_undefined(sample, logprob)
+                if not self.allow_undefined:
+                    refuse_undefined(sample, logprob)
                 drawn.append(Drawn(sample, token, sample.append(token, logprob)))
         self.remove([d.sample for d in drawn if d.sample.finish_reason is not None])
         return drawn

@@ -201,5 +201,5 @@ def test_what_does_not_fit_is_refused_by_name(folders, tmp_path):
         stored[f"{FIRST}.self_attn.o_proj.weight"].view(torch.uint8)[3, 5] = 127
         return stored
 
-    with pytest.raises(CheckpointError, match=r"fp8: codes that are not finite"):
+    with pytest.raises(CheckpointError, match=r"tensor .*o_proj\.weight has values that are not finite"):
         ligermodels.load(changed(folders["dense"], tmp_path / "broken", broken, BLOCKS), quantize="fp8")

@@ -132,7 +132,7 @@ class Sampler:
             tokens = min(tokens, tokens_that_fit(model, rows))
         return Engine(
             model, tokenizer=self.tokenizer, max_tokens=tokens, max_length=longest, max_rows=rows,
-            vocab_size=self.vocab_size,
+            vocab_size=self.vocab_size, allow_undefined=True,  # one rank alone must not raise: see `not_finite`
         )  # fmt: skip
 
 
