@@ -76,7 +76,7 @@ class Engine:
     max_tokens: tokens that the cache holds, of all requests together; None for what 80 % of the GPU's free memory
     holds. max_length: tokens of one request; None for max_tokens. max_rows: samples that run at a time.
     vocab_size: only token ids below it are drawn, where a head is padded beyond those of a text; None for all.
-    allow_undefined: goes on where logits are NaN or infinite, whose log-probabilities say so; else it raises InputError.
+    allow_undefined: goes on where logits are NaN or infinite, as their log-probabilities say; else raises InputError.
 
     Raises InputError for a model that has no weights in memory, for a size below 1, and on the CPU without max_tokens.
     """
