@@ -56,7 +56,7 @@ def stopped(board):
     assert "is running" in board.refused("/api/resume", {"run": "0:first"})
     assert board.post("/api/stop", {"run": "0:first"}) == (200, {})
     seen = ended(board, "first")
-    assert seen["status"] == 0 and "SIGTERM: stopping after this step" in seen["output"]
+    assert seen["status"] == 128 + signal.SIGTERM and "SIGTERM: stopping after this step" in seen["output"]
     return board.summary("0:first", lambda run: run["state"] == "stopped")
 
 

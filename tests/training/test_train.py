@@ -4,6 +4,7 @@ import gzip
 import json
 import math
 import os
+import re
 import runpy
 import shlex
 import shutil
@@ -291,7 +292,8 @@ def test_an_adapter_brings_the_tokenizer_that_its_base_lacks(launcher, capsys):
 def test_chats_texts_and_folders_are_mixed_and_correct_answers_counted(launcher):
     mixture = ["--data", "chats=0.6", "more=0.3", "own.txt=0.1"]
     done = launcher.succeed("--model", "qwen2", *mixture, *SMALL, "--output", "chats", "--no-export")
-    assert "qwen2: 1,050,752 parameters; the embedded chats=0.6 + more=0.3 + own.txt=0.1: " in done.stdout
+    mixed = "qwen2: 1,050,752 parameters; the embedded chats=0.6 + more=0.3 + own.txt=0.1 "
+    assert re.search(rf"{re.escape(mixed)}\(\d+ pieces of long documents without a s", done.stdout)
     (accuracy,) = [record for record in records(launcher.folder / "chats") if "questions" in record]
     assert (accuracy["step"], accuracy["correct"], accuracy["questions"]) == (4, 0, 8) and "validation_loss" in accuracy
     assert "step 4: 0 of 8 questions answered correctly" in done.stdout
@@ -309,8 +311,8 @@ def test_prompts_and_completions_train_a_model_that_has_no_chat_template(base, l
     assert losses(launcher.folder / "paired")[-1] < losses(launcher.folder / "paired")[0]
 
 
-def test_ranks_and_steps_without_a_supervised_token_leave_everything_finite(base, launcher):
-    """Of the five rows that each prompt takes with its completion, one has something to learn."""
+def test_rows_without_a_supervised_token_are_left_out_on_any_number_of_ranks(base, launcher):
+    """Of the five rows that each prompt would take with its completion, one has something to learn."""
     prompts = [" ".join(text for text, _ in stories(seed, 5)) for seed in range(20)]
     pairs = [json.dumps({"prompt": prompt, "completion": " The end."}) for prompt in prompts]
     (launcher.folder / "long.jsonl").write_text("\n".join(pairs))
@@ -319,10 +321,8 @@ def test_ranks_and_steps_without_a_supervised_token_leave_everything_finite(base
     for output, ranks in ((alone, 1), (shared, 2)):
         launcher.succeed(*run, "--micro-batch-size", "1", "--no-export", "--output", output, ranks=ranks)
     assert losses(alone) == pytest.approx(losses(shared), rel=2e-6)
-    learned = [loss > 0 for loss in losses(shared)]
     norms = [record["grad_norm"] for record in records(shared) if "loss" in record]
-    assert any(learned) and not all(learned)
-    assert all(math.isfinite(norm) and (norm > 0) == some for norm, some in zip(norms, learned, strict=True))
+    assert min(*losses(shared), *norms) > 0 and math.isfinite(sum(norms))
 
 
 def test_a_model_of_the_hub_is_trained_by_its_name_and_revision(base, launcher):

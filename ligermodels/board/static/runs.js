@@ -7,6 +7,7 @@ import { openDetail } from "./detail.js";
 const PALETTE = ["#2f6fde", "#e8590c", "#2b8a3e", "#7048e8", "#0b7285", "#d6336c", "#a17800", "#5c7cfa", "#12b886", "#868e96"];
 const FIRST_SHOWN = 8; // runs whose curves are shown at the beginning
 const POINTS = 900, POINTS_OF_MANY = 240, MANY = 12;
+const STOPPED = [130, 143]; // exit statuses of a run that SIGINT or SIGTERM has stopped
 const REFRESH = 700; // milliseconds between two requests for curves
 const LOSS = ["loss", "validation_loss", "floor"];
 const TITLES = {
@@ -229,7 +230,7 @@ export function openRuns(page, { show }) {
       if (id && (runs.get(id).state === "running" || !seen.running)) setFocus(id);
       if (id && runs.get(id).state === "running") break;
       if (!seen.running) {
-        if (seen.status) notice(seen.output.trim().split("\n").slice(-3).join("\n") || `${process}: ended with status ${seen.status}`);
+        if (seen.status && !STOPPED.includes(seen.status)) notice(seen.output.trim().split("\n").slice(-3).join("\n") || `${process}: ended with status ${seen.status}`);
         break;
       }
       await new Promise((done) => setTimeout(done, 500));
