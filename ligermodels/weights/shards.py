@@ -34,12 +34,13 @@ def write_shards(
 
     entries: one for each of the `tensors`, in the same order. max_shard_size: None for that of the source's files.
     """
-    files = files_of_source(source, entries, max_shard_size)
-    of_source = bool(files)
-    files = files or own_files(entries, max_shard_size or size_in_bytes(MAX_SHARD_SIZE))
+    files = own_files(entries, max_shard_size or size_in_bytes(MAX_SHARD_SIZE))
+    of_source, index_source = files_of_source(source, entries, max_shard_size), None
+    if of_source and (max_shard_size is None or len(of_source) == len(files)):
+        files, index_source = of_source, source
     weight_map = {name: file.name for file in files for name in file.begins}
     if set(weight_map.values()) != {SINGLE_FILE}:
-        write_shard_index(folder, entries, weight_map, Path(source) if source is not None and of_source else None)
+        write_shard_index(folder, entries, weight_map, index_source)
     places = {name: begin for file in files for name, begin in file.begins.items()}
     for file in files:
         (folder / file.name).write_bytes(file.header)
@@ -50,9 +51,8 @@ def write_shards(
                 stream.write(block_bytes(block))
 
 
-def files_of_source(source: str | Path | None, entries: Sequence[Entry], limit: int | None) -> list[ShardFile]:
-    """The files of the folder; none if their tensors have other names, dtypes or shapes, or if a limit is given that
-    makes other files."""
+def files_of_source(source: str | Path | None, entries: Iterable[Entry], limit: int | None) -> list[ShardFile]:
+    """The files of the folder; none if their tensors have other names, dtypes or shapes, or if one is too large."""
     try:
         checkpoint = None if source is None else open_checkpoint(source)
     except CheckpointError:  # a folder that has no weights, or has them no more
@@ -67,8 +67,7 @@ def files_of_source(source: str | Path | None, entries: Sequence[Entry], limit: 
     for name, of in stored.items():
         groups[of.file][name] = of.begin
         sizes[of.file] += of.nbytes
-    too_large = limit is not None and any(sizes[file] > limit and len(begins) > 1 for file, begins in groups.items())
-    if too_large or (limit is not None and len(own_files(entries, limit)) != len(groups)):
+    if limit is not None and any(sizes[file] > limit and len(begins) > 1 for file, begins in groups.items()):
         return []
     return [ShardFile(file.name, header_bytes(file), begins) for file, begins in groups.items()]
 
@@ -85,11 +84,11 @@ def own_files(entries: Iterable[Entry], max_shard_size: int) -> list[ShardFile]:
 
 
 def write_shard_index(
-    folder: Path, entries: Sequence[Entry], weight_map: Mapping[str, str], source: Path | None
+    folder: Path, entries: Sequence[Entry], weight_map: Mapping[str, str], source: str | Path | None
 ) -> None:
     """Writes the index; copies that of `source` if it says the same."""
-    if source is not None and read_weight_map(source) == weight_map:
-        (folder / INDEX_FILE).write_bytes(read_bytes(safe_file(source, INDEX_FILE), MAX_JSON_BYTES))
+    if source is not None and read_weight_map(Path(source)) == weight_map:
+        (folder / INDEX_FILE).write_bytes(read_bytes(safe_file(Path(source), INDEX_FILE), MAX_JSON_BYTES))
         return
     metadata = {
         "total_parameters": sum(torch.Size(entry.shape).numel() for entry in entries),
