@@ -124,7 +124,7 @@ class Distill(TeacherObjective, SFT):
     def loss(self, model: CausalLM, batch: Batch, work: Work) -> Share:
         with self.teacher.read(batch) as teacher:
             options = {"teacher": teacher} | self.options(self.config.ce_weight)
-            found = model(**batch.arguments(), num_items_in_batch=work.counts.clamp_min(1), divergence=options)
+            found = model(**self.arguments(batch, work), divergence=options)
         return Share(found.loss, divergence_sums(found.divergence, count_supervised(batch)))
 
     @torch.no_grad()
@@ -190,6 +190,12 @@ class GroupDistill(GroupObjective):
 
     def count(self, batch: PreferenceBatch) -> Tensor:
         return batch.rows.new_full((1,), batch.supervised)
+
+    def arguments(self, batch: PreferenceBatch, work: Work) -> dict[str, Any]:
+        """The arguments of `forward` for one of the step's micro-batches."""
+        lengths, share = batch.row_lengths, batch.tokens / work.tokens
+        shares = {"row_lengths": lengths, "num_items_in_batch": work.counts[0], "balance_share": share}
+        return batch.model_inputs | shares
 
 
 def divergence_sums(found: DivergenceOutput, tokens: Tensor) -> dict[str, Tensor]:
