@@ -80,6 +80,13 @@ def test_generate_with_an_adapter_prints_the_output_of_the_merged_model(folder, 
     assert outputs[0] == outputs[1] == outputs[2] != outputs[3]
 
 
+def test_an_adapter_without_a_tokenizer_has_that_of_its_base(adapted, capsys):
+    _, adapter = adapted
+    (adapter / "tokenizer.json").unlink()
+    assert main(["generate", str(adapter), "--prompt", "w5", "--max-new-tokens", "2", "--device", "cpu"]) == 0
+    assert capsys.readouterr().out.startswith("w5 ")
+
+
 def test_an_adapter_of_another_base_is_loaded_with_a_line_that_says_so(folder, adapted, tmp_path, capsys):
     """A copy of its base, or a folder of that name, is no other base."""
     _, adapter = adapted

@@ -34,7 +34,7 @@ class SFT(Objective):
         self.data = open_data(self.config, folder, model.config.embedded_tokens, positions, adapter, *inputs)
 
     def choices(self, hidden_size: int) -> dict[str, Choice]:
-        chosen = schedule(self.config, self.data, hidden_size, self.world)
+        chosen = schedule(self.config, self.data, hidden_size, self.world, self.passes_beside)
         return chosen | image_choices(self.config, self.data, hidden_size)
 
     def complete(self, config: RunConfig) -> None:

@@ -56,11 +56,6 @@ class GroupObjective(Objective):
     config: RunConfig
 
     @property
-    def passes_beside(self) -> int:
-        """How many forward passes without a gradient a group takes, in training as in a validation."""
-        return 0
-
-    @property
     def unit(self) -> str:
         return UNIT_SETTINGS[self.config.objective].removesuffix("s")
 

@@ -46,7 +46,7 @@ class KTO(ReferenceObjective):
         losses.kto(*NO_EXAMPLE, **self.options)
 
     @property
-    def passes_beside(self) -> int:
+    def passes_beside(self) -> float:
         return super().passes_beside + (2 if self.name == "kto" else 0)  # z takes two
 
     def default_reference(self) -> str:
