@@ -127,7 +127,7 @@ def test_ids_are_those_of_tokenizer_json_where_a_class_of_transformers_departs_f
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
     ids, _ = round_trip.text_checks(tmp_path)
-    departs = "; in 1 text GPT2Tokenizer of transformers departs from tokenizer.json"
+    departs = "; GPT2Tokenizer of transformers departs from tokenizer.json in 1"
     assert ids.passed and ids.result == f"all 6 texts equal{departs}"
 
 

@@ -13,7 +13,6 @@ from ligermodels.errors import CheckpointError, InputError
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.tokenizer.files import TOKENIZER_FILE
-from ligermodels.units import counted
 from ligermodels.verify import reference
 from ligermodels.verify.certificate import Check
 from ligermodels.weights.config_file import read_config
@@ -120,7 +119,7 @@ def ids_check(ours: Tokenizer, theirs: Any, stored: Any) -> Check:
         departs += mine == exact != other
         pairs.append((mine, exact if mine == exact else other))
     check = comparison_check(IDS, "texts", pairs, f"the same ids for {len(TEXTS)} texts in many languages and code")
-    note = f"; in {counted(departs, 'text')} {type(theirs).__name__} of transformers departs from {TOKENIZER_FILE}"
+    note = f"; {type(theirs).__name__} of transformers departs from {TOKENIZER_FILE} in {departs}"
     return replace(check, result=check.result + note) if departs else check
 
 
