@@ -13,6 +13,7 @@ from unittest.mock import Mock
 import pytest
 import tokenizers
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
@@ -79,6 +80,13 @@ def test_generate_with_an_adapter_prints_the_output_of_the_merged_model(folder, 
     assert outputs[0] == outputs[1] == outputs[2] != outputs[3]
 
 
+def test_an_adapter_without_a_tokenizer_has_that_of_its_base(adapted, capsys):
+    _, adapter = adapted
+    (adapter / "tokenizer.json").unlink()
+    assert main(["generate", str(adapter), "--prompt", "w5", "--max-new-tokens", "2", "--device", "cpu"]) == 0
+    assert capsys.readouterr().out.startswith("w5 ")
+
+
 def test_an_adapter_of_another_base_is_loaded_with_a_line_that_says_so(folder, adapted, tmp_path, capsys):
     """A copy of its base, or a folder of that name, is no other base."""
     _, adapter = adapted
@@ -88,16 +96,23 @@ def test_an_adapter_of_another_base_is_loaded_with_a_line_that_says_so(folder, a
     ligermodels.export(ligermodels.create(LLAMA, seed=1), other, overwrite=True)
     save_words("w", other)
 
-    def warned(base, named=folder):
+    def warned(base, named=folder, recorded=False):
+        if not recorded:  # as PEFT writes it
+            save_file(load_file(adapter / "adapter_model.safetensors"), adapter / "adapter_model.safetensors")
         config = json.loads((adapter / "adapter_config.json").read_text())
         (adapter / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": str(named)}))
         flags = ["--adapter", str(adapter), "--prompt", "w5", "--max-new-tokens", "2", "--device", "cpu"]
         assert main(["generate", str(base), *flags]) == 0
         return capsys.readouterr().err
 
-    line = "ligermodels: warning: {}: was trained on {}, which is not known to be {}: on another model its answers are "
-    assert warned(other) == line.format(adapter, folder, other) + "worse\n"
-    assert warned(folder, "org/Large-7B") == line.format(adapter, "org/Large-7B", folder) + "worse\n"
+    worse = "on another model its answers are worse\n"
+    assert warned(other, recorded=True) == (
+        f"ligermodels: warning: {adapter}: was trained on other weights than {other} has: {worse}"
+    )
+    assert [warned(base, "org/Large-7B", recorded=True) for base in (folder, copy)] == [""] * 2
+    line = f"ligermodels: warning: {{}}: was trained on {{}}, which is not known to be {{}}: {worse}"
+    assert warned(other) == line.format(adapter, folder, other)
+    assert warned(folder, "org/Large-7B") == line.format(adapter, "org/Large-7B", folder)
     assert [warned(folder), warned(copy), warned(folder, "org/Model"), warned(folder, "")] == [""] * 4
 
 

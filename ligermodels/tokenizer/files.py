@@ -49,6 +49,7 @@ class TokenizerFiles:
     """The content of the tokenizer files.
 
     file: has the vocabulary. named: special tokens by their names in tokenizer_config.json, such as bos_token.
+    appended: those of them that `file` lacks.
     """
 
     file: Path
@@ -57,6 +58,7 @@ class TokenizerFiles:
     padding_side: str
     model_max_length: int | None
     templates: dict[str, ChatTemplate]
+    appended: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
     tokenizer.encode_special_tokens = config.get("split_special_tokens", bool, False)
     if config.get("clean_up_tokenization_spaces", bool, False) and not isinstance(tokenizer.model, BPE):  # of BPE none
         raise config.error("clean_up_tokenization_spaces", True, "must be false, because it alters the decoded text")
-    named = add_tokens(folder, tokenizer, config, padding.get("pad_token"))
+    named, appended = add_tokens(folder, tokenizer, config, padding.get("pad_token"))
     if not has_json:
         add_bos_and_eos(tokenizer, config, named)
     side = config.get("padding_side", str, padding.get("direction", "right"))
@@ -109,7 +111,7 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
     return TokenizerFiles(
         folder / (TOKENIZER_FILE if has_json else VOCABULARY_FILE), tokenizer, named, side,
         int(longest) if longest < NO_LIMIT else None,
-        read_templates(folder, config.file, config.values.get("chat_template")),
+        read_templates(folder, config.file, config.values.get("chat_template")), appended,
     )  # fmt: skip
 
 
@@ -191,8 +193,9 @@ def checked_call(file: Path, fault: str, call: Callable[..., T], *arguments: Any
 
 def add_tokens(
     folder: Path, tokenizer: tokenizers.Tokenizer, config: JsonFields, padding_token: str | None
-) -> dict[str, str]:
-    """Adds the tokens that the other files list and tokenizer.json lacks; returns the named special tokens."""
+) -> tuple[dict[str, str], frozenset[str]]:
+    """Adds the tokens that the other files list and tokenizer.json lacks; returns the named special tokens, and which
+    of them it lacked."""
     if "added_tokens_decoder" in config.values:
         source = config
         named, others = named_tokens(config)
@@ -201,6 +204,7 @@ def add_tokens(
         source = JsonFields.read(folder, ADDED_TOKENS_FILE)
         named, others = named_tokens(config, JsonFields.read(folder, SPECIAL_TOKENS_MAP_FILE))
         listed = dict(added_tokens(source, tokenizer, {token.content for token in (*named.values(), *others)}))
+    appended = frozenset(t.content for t in named.values() if tokenizer.token_to_id(t.content) is None)
     tokenizer.add_tokens([listed[index] for index in sorted(listed)])
     for index, token in listed.items():
         given = tokenizer.token_to_id(token.content)
@@ -217,7 +221,7 @@ def add_tokens(
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     new = [token for token in (*(named[name] for name in in_order), *others) if token.content not in known]
     tokenizer.add_tokens(new)
-    return {name: token.content for name, token in named.items()}
+    return {name: token.content for name, token in named.items()}, appended
 
 
 def named_tokens(*files: JsonFields) -> tuple[dict[str, AddedToken], list[AddedToken]]:

@@ -43,7 +43,8 @@ class Tokenizer:
 
     tokenizer: the library's tokenizer. file: has the vocabulary. named: special tokens by their names in
     tokenizer_config.json; chat templates get them as variables. special_ids: ids that decoding skips.
-    padding_side: "left" or "right". model_max_length: None if there is no limit.
+    padding_side: "left" or "right". model_max_length: None if there is no limit. appended: named tokens that `file`
+    lacks.
     """
 
     bos_token, bos_token_id = special_token("bos_token"), special_token_id("bos_token")
@@ -54,7 +55,7 @@ class Tokenizer:
     def __init__(self, files: TokenizerFiles) -> None:
         self.tokenizer, self.file, self.named = files.tokenizer, files.file, dict(files.named)
         self.padding_side, self.model_max_length = files.padding_side, files.model_max_length
-        self.templates = files.templates
+        self.templates, self.appended = files.templates, files.appended
         added = self.tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
 
@@ -260,12 +261,12 @@ def encoding_error(texts: Sequence[Any]) -> InputError:
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, config: Path | str) -> None:
     """Raises CheckpointError if a token's id is not below `vocab_size`, the number of rows of the embedding.
 
-    Of the added tokens only bos, eos, pad and unk are checked: others occur only if a text contains them literally, and
-    Gemma 3 1B has one beyond its embedding. config: the file that contains vocab_size.
+    Of the added tokens only bos, eos, pad and unk of the tokenizer's file are checked: others occur only if a text
+    contains them literally, and Gemma 3 1B has one beyond its embedding. config: the file that contains vocab_size.
     """
     known = tokenizer.tokenizer.get_vocab(with_added_tokens=False)
     for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
-        if getattr(tokenizer, name) is not None:
+        if getattr(tokenizer, name) not in (None, *tokenizer.appended):
             known[getattr(tokenizer, name)] = getattr(tokenizer, f"{name}_id")
     token = max(known, key=known.__getitem__, default=None)
     if token is not None and known[token] >= vocab_size:

@@ -2,6 +2,7 @@
 
 import json
 import random
+from types import SimpleNamespace
 
 import pytest
 import tokenizers
@@ -10,6 +11,7 @@ from transformers import AutoTokenizer
 
 import ligermodels
 from ligermodels.errors import CheckpointError, InputError
+from ligermodels.generation.texts import model_stop_tokens
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.tokenizer import files as tokenizer_files
 from tests.tokenizer.folders import FORMS, trained, write_folder
@@ -450,6 +452,18 @@ def test_a_vocabulary_larger_than_the_embedding_is_refused(tmp_path, nested):
     assert f"{folder / 'config.json'} has a vocab_size of {eos};" in str(refused.value)
     with pytest.raises(CheckpointError, match="has the id 383, but"):
         load_without_names(folder, load)
+
+
+def test_an_end_token_of_the_config_alone_may_be_beyond_the_embedding_as_in_transformers(tmp_path):
+    vocabulary = models.WordLevel({"a": 0, "b": 1}, unk_token="a")
+    tokenizers.Tokenizer(vocabulary).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 2, "eos_token_id": 1}))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    ours, theirs = ligermodels.load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert (ours.eos_token, ours.eos_token_id) == (theirs.eos_token, theirs.eos_token_id) == ("<|im_end|>", 2)
+    model = SimpleNamespace(generation_config={}, config=SimpleNamespace(raw={"eos_token_id": 1}, vocab_size=2))
+    assert model_stop_tokens(model, ours) == {1}
 
 
 def load_without_names(folder, load):

@@ -130,6 +130,11 @@ class Objective(ABC):
     def choices(self, hidden_size: int) -> dict[str, Choice]:
         """Values for settings that were not given, such as the units of a step and the learning rate."""
 
+    @property
+    def passes_beside(self) -> float:
+        """How many forward passes of the model a unit takes beside its own, in training as in a validation."""
+        return 0
+
     def complete(self, config: RunConfig) -> None:
         """Takes the settings with all choices made. Raises InputError where the data are too few for a step."""
         self.config = config

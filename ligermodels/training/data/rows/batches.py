@@ -23,31 +23,30 @@ class Batch(NamedTuple):
 
     With packing: input_ids, labels int64 [1, B * T], cu_seqlens int32 [documents + 1] for document masking, in which
     the padding of a row counts as a document, and max_seqlen = T. Without packing: input_ids, labels int64 [B, T], and
-    None. labels: -100 for tokens that are not supervised.
+    None. labels: -100 for tokens that are not supervised. row_lengths: int64 [B], tokens without padding.
     rows: int64 [N], the places in the flattened batch whose next token is supervised, and padding: see
     `supervised_rows`. None where documents have no mask. Where ranks share rows, each has those of its part alone.
     images: those of the rows, in order, under the names of arguments of `forward`; empty if there are none. Each has a
     method `to`, as tensors have.
     teacher_states: what a teacher has stored for the rows (`StoredStates.of_rows`); they stay in host memory.
-    balance_mask: bool, as input_ids; False in the padding.
     """
 
     input_ids: Tensor
     labels: Tensor
     cu_seqlens: Tensor | None
     max_seqlen: int | None
+    row_lengths: Tensor
     rows: Tensor | None = None
     images: Mapping[str, Any] = {}  # never changed
     teacher_states: Tensor | None = None
-    balance_mask: Tensor | None = None
 
     def to(self, device: torch.device) -> "Batch":
         """Copies the batch to a device; copies from pinned memory do not block the host."""
-        input_ids, labels = (x.to(device, non_blocking=True) for x in (self.input_ids, self.labels))
+        copied = self.input_ids, self.labels, self.row_lengths
+        input_ids, labels, lengths = (x.to(device, non_blocking=True) for x in copied)
         offsets, rows = (None if x is None else x.to(device, non_blocking=True) for x in (self.cu_seqlens, self.rows))
         images = {name: values.to(device, non_blocking=True) for name, values in self.images.items()}
-        mask = None if self.balance_mask is None else self.balance_mask.to(device, non_blocking=True)
-        return Batch(input_ids, labels, offsets, self.max_seqlen, rows, images, self.teacher_states, mask)
+        return Batch(input_ids, labels, offsets, self.max_seqlen, lengths, rows, images, self.teacher_states)
 
     def arguments(self) -> dict[str, Any]:
         """Returns the arguments of `forward`."""
@@ -73,7 +72,7 @@ def collate(
     pinned = world.device.type == "cuda"
     input_ids = torch.zeros(len(rows), length, dtype=torch.int64, pin_memory=pinned)
     labels = torch.full((len(rows), length), IGNORE_INDEX, dtype=torch.int64, pin_memory=pinned)
-    mask = torch.zeros(len(rows), length, dtype=torch.bool, pin_memory=pinned)
+    lengths = torch.zeros(len(rows), dtype=torch.int64, pin_memory=pinned)
     ids, targets, offsets = input_ids.numpy(), labels.numpy(), [0]
     for number, row in enumerate(rows):
         end = 0
@@ -84,20 +83,20 @@ def collate(
             if store.supervised is not None:
                 targets[number, begin:end][~store.supervised[start : start + size]] = IGNORE_INDEX
             offsets.append(number * length + end)
-        mask[number, :end] = True
+        lengths[number] = end
         if end < length:
             offsets.append((number + 1) * length)
     masked = any(store.supervised is not None for row in rows for store, _, _ in row)
     places = supervised_rows(labels, pinned, world.context_rank, world.context) if masked else None
     if not packing:
         images = decoder.arguments([*map(images_of, rows)], input_ids, labels, None, pinned) if decoder else {}
-        return Batch(input_ids, labels, None, None, places, images, balance_mask=mask)
+        return Batch(input_ids, labels, None, None, lengths, places, images)
     input_ids, labels = input_ids.view(1, -1), labels.view(1, -1)
     cu_seqlens = torch.tensor(offsets, dtype=torch.int32, pin_memory=pinned)
     images = (
         decoder.arguments([images_of(itertools.chain(*rows))], input_ids, labels, cu_seqlens, pinned) if decoder else {}
     )
-    return Batch(input_ids, labels, cu_seqlens, length, places, images, balance_mask=mask.view(1, -1))
+    return Batch(input_ids, labels, cu_seqlens, length, lengths, places, images)
 
 
 def supervised_rows(labels: Tensor, pinned: bool, part: int = 0, parts: int = 1) -> Tensor | None:

@@ -124,10 +124,7 @@ class OnPolicyDistill(TeacherObjective, GroupDistill):
     def loss(self, model: CausalLM, batch: PreferenceBatch, work: Work) -> Share:
         with self.teacher.read(batch) as teacher:
             options = {"teacher": teacher} | self.options(0.0)
-            found = model(
-            **batch.model_inputs, balance_mask=batch.balance_mask, num_items_in_batch=work.counts[0],
-            divergence=options, skip_logits=True,
-        )  # fmt: skip
+            found = model(**self.arguments(batch, work), divergence=options, skip_logits=True)
         return Share(found.loss, divergence_sums(found.divergence, work.counts.new_full((), batch.supervised)))
 
     def validation_steps(self, model: CausalLM) -> Iterator[Step]:

@@ -56,11 +56,6 @@ class GroupObjective(Objective):
     config: RunConfig
 
     @property
-    def passes_beside(self) -> int:
-        """How many forward passes without a gradient a group takes, in training as in a validation."""
-        return 0
-
-    @property
     def unit(self) -> str:
         return UNIT_SETTINGS[self.config.objective].removesuffix("s")
 
@@ -149,7 +144,7 @@ class GroupObjective(Objective):
         routers). extras are those of `ops.linear_logprobs`, beside what is always measured."""
         more = ["mean_logit"] if self.config.mean_logits else []
         options = {"entropy": True, "extras": (*MEASURED, *more, *extras)}
-        output = model(**batch.model_inputs, balance_mask=batch.balance_mask, logprobs=options)
+        output = model(**batch.model_inputs, row_lengths=batch.row_lengths, logprobs=options)
         found = output.logprobs.map(lambda x: x[: batch.supervised])
         if output.aux_loss is None:
             return found, None
@@ -212,9 +207,9 @@ def mean_logits(sums: Mapping[str, float]) -> dict[str, float]:
     return {f"logits/{side}": sums[f"logits/{side}"] / count for side, count in counts.items() if count}
 
 
-def balance_share(balance: Tensor | None, batch: PreferenceBatch, supervised: Tensor) -> Tensor | float:
-    """The micro-batch's part of the routers' balance loss: its share of the step's supervised tokens."""
-    return 0.0 if balance is None else balance * batch.supervised / supervised
+def balance_share(balance: Tensor | None, batch: PreferenceBatch, work: Work) -> Tensor | float:
+    """The micro-batch's part of the routers' balance loss: its share of the step's tokens, which routers see."""
+    return 0.0 if balance is None else balance * (batch.tokens / work.tokens)
 
 
 def given(**options: Any) -> dict[str, Any]:
