@@ -21,17 +21,16 @@ from tokenizers import Encoding
 from ligermodels.errors import InputError
 from ligermodels.images.inputs import image_tokens, refuse_image_tokens
 from ligermodels.tokenizer import Tokenizer
+from ligermodels.tokenizer.tokenizer import overlap_mask
 from ligermodels.training.data.chat import (
     ReadProcessor,
     RenderedChat,
     no_images,
-    overlap_mask,
-    record_batches,
     render,
     render_conversation,
     tokenize_records,
 )
-from ligermodels.training.data.formats.records import BadLines, Conversation, GroupRecord, TeacherRecord
+from ligermodels.training.data.formats.records import BadLines, Conversation, GroupRecord, TeacherRecord, record_batches
 from ligermodels.training.data.preferences.store import GroupOptions, TokenGroup
 from ligermodels.training.data.rows.image_documents import ImageChats, plan_images
 from ligermodels.training.data.rows.image_store import DocumentImage
