@@ -27,9 +27,9 @@ from ligermodels.training.data.embedded.embedded import EMBEDDED_GROUPS, VALIDAT
 from ligermodels.training.data.embedded.new_tokenizer import NewImages
 from ligermodels.training.data.formats.records import BadLines, GroupRecord, Record, TeacherRecord
 from ligermodels.training.data.formats.sources import TOKEN_SUFFIXES, read_records, suffix_of
-from ligermodels.training.data.formats.specs import BUILT_IN_SOURCES
+from ligermodels.training.data.formats.specs import BUILT_IN_SOURCES, describe_sources, parse_sources
 from ligermodels.training.data.formats.streams import ReadingProgress
-from ligermodels.training.data.opening import describe_sources, parse_sources, sample_pictures
+from ligermodels.training.data.opening import sample_pictures
 from ligermodels.training.data.preferences.formats import GroupFormats
 from ligermodels.training.data.preferences.steps import GroupSelection, TrainingGroups, ValidationGroups
 from ligermodels.training.data.preferences.store import GroupOptions, GroupStore, open_groups, write_groups
