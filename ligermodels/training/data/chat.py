@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 from tokenizers import Encoding
 
 from ligermodels.errors import InputError
-from ligermodels.images.inputs import Processor, image_tokens, refuse_image_tokens
+from ligermodels.images.inputs import Processor, refuse_image_tokens
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.tokenizer.chat_template import Rendered, choose_template
 from ligermodels.tokenizer.tokenizer import CharacterSpan, overlap_mask
@@ -47,6 +47,8 @@ from ligermodels.training.data.run_tokenizer import template_advice
 EXCERPT_CHARACTERS = 30
 UNFINISHED_TAG = re.compile(r"[<\[{(◁][^>\]})▷\s]{0,30}\Z")  # without a limit, hostile texts take quadratic time
 
+NO_TOKENS: Mapping[int, str] = {}  # never changed
+
 ReadProcessor: TypeAlias = Callable[[], Processor]  # raises InputError if the model reads no images
 
 
@@ -59,17 +61,18 @@ def no_images() -> Processor:
 
 
 def tokenize_records(
-    records: Iterable[Record], tokenizer: Tokenizer, end: int, bad_lines: BadLines, processor: ReadProcessor = no_images
-) -> Iterator[Document]:
+    records: Iterable[Record], tokenizer: Tokenizer, end: int, bad_lines: BadLines,
+    processor: ReadProcessor = no_images, image_tokens: Mapping[int, str] = NO_TOKENS,
+) -> Iterator[Document]:  # fmt: skip
     """Yields the documents of the records, in their order; each has at least one supervised token.
 
     Each piece of a long text gives a document, which begins with the last token of the piece before it. end: the
     end-of-text token. bad_lines: counts conversations that cannot be used. processor: reads the image processor
-    of a model that has one. Raises InputError naming the place.
+    of a model that has one. image_tokens: those that stand for its images, by id, which no text may have. Raises
+    InputError naming the place.
     """
-    tokens = image_tokens(processor)
     for document in record_documents(records, tokenizer, end, bad_lines, processor):
-        if bad_lines.attempt(check_image_tokens, document, tokens):
+        if not image_tokens or bad_lines.attempt(check_image_tokens, document, image_tokens):
             yield document
 
 

@@ -79,7 +79,8 @@ class GroupReader(SourceReader):
         return open_groups(folder)
 
     def write(self, records: Iterable[Record], bad_lines: BadLines, progress: ReadingProgress, folder: Path) -> None:
-        grouping = GroupTokenizer(*self.tokenizer, self.options, bad_lines, lambda: self.processor)
+        given = self.options, bad_lines, lambda: self.processor, self.image_tokens
+        grouping = GroupTokenizer(*self.tokenizer, *given)
         units = cast(Iterable[GroupRecord | TeacherRecord], records)
         write_groups(progress.track(grouping.groups(units)), self.vocab_size, folder)
         counts = {"skipped": bad_lines.skipped, "lengths": dataclasses.asdict(grouping.lengths)}
