@@ -14,8 +14,8 @@ from ligermodels.configs.base import Config
 from ligermodels.distributed import World
 from ligermodels.layers.moe import MoE, load_balancing_loss
 from ligermodels.layers.norm import PreNorm, RMSNorm
-from ligermodels.training.data.rows.batches import collate
 from ligermodels.training.data.rows.packing import Segment
+from ligermodels.training.data.rows.run_rows import collate
 from tests.cases import CASES, LLAMA
 from tests.conftest import DEVICE
 from tests.reference_model import labels_of, tokens

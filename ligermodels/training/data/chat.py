@@ -40,8 +40,7 @@ from ligermodels.training.data.formats.records import (
     with_written_arguments,
 )
 from ligermodels.training.data.rows.image_documents import ImageChats, as_prefix, plan_images, prefix_document
-from ligermodels.training.data.rows.image_store import DocumentImage
-from ligermodels.training.data.rows.store import Document
+from ligermodels.training.data.rows.store import Document, DocumentImage
 from ligermodels.training.data.run_tokenizer import template_advice
 
 EXCERPT_CHARACTERS = 30

@@ -34,7 +34,7 @@ from ligermodels.training.data.chat import (
 from ligermodels.training.data.formats.records import BadLines, Conversation, GroupRecord, TeacherRecord, record_batches
 from ligermodels.training.data.preferences.store import GroupOptions, TokenGroup
 from ligermodels.training.data.rows.image_documents import ImageChats, plan_images
-from ligermodels.training.data.rows.image_store import DocumentImage
+from ligermodels.training.data.rows.store import DocumentImage
 from ligermodels.training.data.run_tokenizer import template_advice
 
 
