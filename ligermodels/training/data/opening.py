@@ -16,12 +16,12 @@ from ligermodels.errors import InputError
 from ligermodels.images.inputs import Processor
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.training.data.embedded.embedded import EMBEDDED_VOCABULARY, Question
-from ligermodels.training.data.embedded.new_tokenizer import NewImages
 from ligermodels.training.data.formats.specs import RANDOM, SourceSpec, describe_sources, missing_data, parse_sources
 from ligermodels.training.data.reader import SourceDocuments, SourceReader
 from ligermodels.training.data.rows.packing import Selection, count_segments, exclude_validation, pack_documents
 from ligermodels.training.data.rows.run_rows import TrainingRows, ValidationRows
 from ligermodels.training.data.rows.store import TokenStore
+from ligermodels.training.data.run_tokenizer import NewImages
 from ligermodels.training.settings.config import TrainConfig
 from ligermodels.units import counted
 

@@ -30,13 +30,6 @@ from ligermodels.training.data.embedded.embedded import (
     shape_texts,
 )
 from ligermodels.training.data.embedded.embedded_stories import vocabulary_texts
-from ligermodels.training.data.embedded.new_tokenizer import (
-    END_OF_TEXT_ID,
-    NewImages,
-    save_tokenizer,
-    train_image_tokenizer,
-    train_tokenizer,
-)
 from ligermodels.training.data.formats.record_formats import FieldNames, RecordFormats
 from ligermodels.training.data.formats.records import BadLines, Conversation, Record
 from ligermodels.training.data.formats.sources import (
@@ -56,7 +49,14 @@ from ligermodels.training.data.rows.image_documents import ImageDecoder
 from ligermodels.training.data.rows.packing import Selection, all_documents, default_fraction, split_documents
 from ligermodels.training.data.rows.store import TokenStore, cached_folder, cached_folders, open_store, write_store
 from ligermodels.training.data.rows.token_files import described_end, open_indexed, open_tokens, write_index
-from ligermodels.training.data.run_tokenizer import use_template
+from ligermodels.training.data.run_tokenizer import (
+    END_OF_TEXT_ID,
+    NewImages,
+    save_tokenizer,
+    train_image_tokenizer,
+    train_tokenizer,
+    use_template,
+)
 from ligermodels.training.settings.config import TrainConfig
 from ligermodels.training.settings.values import token_range
 from ligermodels.units import counted

@@ -24,7 +24,6 @@ from ligermodels.errors import InputError
 from ligermodels.images.inputs import Processor
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.training.data.embedded.embedded import EMBEDDED_GROUPS, VALIDATION_QUESTIONS, Question
-from ligermodels.training.data.embedded.new_tokenizer import NewImages
 from ligermodels.training.data.formats.records import BadLines, GroupRecord, Record, TeacherRecord
 from ligermodels.training.data.formats.sources import TOKEN_SUFFIXES, read_records, suffix_of
 from ligermodels.training.data.formats.specs import BUILT_IN_SOURCES, describe_sources, parse_sources
@@ -36,6 +35,7 @@ from ligermodels.training.data.preferences.store import GroupOptions, GroupStore
 from ligermodels.training.data.preferences.tokenization import GroupTokenizer, Lengths
 from ligermodels.training.data.reader import ReadRecords, SourceReader, hub_names, input_files, total_bytes
 from ligermodels.training.data.rows.packing import default_fraction, is_member
+from ligermodels.training.data.run_tokenizer import NewImages
 from ligermodels.training.settings.config import TrainConfig
 from ligermodels.units import counted
 
