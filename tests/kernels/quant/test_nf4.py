@@ -140,6 +140,15 @@ def test_results_and_gradients_are_those_of_the_dequantised_weight(name, path, r
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+@pytest.mark.parametrize("name", nodes())
+def test_under_autocast_a_weight_is_dequantised_in_its_dtype(name):
+    weight, *others = draw_operands()
+    half, node = weight._replace(layout=weight.layout.with_dtype(torch.bfloat16)), nodes()[name]
+    with torch.autocast(torch.device(DEVICE).type, torch.bfloat16):
+        got, expected = node(weight, *others), node(half.dequantize(), *others)
+    assert got.dtype == torch.bfloat16 and torch.equal(got, expected)
+
+
 @pytest.mark.parametrize("path", ["kernels", "reference"])
 def test_backward_keeps_the_bytes_of_the_weight_alone(path, request):
     if path == "kernels":
