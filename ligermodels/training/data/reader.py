@@ -206,8 +206,9 @@ class SourceReader:
     def write(self, records: Iterable[Record], bad_lines: BadLines, progress: ReadingProgress, folder: Path) -> None:
         """Tokenises records, and writes their store and what was counted to an empty folder."""
         kinds = Counter[type]()
-        given = (*self.tokenizer, bad_lines, lambda: self.processor, self.image_tokens)
-        documents = tokenize_records(count_kinds(records, kinds), *given)
+        documents = tokenize_records(
+            count_kinds(records, kinds), *self.tokenizer, bad_lines, lambda: self.processor, self.image_tokens
+        )
         write_store(progress.track(documents), self.vocab_size, folder)
         (folder / "skipped").write_text(str(bad_lines.skipped))
         (folder / "chats").write_text(str(kinds[Conversation]))

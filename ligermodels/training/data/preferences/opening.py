@@ -79,8 +79,7 @@ class GroupReader(SourceReader):
         return open_groups(folder)
 
     def write(self, records: Iterable[Record], bad_lines: BadLines, progress: ReadingProgress, folder: Path) -> None:
-        given = self.options, bad_lines, lambda: self.processor, self.image_tokens
-        grouping = GroupTokenizer(*self.tokenizer, *given)
+        grouping = GroupTokenizer(*self.tokenizer, self.options, bad_lines, lambda: self.processor, self.image_tokens)
         units = cast(Iterable[GroupRecord | TeacherRecord], records)
         write_groups(progress.track(grouping.groups(units)), self.vocab_size, folder)
         counts = {"skipped": bad_lines.skipped, "lengths": dataclasses.asdict(grouping.lengths)}
