@@ -45,7 +45,6 @@ from ligermodels.training.data.run_tokenizer import template_advice
 
 EXCERPT_CHARACTERS = 30
 UNFINISHED_TAG = re.compile(r"[<\[{(◁][^>\]})▷\s]{0,30}\Z")  # without a limit, hostile texts take quadratic time
-
 NO_TOKENS: Mapping[int, str] = {}  # never changed
 
 ReadProcessor: TypeAlias = Callable[[], Processor]  # raises InputError if the model reads no images
