@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks import results, timing
 from benchmarks.train_step import MODELS, hugging_face, liger
@@ -118,7 +118,6 @@ def measure_peer(
     model = make(MODELS[model_name], checkpointing == "full", dtype=dtype)
     for part in [*model.model.layers, model]:
         fully_shard(part, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    assert isinstance(model, FSDPModule)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
     ids = torch.randint(model.config.vocab_size, (batch, length), device=world.device)
 

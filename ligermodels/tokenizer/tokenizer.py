@@ -1,6 +1,7 @@
 """The tokenizer: encodes and decodes text, pads batches and renders chats, on top of the `tokenizers` library."""
 
-from collections.abc import Callable, Mapping, Sequence
+import bisect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -12,6 +13,7 @@ from ligermodels.errors import CheckpointError, InputError, first_line
 from ligermodels.tokenizer.chat_template import DEFAULT_TEMPLATE, Rendered, choose_template, render_chat
 from ligermodels.tokenizer.files import TOKENIZER_CONFIG_FILE, T, TokenizerFiles, checked_call, read_tokenizer
 
+CharacterSpan = tuple[int, int]  # [start, stop)
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # the decoding of an incomplete character
 
 
@@ -197,8 +199,7 @@ class Tokenizer:
         """Token ids, and the assistant mask: whether each token has text of a {% generation %} block."""
         rendered = self.render(messages, **options)
         [encoding] = self.encode_with_offsets([rendered.text], add_special_tokens=False)
-        mask = [any(begin < stop and end > start for start, stop in rendered.spans) for begin, end in encoding.offsets]
-        return encoding.ids, mask
+        return encoding.ids, overlap_mask(encoding.offsets, rendered.spans)
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None,
@@ -206,6 +207,16 @@ class Tokenizer:
     ) -> Rendered:  # fmt: skip
         template = choose_template(self.templates, chat_template, tools is not None, self.file.parent)
         return render_chat(template, messages, **(self.named | {"tools": tools, "documents": documents} | options))
+
+
+def overlap_mask(offsets: Sequence[CharacterSpan], spans: Iterable[CharacterSpan]) -> list[bool]:
+    """Returns whether each token contains a character of a span. offsets: the tokens' spans, ascending."""
+    starts, stops = [start for start, _ in offsets], [stop for _, stop in offsets]
+    mask = [False] * len(offsets)
+    for start, stop in spans:
+        for token in range(bisect.bisect_right(stops, start), bisect.bisect_left(starts, stop)):
+            mask[token] = True
+    return mask
 
 
 class DecodeStream:

@@ -18,8 +18,8 @@ from ligermodels.layers.moe import MoE, load_balancing_loss
 from ligermodels.layers.norm import PreNorm, RMSNorm
 from ligermodels.training import TrainConfig
 from ligermodels.training.checkpoints import Progress
-from ligermodels.training.data.rows.batches import collate
 from ligermodels.training.data.rows.packing import Segment
+from ligermodels.training.data.rows.run_rows import collate
 from ligermodels.training.objectives import RunSetup
 from ligermodels.training.objectives.sft import SFT
 from tests.cases import CASES, LLAMA

@@ -9,7 +9,7 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, pro
 
 from ligermodels.errors import CheckpointError
 from ligermodels.tokenizer import Tokenizer
-from ligermodels.tokenizer.growth import MAX_ADDED, MAX_FACTOR, growth_of, longest_replacement
+from ligermodels.tokenizer.files import MAX_ADDED, MAX_FACTOR, growth_of, longest_replacement
 from tests.tokenizer.folders import FORMS, write_folder
 
 TEXTS = ("", "a", "aaaaaaaaaa", "a b  c\td", "héé ﷺ ½", "日本語 x", "\n\n ab")

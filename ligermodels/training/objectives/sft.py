@@ -9,9 +9,10 @@ from ligermodels import distributed
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.training.checkpoints import Progress
 from ligermodels.training.data import Data, count_supervised, open_data, refuse_short_epoch
-from ligermodels.training.data.rows.batches import Batch
+from ligermodels.training.data.reader import image_options
+from ligermodels.training.data.rows.run_rows import Batch
 from ligermodels.training.objectives.evaluation import evaluate
-from ligermodels.training.objectives.objective import Objective, Share, Work, image_options
+from ligermodels.training.objectives.objective import Objective, Share, Work
 from ligermodels.training.planning.defaults import Choice, image_choices, schedule
 from ligermodels.training.reporting.metrics import Validation
 from ligermodels.training.run.stopping import Stop

@@ -10,7 +10,7 @@ from ligermodels.errors import InputError
 from ligermodels.hub import add_lora_of_adapter, create, quantise_on_meta
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.reward_model import RewardModel
-from ligermodels.training.data.embedded.new_tokenizer import GENERATION_CONFIG, SPECIAL_IDS
+from ligermodels.training.data.run_tokenizer import GENERATION_CONFIG, SPECIAL_IDS
 from ligermodels.training.planning.defaults import TORCH_DTYPES
 from ligermodels.training.settings.config import RunConfig, TrainConfig
 from ligermodels.vision.multimodal import ImageParts

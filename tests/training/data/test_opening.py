@@ -17,8 +17,8 @@ from ligermodels.training import TrainConfig
 from ligermodels.training.data import count_supervised, open_data, reader, refuse_short_epoch
 from ligermodels.training.data.embedded import embedded
 from ligermodels.training.data.embedded.embedded_stories import stories
-from ligermodels.training.data.embedded.new_tokenizer import save_tokenizer, train_tokenizer
 from ligermodels.training.data.rows import packing, token_files
+from ligermodels.training.data.run_tokenizer import save_tokenizer, train_tokenizer
 from tests.training.data.documents import CPU
 
 DEFAULTS = TrainConfig(validation_fraction=0.01, batch_size=2, sequence_length=64)

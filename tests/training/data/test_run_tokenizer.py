@@ -8,8 +8,14 @@ from transformers import AutoTokenizer
 from ligermodels.errors import InputError
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.tokenizer.built_in_templates import BUILT_IN_TEMPLATES
-from ligermodels.training.data.embedded.new_tokenizer import GENERATION_CONFIG, train_tokenizer
-from ligermodels.training.data.run_tokenizer import end_of_turn, generation_config, use_template, write_tokenizer
+from ligermodels.training.data.run_tokenizer import (
+    GENERATION_CONFIG,
+    end_of_turn,
+    generation_config,
+    train_tokenizer,
+    use_template,
+    write_tokenizer,
+)
 from tests.tokenizer.chat_templates import CHAT_TEMPLATES
 from tests.tokenizer.folders import write_folder
 

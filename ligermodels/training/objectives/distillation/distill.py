@@ -16,7 +16,7 @@ from ligermodels.losses.divergences import KINDS
 from ligermodels.memory.model import TrainingMemory
 from ligermodels.training.data.preferences import GroupOptions, PreferenceBatch, open_preferences
 from ligermodels.training.data.preferences.formats import GroupKind
-from ligermodels.training.data.rows.batches import Batch, count_supervised
+from ligermodels.training.data.rows.run_rows import Batch, count_supervised
 from ligermodels.training.objectives.distillation.teachers import StoredTeacher, TeacherModel, common_vocabulary
 from ligermodels.training.objectives.evaluation import answers_and_sample, start_stop_check
 from ligermodels.training.objectives.objective import Objective, RunSetup, Share, Work

@@ -23,8 +23,9 @@ from ligermodels.losses import segment_sums
 from ligermodels.training.checkpoints import Progress
 from ligermodels.training.data.preferences import GroupOptions, PreferenceBatch, PreferenceData, Step, open_preferences
 from ligermodels.training.data.preferences.formats import GroupKind
+from ligermodels.training.data.reader import image_options
 from ligermodels.training.objectives.evaluation import start_stop_check
-from ligermodels.training.objectives.objective import Objective, StepTotals, Work, image_options
+from ligermodels.training.objectives.objective import Objective, StepTotals, Work
 from ligermodels.training.planning.defaults import (
     MIN_STEPS_PER_EPOCH,
     TRAINING_PASSES,

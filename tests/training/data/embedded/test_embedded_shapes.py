@@ -18,7 +18,7 @@ from ligermodels.training.data.embedded.embedded import (
     shape_dataset,
     shape_question,
 )
-from ligermodels.training.data.embedded.new_tokenizer import NewImages, save_tokenizer, train_image_tokenizer
+from ligermodels.training.data.run_tokenizer import NewImages, save_tokenizer, train_image_tokenizer
 
 SETTINGS = {
     "image_processor_type": "Qwen2VLImageProcessor", "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2,
