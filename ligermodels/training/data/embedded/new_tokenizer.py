@@ -155,6 +155,8 @@ def train_image_tokenizer(texts: Iterable[str], vocab_size: int, images: NewImag
     tokens = images.tokens
     within = 0 if images.token_id >= vocab_size else len(tokens.all)
     tokenizer = train_tokenizer(texts, vocab_size - within)
+    missing = vocab_size - within - tokenizer.tokenizer.get_vocab_size()  # little text makes few entries
+    tokenizer.tokenizer.add_special_tokens([f"<|unused_{number}|>" for number in range(missing)])
     tokenizer.tokenizer.add_special_tokens(list(tokens.all))
     found = tokenizer.tokenizer.token_to_id(tokens.feature)
     if found != images.token_id:

@@ -4,11 +4,14 @@ Usage errors are told from here before numpy or torch are imported.
 """
 
 import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from ligermodels.errors import InputError
 from ligermodels.training.settings.config import TrainConfig
+
+T = TypeVar("T")
 
 RANDOM = "random"
 BUILT_IN_SOURCES = ("stories", "chats", "shapes", "preferences", "sums", RANDOM)  # need no file
@@ -37,6 +40,14 @@ def parse_spec(text: str) -> SourceSpec:
     if not name or not 0 < weight < math.inf:
         raise InputError(f"--data {text}: must be NAME, or NAME=WEIGHT with a weight above 0, such as my.jsonl=0.7")
     return SourceSpec(name, weight)
+
+
+def open_validation(name: str, open_source: Callable[[str], T]) -> T:
+    """What `open_source` returns for the source `name`. Its InputError names --validation-data as the flag."""
+    try:
+        return open_source(name)
+    except InputError as error:
+        raise InputError(str(error).replace(f"--data {name}:", f"--validation-data {name}:", 1)) from error
 
 
 def missing_data(config: TrainConfig) -> InputError:

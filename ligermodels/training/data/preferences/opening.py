@@ -27,7 +27,7 @@ from ligermodels.training.data.embedded.embedded import EMBEDDED_GROUPS, VALIDAT
 from ligermodels.training.data.embedded.new_tokenizer import NewImages
 from ligermodels.training.data.formats.records import BadLines, GroupRecord, Record, TeacherRecord
 from ligermodels.training.data.formats.sources import TOKEN_SUFFIXES, read_records, suffix_of
-from ligermodels.training.data.formats.specs import BUILT_IN_SOURCES
+from ligermodels.training.data.formats.specs import BUILT_IN_SOURCES, open_validation
 from ligermodels.training.data.formats.streams import ReadingProgress
 from ligermodels.training.data.opening import describe_sources, parse_sources, sample_pictures
 from ligermodels.training.data.preferences.formats import GroupFormats
@@ -155,7 +155,8 @@ def open_preferences(
     split = [split_source(reader, name, config, split=not separate) for name in names]
     held_out = [part for _, validation in split for part in validation]
     if separate:
-        held_out = [part for name in separate for part in validation_source(reader, name)]
+        read_whole = functools.partial(validation_source, reader)
+        held_out = [part for name in separate for part in open_validation(name, read_whole)]
         refuse_no_groups("--validation-data", separate, [held_out], reader)
     reader.refuse_too_many_bad_lines()
     refuse_no_groups("--data", names, [training for training, _ in split], reader)
