@@ -48,7 +48,7 @@ class Parser(argparse.ArgumentParser):
         raise InputError(message.removeprefix("argument "))
 
     def parse_command(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """Parses as parse_args does. Raises InputError for an unknown flag, and for one that is given twice."""
+        """Parses as parse_args does. Raises InputError for an unknown flag, and for a list that is given twice."""
         args, unknown = self.parse_known_args(arguments)
         command = args.parser
         for word in unknown:
@@ -58,9 +58,10 @@ class Parser(argparse.ArgumentParser):
             raise InputError(f"{name}: no such flag{hint_of_flag(word, arguments, command)}")
         for action in command._actions:
             given = [word for word in arguments if word.partition("=")[0] in action.option_strings]
-            if len(given) > 1 and not isinstance(action, argparse._AppendAction):
-                remedy = "give all its values behind one" if action.nargs in ("+", "*") else "give it once"
-                raise InputError(f"{action.option_strings[0]} is given {len(given)} times; {remedy}")
+            if action.nargs in ("+", "*") and len(given) > 1:
+                raise InputError(
+                    f"{action.option_strings[0]} is given {len(given)} times; give all its values behind one"
+                )
         return args
 
 
