@@ -475,7 +475,8 @@ def test_the_folder_of_a_run_stands_for_its_export(folder, adapted, tmp_path, ca
     (run / "train.toml").touch()
     for command in (["info"], ["generate", "--prompt", "w5"], ["export", "out"], ["verify"]):
         assert error_line([command[0], str(run), *command[1:]], capsys) == (
-            f"ligermodels: {run}: is a run without an export; ligermodels train --resume {run} --no-export off makes it\n"
+            f"ligermodels: {run}: is a run without an export; "
+            f"ligermodels train --resume {run} --no-export off makes it\n"
         )
     flags = ["--prompt", "w5 w6", "--max-new-tokens", "6", "--device", "cpu"]
     told = {}

@@ -156,9 +156,7 @@ def test_an_unknown_model_type_gets_a_suggestion_and_what_lists_the_supported_on
     (tmp_path / "config.json").write_text(json.dumps(RAW | {"model_type": "tinny", "auto_map": {"AutoModel": "x.Y"}}))
     with pytest.raises(HubError) as caught:
         hub.load(tmp_path)
-    assert "model_type 'tinny' is not supported; did you mean 'tiny'?; `ligermodels list` shows all" in str(
-        caught.value
-    )
+    assert "model_type 'tinny' is not supported; did you mean 'tiny'?; `ligermodels list` shows" in str(caught.value)
     assert str(tmp_path / "config.json") in str(caught.value)
 
 

@@ -69,9 +69,7 @@ def test_a_template_that_cannot_be_used_is_refused(tokenizer, tmp_path, template
 
 def test_a_template_that_does_not_fit_a_new_tokenizer_names_no_folder_of_the_cache():
     config = TrainConfig(model="qwen2", chat_template="llama3")
-    with pytest.raises(
-        InputError, match=r"^--chat-template llama3: the new tokenizer has no token <.start_header_id.>"
-    ):
+    with pytest.raises(InputError, match=r"^--chat-template llama3: the new tokenizer has no token <.start_header"):
         SourceReader(["stories"], None, 1024, config, 64)
 
 
