@@ -16,7 +16,7 @@ from ligermodels.adapters.writing import Layout, write_adapter
 from ligermodels.errors import CheckpointError, HubError, InputError, printable
 from ligermodels.hub.download import adapter_folder
 from ligermodels.hub.models import all_but_weights, complete_model, is_adapter, resolve
-from ligermodels.hub.names import local_folder
+from ligermodels.hub.names import exported_by_run
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.lora import lora_modules
 from ligermodels.weights.adapter_config import ADAPTER_CONFIG_FILE, BaseModel, read_adapter_config
@@ -146,9 +146,9 @@ def base_of_adapter(folder: Path, remedy: str) -> BaseModel:
     name, revision = config.get("base_model_name_or_path"), config.get("revision")
     if not isinstance(name, str) or not name:
         raise missing_base(folder, name, "it names no model", remedy)
-    if os.path.exists(os.path.expanduser(name)):
-        base = local_folder(name, None)
-        if base is None or not (base / CONFIG_FILE).exists():
+    path = Path(os.path.expanduser(name))
+    if os.path.exists(path):
+        if path.is_dir() and not (exported_by_run(path) / CONFIG_FILE).exists():
             raise missing_base(folder, name, f"there is no model, which has a {CONFIG_FILE}", remedy)
         return BaseModel(name)
     if not HUB_ID.fullmatch(name):
