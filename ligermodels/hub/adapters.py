@@ -23,10 +23,11 @@ from ligermodels.adapters.writing import Layout, write_adapter
 from ligermodels.errors import CheckpointError, HubError, InputError, printable
 from ligermodels.hub.download import adapter_folder
 from ligermodels.hub.models import all_but_weights, complete_model, is_adapter, resolve
+from ligermodels.hub.names import exported_by_run
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.lora import lora_modules
 from ligermodels.weights.adapter_config import ADAPTER_CONFIG_FILE, BaseModel, read_adapter_config
-from ligermodels.weights.config_file import read_generation_config
+from ligermodels.weights.config_file import CONFIG_FILE, read_generation_config
 from ligermodels.weights.files import weights_fingerprint
 from ligermodels.weights.gguf.folder import shown_file
 from ligermodels.weights.loading import refuse_meta_parameters
@@ -153,7 +154,10 @@ def base_of_adapter(folder: Path, remedy: str) -> BaseModel:
     name, revision = config.get("base_model_name_or_path"), config.get("revision")
     if not isinstance(name, str) or not name:
         raise missing_base(folder, name, "it names no model", remedy)
-    if os.path.exists(os.path.expanduser(name)):
+    path = Path(os.path.expanduser(name))
+    if os.path.exists(path):
+        if path.is_dir() and not (exported_by_run(path) / CONFIG_FILE).exists():
+            raise missing_base(folder, name, f"there is no model, which has a {CONFIG_FILE}", remedy)
         return BaseModel(name)
     if not HUB_ID.fullmatch(name):
         raise missing_base(folder, name, "there is no such folder", remedy)

@@ -245,6 +245,7 @@ def test_no_more_lines_are_read_than_wait_and_run(folder, monkeypatch):
     [
         (["--output", "x"], "--output needs --file"),
         (["--logprobs"], "--logprobs needs --file"),
+        (["--prompt", "y", "--cache-tokens", "8"], "--cache-tokens needs --chat or --file"),
         (["--file", "x", "--prompt", "y"], "--file and --prompt are both given"),
         (["--chat", "--num-samples", "2", "--temperature", "1"], "a conversation continues one answer"),
         (["--prompt", "y", "--num-samples", "2"], "n is 2 at temperature 0"),

@@ -16,7 +16,14 @@ from ligermodels.errors import InputError
 from ligermodels.images.inputs import Processor
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.training.data.embedded.embedded import EMBEDDED_VOCABULARY, Question
-from ligermodels.training.data.formats.specs import RANDOM, SourceSpec, describe_sources, missing_data, parse_sources
+from ligermodels.training.data.formats.specs import (
+    RANDOM,
+    SourceSpec,
+    describe_sources,
+    missing_data,
+    open_validation,
+    parse_sources,
+)
 from ligermodels.training.data.reader import SourceDocuments, SourceReader
 from ligermodels.training.data.rows.packing import Selection, count_segments, exclude_validation, pack_documents
 from ligermodels.training.data.rows.run_rows import TrainingRows, ValidationRows
@@ -87,7 +94,8 @@ def open_data(
         [spec.name for spec in specs], folder, vocab_size, config, longest_row, adapter, images=images
     )
     sources = [reader.documents(spec.name, split=not separate) for spec in specs]
-    validation_sources = [reader.documents(name, split=False) for name in separate] or sources
+    read_whole = functools.partial(reader.documents, split=False)
+    validation_sources = [open_validation(name, read_whole) for name in separate] or sources
     reader.refuse_too_many_bad_lines()
     reader.warn_of_unused_template()
 

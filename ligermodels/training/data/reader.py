@@ -254,7 +254,7 @@ class SourceReader:
             tokenizer, end = self.trained_tokenizer(names), END_OF_TEXT_ID
             self.new_tokenizer = tokenizer
         if self.config.chat_template is not None:
-            use_template(tokenizer, self.config.chat_template)
+            use_template(tokenizer, self.config.chat_template, "the new tokenizer" if self.new_tokenizer else None)
         self.used_tokenizer = tokenizer
         return tokenizer, end
 

@@ -174,6 +174,8 @@ def train_image_tokenizer(texts: Iterable[str], vocab_size: int, images: NewImag
     tokens = images.tokens
     within = 0 if images.token_id >= vocab_size else len(tokens.all)
     tokenizer = train_tokenizer(texts, vocab_size - within)
+    missing = vocab_size - within - tokenizer.tokenizer.get_vocab_size()  # little text makes few entries
+    tokenizer.tokenizer.add_special_tokens([f"<|unused_{number}|>" for number in range(missing)])
     tokenizer.tokenizer.add_special_tokens(list(tokens.all))
     found = tokenizer.tokenizer.token_to_id(tokens.feature)
     if found != images.token_id:
@@ -187,13 +189,14 @@ def train_image_tokenizer(texts: Iterable[str], vocab_size: int, images: NewImag
     return tokenizer
 
 
-def use_template(tokenizer: Tokenizer, name_or_file: str) -> None:
+def use_template(tokenizer: Tokenizer, name_or_file: str, title: str | None = None) -> None:
     """Makes a built-in template, or that of a Jinja file, the only one of `tokenizer`.
 
-    Raises InputError for a template that does not exist, does not fit the tokenizer, or does not render a message.
+    title: names the tokenizer in errors; by default its folder does. Raises InputError for a template that does not
+    exist, does not fit the tokenizer, or does not render a message.
     """
     if name_or_file in BUILT_IN_TEMPLATES:
-        refuse_missing_tokens(name_or_file, tokenizer)
+        refuse_missing_tokens(name_or_file, tokenizer, title or str(tokenizer.file.parent))
         template = ChatTemplate(BUILT_IN_TEMPLATES[name_or_file], f"the chat template {name_or_file}")
     else:
         template = template_of_file(name_or_file)
@@ -206,12 +209,11 @@ def use_template(tokenizer: Tokenizer, name_or_file: str) -> None:
         )
 
 
-def refuse_missing_tokens(name: str, tokenizer: Tokenizer) -> None:
+def refuse_missing_tokens(name: str, tokenizer: Tokenizer, title: str) -> None:
     missing = missing_tokens(name, tokenizer)
     if missing:
         raise InputError(
-            f"--chat-template {name}: {tokenizer.file.parent} has no token {', '.join(missing)}; "
-            f"{template_advice(tokenizer)}"
+            f"--chat-template {name}: {title} has no token {', '.join(missing)}; {template_advice(tokenizer)}"
         )
 
 

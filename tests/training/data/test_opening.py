@@ -286,6 +286,20 @@ def test_too_little_data_and_a_tokenizer_that_does_not_fit_are_refused(settings,
         refuse_short_epoch(opened(path, folder=folder), 5000)
 
 
+def test_a_fault_of_the_validation_data_names_their_flag(texts, folder, tmp_path):
+    path, empty = write(tmp_path / "a.jsonl", texts), tmp_path / "empty.txt"
+    empty.touch()
+    for name, fault in {
+        "gone.txt": "no file, folder or glob",
+        str(empty): "contains no text",
+        "sums": "is for",
+    }.items():
+        with pytest.raises(InputError, match=f"^--validation-data {re.escape(name)}: {fault}"):
+            opened(path, folder=folder, validation_data=(name,))
+        with pytest.raises(InputError, match=f"^--data {re.escape(name)}: {fault}"):
+            opened(name, folder=folder, validation_data=(str(path),))
+
+
 def test_weights_on_only_some_sources_or_on_validation_data_are_refused(texts, folder, tmp_path):
     path = write(tmp_path / "d.jsonl", texts)
     with pytest.raises(InputError, match=r"--validation-data stories=0\.5: .*; remove the weight"):

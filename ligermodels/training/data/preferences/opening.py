@@ -26,7 +26,12 @@ from ligermodels.tokenizer import Tokenizer
 from ligermodels.training.data.embedded.embedded import EMBEDDED_GROUPS, VALIDATION_QUESTIONS, Question
 from ligermodels.training.data.formats.records import BadLines, GroupRecord, Record, TeacherRecord
 from ligermodels.training.data.formats.sources import TOKEN_SUFFIXES, read_records, suffix_of
-from ligermodels.training.data.formats.specs import BUILT_IN_SOURCES, describe_sources, parse_sources
+from ligermodels.training.data.formats.specs import (
+    BUILT_IN_SOURCES,
+    describe_sources,
+    open_validation,
+    parse_sources,
+)
 from ligermodels.training.data.formats.streams import ReadingProgress
 from ligermodels.training.data.opening import sample_pictures
 from ligermodels.training.data.preferences.formats import GroupFormats
@@ -155,7 +160,8 @@ def open_preferences(
     split = [split_source(reader, name, config, split=not separate) for name in names]
     held_out = [part for _, validation in split for part in validation]
     if separate:
-        held_out = [part for name in separate for part in validation_source(reader, name)]
+        read_whole = functools.partial(validation_source, reader)
+        held_out = [part for name in separate for part in open_validation(name, read_whole)]
         refuse_no_groups("--validation-data", separate, [held_out], reader)
     reader.refuse_too_many_bad_lines()
     refuse_no_groups("--data", names, [training for training, _ in split], reader)

@@ -27,7 +27,7 @@ from ligermodels.training.planning.defaults import Choice
 from ligermodels.training.reporting.flops import forward_flops
 from ligermodels.training.reporting.metrics import Validation
 from ligermodels.training.run.stopping import Stop
-from ligermodels.training.settings.config import FIELDS, RunConfig, TrainConfig
+from ligermodels.training.settings.config import RunConfig, TrainConfig
 
 DEFAULT_JSD = 0.5
 DEFAULT_LENGTH = 2048  # of a packed row of documents
@@ -108,7 +108,7 @@ class Distill(TeacherObjective, SFT):
 
     def __init__(self, config: TrainConfig, world: World) -> None:
         super().__init__(config, world)
-        if config.max_completion_length != FIELDS["max_completion_length"].default:
+        if config.max_completion_length is not None:
             raise InputError("--max-completion-length goes with --on-policy, which is missing")
 
     def make_teacher(self) -> TeacherModel:

@@ -84,6 +84,13 @@ def test_a_new_tokenizer_has_the_tokens_of_images(tmp_path):
     assert inputs["image_grid_thw"].tolist() == [[1, 4, 4]]
 
 
+def test_a_new_tokenizer_of_little_text_has_the_tokens_of_images_at_their_ids():
+    tokenizer = train_image_tokenizer(["red", "blue"], 1000, NewImages(998, SETTINGS))
+    assert tokenizer.tokenizer.token_to_id("<|image_pad|>") == 998 and tokenizer.vocab_size == 1000
+    ids = tokenizer.encode("red <|image_pad|>")
+    assert ids[-1] == 998 and tokenizer.tokenizer.id_to_token(995) == "<|unused_731|>"
+
+
 def test_questions_are_about_unseen_pictures():
     dataset = shape_dataset()
     pictures = {part["image"] for prompt, _ in dataset.questions for part in prompt[0]["content"] if "image" in part}
