@@ -12,6 +12,7 @@ add_eos_token are used only without it. Truncation and padding settings of token
 import re
 import types
 from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +23,13 @@ from tokenizers.models import BPE
 
 from ligermodels.errors import CheckpointError, InputError, first_line
 from ligermodels.tokenizer.chat_template import ChatTemplate, read_templates
-from ligermodels.tokenizer.growth import MAX_TOKEN_CHARACTERS, refuse_growth, refuse_long_tokens
+from ligermodels.tokenizer.growth import (
+    MAX_TOKEN_CHARACTERS,
+    refuse_growth,
+    refuse_long_added_tokens,
+    refuse_long_in_all,
+    refuse_long_tokens,
+)
 from ligermodels.weights.reading import longest_gap, read_bytes, read_json, safe_file
 
 TOKENIZER_FILE, TOKENIZER_CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
@@ -124,15 +131,24 @@ def read_vocabulary(folder: Path, name: str, separators: bytes) -> bytes:
 
 
 def from_json(folder: Path) -> tokenizers.Tokenizer:
-    data = read_vocabulary(folder, TOKENIZER_FILE, b",[{")
-    tokenizer = checked_call(folder / TOKENIZER_FILE, NOT_A_TOKENIZER, tokenizers.Tokenizer.from_buffer, data)
-    try:
+    file, data = folder / TOKENIZER_FILE, read_vocabulary(folder, TOKENIZER_FILE, b",[{")
+    with faults_of(file):
+        refuse_long_added_tokens(data)
+    tokenizer = checked_call(file, NOT_A_TOKENIZER, tokenizers.Tokenizer.from_buffer, data)
+    with faults_of(file):
         refuse_growth(tokenizer)
         if longest_gap(data) > MAX_TOKEN_CHARACTERS:  # listing the vocabulary takes half as long as reading it
             refuse_long_tokens(tokenizer)
-    except InputError as error:
-        raise CheckpointError(f"{folder / TOKENIZER_FILE}: {error}") from None
     return tokenizer
+
+
+@contextmanager
+def faults_of(file: Path) -> Iterator[None]:
+    """Makes a CheckpointError, which names the file, of an InputError."""
+    try:
+        yield
+    except InputError as error:
+        raise CheckpointError(f"{file}: {error}") from None
 
 
 def from_vocabulary(folder: Path, config: JsonFields) -> tokenizers.Tokenizer:
@@ -201,6 +217,8 @@ def add_tokens(
         source = JsonFields.read(folder, ADDED_TOKENS_FILE)
         named, others = named_tokens(config, JsonFields.read(folder, SPECIAL_TOKENS_MAP_FILE))
         listed = dict(added_tokens(source, tokenizer, {token.content for token in (*named.values(), *others)}))
+    with faults_of(source.file):
+        refuse_long_in_all(sum(len(token.content.encode()) for token in (*listed.values(), *named.values(), *others)))
     tokenizer.add_tokens([listed[index] for index in sorted(listed)])
     for index, token in listed.items():
         given = tokenizer.token_to_id(token.content)

@@ -7,15 +7,22 @@ around each text. Ordinary components make a text no longer, apart from Unicode'
 import base64
 import functools
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import tokenizers
 
 from ligermodels.errors import InputError
+from ligermodels.weights.reading import without_escapes
 
 MAX_COMPONENT_BYTES = 2**22  # of the JSON of a component; the largest, a SentencePiece character map, has 0.4 MB
 MAX_TOKEN_CHARACTERS = 2**12  # the library copies the text of a token for each of its occurrences
+MAX_ADDED_TOKEN_BYTES = 2**22  # the library makes an automaton of added tokens that has 70 times their bytes
+# Added tokens as tokenizer.json has them, and letters that are written as escapes: no program writes names so.
+ADDED_TOKEN, ESCAPED_LETTER = re.compile(rb'"content"\s*:\s*"[^"]*"'), re.compile(
+    rb"\\u00(?:[46][1-9a-f]|[57][0-9a])", re.IGNORECASE
+)
 MAX_FACTOR = 8  # two replacements that may each insert a character between any two, and one that doubles the text
 MAX_ADDED = 1000
 COMPONENTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
@@ -45,6 +52,22 @@ def refuse_growth(tokenizer: tokenizers.Tokenizer) -> None:
                 f"field {name} may make a text {factor:g} times as long and {added:g} longer; at most {MAX_FACTOR} "
                 f"times and {MAX_ADDED} are supported"
             )
+
+
+def refuse_long_added_tokens(data: bytes) -> None:
+    """Raises InputError, before the library reads this tokenizer.json, if its added tokens are too long in all."""
+    if len(data) <= MAX_ADDED_TOKEN_BYTES:
+        return
+    plain = without_escapes(data)
+    if ESCAPED_LETTER.search(plain):
+        raise InputError("writes letters as escapes such as \\u0061; write them as letters")
+    refuse_long_in_all(sum(map(len, ADDED_TOKEN.findall(plain))))
+
+
+def refuse_long_in_all(size: int) -> None:
+    """Raises InputError for added tokens that have so many bytes in all, if the library would need gigabytes."""
+    if size > MAX_ADDED_TOKEN_BYTES:
+        raise InputError(f"its added tokens have {size:,} bytes in all, more than {MAX_ADDED_TOKEN_BYTES:,}")
 
 
 def refuse_long_tokens(tokenizer: tokenizers.Tokenizer) -> None:
