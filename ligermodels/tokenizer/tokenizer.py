@@ -12,6 +12,7 @@ from ligermodels.errors import CheckpointError, InputError, first_line
 from ligermodels.tokenizer.chat_template import DEFAULT_TEMPLATE, Rendered, choose_template, render_chat
 from ligermodels.tokenizer.files import TOKENIZER_CONFIG_FILE, T, TokenizerFiles, checked_call, read_tokenizer
 
+MAX_TEXT_BYTES = 6_000_000  # of a text that is encoded at once: `tokenizers` needs up to 175 bytes for each
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # the decoding of an incomplete character
 
 
@@ -105,7 +106,10 @@ class Tokenizer:
         return bool(bos) and text.startswith(bos) and not text.startswith(2 * bos) and ids[1:2] == [self.bos_token_id]
 
     def call_encoder(self, encode: Callable[..., T], texts: Sequence[str], *arguments: Any, **options: Any) -> T:
-        """encode: a function of the library. texts: those to encode, for errors. Raises InputError."""
+        """encode: a function of the library. texts: those to encode. Raises InputError, also for one that is too long."""
+        for index, text in enumerate(texts):
+            if isinstance(text, str):
+                refuse_long(text, f"texts[{index}]")
         try:
             return checked_call(self.file, "cannot encode this text", encode, *arguments, **options)
         except TypeError:
@@ -244,6 +248,17 @@ class DecodeStream:
         self.ids = self.ids[self.known :]
         self.known = len(self.ids)
         return text[len(before) :]
+
+
+def is_long(text: str) -> bool:
+    """Whether a text has more than MAX_TEXT_BYTES in UTF-8, where a character has at most four."""
+    return 4 * len(text) > MAX_TEXT_BYTES and len(text.encode("utf-8", "surrogatepass")) > MAX_TEXT_BYTES
+
+
+def refuse_long(text: str, place: str) -> None:
+    """Raises InputError for a text of which gigabytes would be made."""
+    if is_long(text):
+        raise InputError(f"{place}: has a text of more than {MAX_TEXT_BYTES:,} bytes; make it shorter")
 
 
 def encoding_error(texts: Sequence[Any]) -> InputError:

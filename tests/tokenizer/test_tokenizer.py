@@ -456,3 +456,15 @@ def load_without_names(folder, load):
     (folder / "tokenizer_config.json").unlink()
     assert load(384)
     return load(383)
+
+
+@pytest.mark.parametrize("text", ["a" * 101, "你" * 34])
+def test_a_text_of_which_tokens_would_fill_the_memory_is_refused(tmp_path, monkeypatch, text):
+    monkeypatch.setattr("ligermodels.tokenizer.tokenizer.MAX_TEXT_BYTES", 100)
+    tokenizer = Tokenizer.from_folder(write_folder(tmp_path, "qwen"))
+    assert tokenizer.decode(tokenizer.encode(text[:33])) == text[:33]
+    with pytest.raises(InputError, match=r"^texts\[0\]: has a text of more than 100 bytes; make it shorter$"):
+        tokenizer.encode(text)
+    for encode in (tokenizer.encode_batch, tokenizer.encode_with_offsets):
+        with pytest.raises(InputError, match=r"^texts\[1\]: has a text of more than 100 bytes; make it shorter$"):
+            encode(["a", text])

@@ -371,7 +371,13 @@ def test_records_are_tokenised_as_they_are_read(tmp_path, monkeypatch):
     taken = []
     records = (taken.append(line) or Text("a b", f"{line}") for line in range(1000))
     next(tokenize_records(records, tokenizer, END, BadLines(0)))
-    assert len(taken) == 4
+    assert len(taken) == 5  # the last did not fit into the batch
+
+
+def test_a_long_record_is_a_batch_of_its_own(monkeypatch):
+    monkeypatch.setattr(chat, "TOKENIZATION_CHARACTERS", 10)
+    batches = list(chat.record_batches(Text("x" * size, "a") for size in (4, 6, 1, 30, 10, 2)))
+    assert [[len(text.text) for text in batch] for batch in batches] == [[4, 6], [1], [30], [10], [2]]
 
 
 def test_a_file_becomes_token_ids_and_masks(tmp_path):
