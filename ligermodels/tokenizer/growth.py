@@ -20,8 +20,9 @@ MAX_COMPONENT_BYTES = 2**22  # of the JSON of a component; the largest, a Senten
 MAX_TOKEN_CHARACTERS = 2**12  # the library copies the text of a token for each of its occurrences
 MAX_ADDED_TOKEN_BYTES = 2**22  # the library makes an automaton of added tokens that has 70 times their bytes
 # Added tokens as tokenizer.json has them, and letters that are written as escapes: no program writes names so.
-ADDED_TOKEN, ESCAPED_LETTER = re.compile(rb'"content"\s*:\s*"[^"]*"'), re.compile(
-    rb"\\u00(?:[46][1-9a-f]|[57][0-9a])", re.IGNORECASE
+ADDED_TOKEN, ESCAPED_LETTER = (
+    re.compile(rb'"content"\s*:\s*"[^"]*"'),
+    re.compile(rb"\\u00(?:[46][1-9a-f]|[57][0-9a])", re.IGNORECASE),
 )
 MAX_FACTOR = 8  # two replacements that may each insert a character between any two, and one that doubles the text
 MAX_ADDED = 1000

@@ -1,9 +1,10 @@
 """The tokenizer: encodes and decodes text, pads batches and renders chats, on top of the `tokenizers` library."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, overload
 
+import numpy as np
 import torch
 from tokenizers import Encoding
 from torch import Tensor
@@ -12,7 +13,8 @@ from ligermodels.errors import CheckpointError, InputError, first_line
 from ligermodels.tokenizer.chat_template import DEFAULT_TEMPLATE, Rendered, choose_template, render_chat
 from ligermodels.tokenizer.files import TOKENIZER_CONFIG_FILE, T, TokenizerFiles, checked_call, read_tokenizer
 
-MAX_TEXT_BYTES = 6_000_000  # of a text that is encoded at once: `tokenizers` needs up to 175 bytes for each
+MAX_TEXT_BYTES = 2**22  # of a text that is encoded at once: `tokenizers` needs up to 175 bytes for each
+CharacterSpan = tuple[int, int]  # [start, stop)
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # the decoding of an incomplete character
 
 
@@ -106,7 +108,7 @@ class Tokenizer:
         return bool(bos) and text.startswith(bos) and not text.startswith(2 * bos) and ids[1:2] == [self.bos_token_id]
 
     def call_encoder(self, encode: Callable[..., T], texts: Sequence[str], *arguments: Any, **options: Any) -> T:
-        """encode: a function of the library. texts: those to encode. Raises InputError, also for one that is too long."""
+        """encode: a function of the library. texts: those to encode. Raises InputError, also for a long one."""
         for index, text in enumerate(texts):
             if isinstance(text, str):
                 refuse_long(text, f"texts[{index}]")
@@ -200,8 +202,7 @@ class Tokenizer:
         """Token ids, and the assistant mask: whether each token has text of a {% generation %} block."""
         rendered = self.render(messages, **options)
         [encoding] = self.encode_with_offsets([rendered.text], add_special_tokens=False)
-        mask = [any(begin < stop and end > start for start, stop in rendered.spans) for begin, end in encoding.offsets]
-        return encoding.ids, mask
+        return encoding.ids, overlap_mask(encoding.offsets, rendered.spans)
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None,
@@ -288,3 +289,14 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, config: Path | str) 
             f"{tokenizer.file}: token {token!r} has the id {known[token]}, but {config} has a vocab_size of "
             f"{vocab_size}; use the files of one model"
         )
+
+
+def overlap_mask(offsets: Sequence[CharacterSpan], spans: Iterable[CharacterSpan]) -> list[bool]:
+    """Whether each token contains a character of a span. offsets: the tokens' spans, ascending."""
+    starts, stops = np.array(offsets, np.int64).reshape(-1, 2).T
+    begins, ends = np.array(list(spans), np.int64).reshape(-1, 2).T
+    first = np.searchsorted(stops, begins, "right")
+    last = np.maximum(first, np.searchsorted(starts, ends))
+    length = len(offsets) + 1
+    open_spans = np.cumsum(np.bincount(first, minlength=length) - np.bincount(last, minlength=length))
+    return (open_spans[:-1] > 0).tolist()

@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 
 import pytest
 import tokenizers
@@ -12,6 +13,7 @@ import ligermodels
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.tokenizer import files as tokenizer_files
+from ligermodels.tokenizer.tokenizer import overlap_mask
 from tests.tokenizer.folders import FORMS, trained, write_folder
 
 TEXTS = (
@@ -468,3 +470,15 @@ def test_a_text_of_which_tokens_would_fill_the_memory_is_refused(tmp_path, monke
     for encode in (tokenizer.encode_batch, tokenizer.encode_with_offsets):
         with pytest.raises(InputError, match=r"^texts\[1\]: has a text of more than 100 bytes; make it shorter$"):
             encode(["a", text])
+
+
+def test_the_tokens_of_many_spans_are_found_in_linear_time():
+    offsets = [(0, 2), (2, 2), (2, 3), (3, 5), (5, 9)]
+    for spans in ([], [(2, 3)], [(1, 3), (0, 1)], [(5, 9), (3, 4), (4, 9)], [(2, 2)], [(9, 12)], [(0, 9)]):
+        expected = [any(begin < stop and end > start for start, stop in spans) for begin, end in offsets]
+        assert overlap_mask(offsets, spans) == expected
+    assert overlap_mask([], [(0, 1)]) == []
+    tokens = [(place, place + 1) for place in range(20_000)]
+    started = time.process_time()
+    assert overlap_mask(tokens, [(0, 20_000)] * 20_000) == [True] * 20_000
+    assert time.process_time() - started < 1

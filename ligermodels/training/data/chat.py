@@ -18,7 +18,6 @@ such token, the answer ends with the special token that begins the next turn, or
 end-of-text token.
 """
 
-import bisect
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ from ligermodels.errors import InputError
 from ligermodels.images.inputs import Processor, image_tokens, refuse_image_tokens
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.tokenizer.chat_template import Rendered, choose_template
+from ligermodels.tokenizer.tokenizer import CharacterSpan, overlap_mask
 from ligermodels.training.data.formats.records import (
     BadLines,
     Completion,
@@ -50,7 +50,6 @@ EXCERPT_CHARACTERS = 30
 UNFINISHED_TAG = re.compile(r"[<\[{(◁][^>\]})▷\s]{0,30}\Z")  # without a limit, hostile texts take quadratic time
 
 ReadProcessor: TypeAlias = Callable[[], Processor]  # raises InputError if the model reads no images
-CharacterSpan = tuple[int, int]  # [start, stop)
 OneKind = TypeVar("OneKind", Text, Completion, Conversation, GroupRecord)
 
 
@@ -390,13 +389,3 @@ def chat_document(chat: RenderedChat, encoding: Encoding, end: int) -> Document:
     if not any(supervised[1:]):
         raise InputError(f"{chat.place}: no token is supervised, because the assistant says nothing")
     return Document(ids, supervised, chat.place, images)
-
-
-def overlap_mask(offsets: Sequence[CharacterSpan], spans: Iterable[CharacterSpan]) -> list[bool]:
-    """Returns whether each token contains a character of a span. offsets: the tokens' spans, ascending."""
-    starts, stops = [start for start, _ in offsets], [stop for _, stop in offsets]
-    mask = [False] * len(offsets)
-    for start, stop in spans:
-        for token in range(bisect.bisect_right(stops, start), bisect.bisect_left(starts, stop)):
-            mask[token] = True
-    return mask

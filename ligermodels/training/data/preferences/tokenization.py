@@ -21,11 +21,11 @@ from tokenizers import Encoding
 from ligermodels.errors import InputError
 from ligermodels.images.inputs import image_tokens, refuse_image_tokens
 from ligermodels.tokenizer import Tokenizer
+from ligermodels.tokenizer.tokenizer import overlap_mask
 from ligermodels.training.data.chat import (
     ReadProcessor,
     RenderedChat,
     no_images,
-    overlap_mask,
     record_batches,
     render,
     render_conversation,
