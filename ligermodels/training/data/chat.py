@@ -46,6 +46,7 @@ from ligermodels.training.data.run_tokenizer import template_advice
 
 TOKENIZATION_RECORDS = 1024  # tokenised at a time
 TOKENIZATION_CHARACTERS = 2**22  # likewise; `tokenizers` needs about a hundred bytes a token
+MAX_RENDERED_ANSWERS = 1000  # of a conversation that is rendered up to each answer, which takes quadratic time
 EXCERPT_CHARACTERS = 30
 UNFINISHED_TAG = re.compile(r"[<\[{(◁][^>\]})▷\s]{0,30}\Z")  # without a limit, hostile texts take quadratic time
 
@@ -291,6 +292,11 @@ def render_turn_by_turn(
     conversation: Conversation, indices: Sequence[int], whole: str, tokenizer: Tokenizer, special: tuple[str, ...]
 ) -> list[RenderedChat]:
     """Returns the answers at `indices`: those that the whole text has unchanged in one chat, each other in its own."""
+    if len(indices) > MAX_RENDERED_ANSWERS:
+        raise InputError(
+            f"field messages: has {len(indices):,} answers, more than {MAX_RENDERED_ANSWERS:,}; split it, "
+            "or mark what the assistant says in the chat template by {% generation %} … {% endgeneration %}"
+        )
     unchanged: dict[int, CharacterSpan] = {}
     chats = []
     for index in indices:

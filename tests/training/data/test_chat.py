@@ -374,6 +374,14 @@ def test_records_are_tokenised_as_they_are_read(tmp_path, monkeypatch):
     assert len(taken) == 5  # the last did not fit into the batch
 
 
+def test_a_conversation_that_would_be_rendered_for_too_many_answers_is_a_bad_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(chat, "MAX_RENDERED_ANSWERS", 1)
+    tokenizer, long, short = tokenizer_of(tmp_path, "qwen 2"), conversation(*TURNS), conversation(ASKED, SAID, line=2)
+    with pytest.raises(InputError, match=r"^d.jsonl:1: field messages: has 2 answers, more than 1; split it, or mark"):
+        documents_of(tokenizer, long)
+    assert [document.place for document in documents_of(tokenizer, long, short, allowed=1)] == ["d.jsonl:2"]
+
+
 def test_a_long_record_is_a_batch_of_its_own(monkeypatch):
     monkeypatch.setattr(chat, "TOKENIZATION_CHARACTERS", 10)
     batches = list(chat.record_batches(Text("x" * size, "a") for size in (4, 6, 1, 30, 10, 2)))
