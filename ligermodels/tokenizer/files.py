@@ -19,6 +19,7 @@ import json
 import re
 import types
 from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -29,7 +30,7 @@ from tokenizers.models import BPE
 
 from ligermodels.errors import CheckpointError, InputError, first_line
 from ligermodels.tokenizer.chat_template import ChatTemplate, read_templates
-from ligermodels.weights.reading import longest_gap, read_bytes, read_json, safe_file
+from ligermodels.weights.reading import longest_gap, read_bytes, read_json, safe_file, without_escapes
 
 TOKENIZER_FILE, TOKENIZER_CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 VOCABULARY_FILE, MERGES_FILE = "vocab.json", "merges.txt"
@@ -48,6 +49,12 @@ QWEN2_WORDS = (
 )
 MAX_COMPONENT_BYTES = 2**22  # of the JSON of a component; the largest, a SentencePiece character map, has 0.4 MB
 MAX_TOKEN_CHARACTERS = 2**12  # the library copies the text of a token for each of its occurrences
+MAX_ADDED_TOKEN_BYTES = 2**22  # the library makes an automaton of added tokens that has 70 times their bytes
+# Added tokens as tokenizer.json has them, and letters that are written as escapes: no program writes names so.
+ADDED_TOKEN, ESCAPED_LETTER = (
+    re.compile(rb'"content"\s*:\s*"[^"]*"'),
+    re.compile(rb"\\u00(?:[46][1-9a-f]|[57][0-9a])", re.IGNORECASE),
+)
 MAX_FACTOR = 8  # two replacements that may each insert a character between any two, and one that doubles the text
 MAX_ADDED = 1000
 COMPONENTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
@@ -138,15 +145,24 @@ def read_vocabulary(folder: Path, name: str, separators: bytes) -> bytes:
 
 
 def from_json(folder: Path) -> tokenizers.Tokenizer:
-    data = read_vocabulary(folder, TOKENIZER_FILE, b",[{")
-    tokenizer = checked_call(folder / TOKENIZER_FILE, NOT_A_TOKENIZER, tokenizers.Tokenizer.from_buffer, data)
-    try:
+    file, data = folder / TOKENIZER_FILE, read_vocabulary(folder, TOKENIZER_FILE, b",[{")
+    with faults_of(file):
+        refuse_long_added_tokens(data)
+    tokenizer = checked_call(file, NOT_A_TOKENIZER, tokenizers.Tokenizer.from_buffer, data)
+    with faults_of(file):
         refuse_growth(tokenizer)
         if longest_gap(data) > MAX_TOKEN_CHARACTERS:  # listing the vocabulary takes half as long as reading it
             refuse_long_tokens(tokenizer)
-    except InputError as error:
-        raise CheckpointError(f"{folder / TOKENIZER_FILE}: {error}") from None
     return tokenizer
+
+
+@contextmanager
+def faults_of(file: Path) -> Iterator[None]:
+    """Makes a CheckpointError, which names the file, of an InputError."""
+    try:
+        yield
+    except InputError as error:
+        raise CheckpointError(f"{file}: {error}") from None
 
 
 def from_vocabulary(folder: Path, config: JsonFields) -> tokenizers.Tokenizer:
@@ -217,6 +233,8 @@ def add_tokens(
         named, others = named_tokens(config, JsonFields.read(folder, SPECIAL_TOKENS_MAP_FILE))
         listed = dict(added_tokens(source, tokenizer, {token.content for token in (*named.values(), *others)}))
     appended = frozenset(t.content for t in named.values() if tokenizer.token_to_id(t.content) is None)
+    with faults_of(source.file):
+        refuse_long_in_all(sum(len(token.content.encode()) for token in (*listed.values(), *named.values(), *others)))
     tokenizer.add_tokens([listed[index] for index in sorted(listed)])
     for index, token in listed.items():
         given = tokenizer.token_to_id(token.content)
@@ -318,6 +336,22 @@ def refuse_growth(tokenizer: tokenizers.Tokenizer) -> None:
                 f"field {name} may make a text {factor:g} times as long and {added:g} longer; at most {MAX_FACTOR} "
                 f"times and {MAX_ADDED} are supported"
             )
+
+
+def refuse_long_added_tokens(data: bytes) -> None:
+    """Raises InputError, before the library reads this tokenizer.json, if its added tokens are too long in all."""
+    if len(data) <= MAX_ADDED_TOKEN_BYTES:
+        return
+    plain = without_escapes(data)
+    if ESCAPED_LETTER.search(plain):
+        raise InputError("writes letters as escapes such as \\u0061; write them as letters")
+    refuse_long_in_all(sum(map(len, ADDED_TOKEN.findall(plain))))
+
+
+def refuse_long_in_all(size: int) -> None:
+    """Raises InputError for added tokens that have so many bytes in all, if the library would need gigabytes."""
+    if size > MAX_ADDED_TOKEN_BYTES:
+        raise InputError(f"its added tokens have {size:,} bytes in all, more than {MAX_ADDED_TOKEN_BYTES:,}")
 
 
 def refuse_long_tokens(tokenizer: tokenizers.Tokenizer) -> None:

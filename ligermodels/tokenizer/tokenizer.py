@@ -1,10 +1,10 @@
 """The tokenizer: encodes and decodes text, pads batches and renders chats, on top of the `tokenizers` library."""
 
-import bisect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, overload
 
+import numpy as np
 import torch
 from tokenizers import Encoding
 from torch import Tensor
@@ -13,6 +13,7 @@ from ligermodels.errors import CheckpointError, InputError, first_line
 from ligermodels.tokenizer.chat_template import DEFAULT_TEMPLATE, Rendered, choose_template, render_chat
 from ligermodels.tokenizer.files import TOKENIZER_CONFIG_FILE, T, TokenizerFiles, checked_call, read_tokenizer
 
+MAX_TEXT_BYTES = 2**22  # of a text that is encoded at once: `tokenizers` needs up to 175 bytes for each
 CharacterSpan = tuple[int, int]  # [start, stop)
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # the decoding of an incomplete character
 
@@ -108,7 +109,10 @@ class Tokenizer:
         return bool(bos) and text.startswith(bos) and not text.startswith(2 * bos) and ids[1:2] == [self.bos_token_id]
 
     def call_encoder(self, encode: Callable[..., T], texts: Sequence[str], *arguments: Any, **options: Any) -> T:
-        """encode: a function of the library. texts: those to encode, for errors. Raises InputError."""
+        """encode: a function of the library. texts: those to encode. Raises InputError, also for a long one."""
+        for index, text in enumerate(texts):
+            if isinstance(text, str):
+                refuse_long(text, f"texts[{index}]")
         try:
             return checked_call(self.file, "cannot encode this text", encode, *arguments, **options)
         except TypeError:
@@ -209,16 +213,6 @@ class Tokenizer:
         return render_chat(template, messages, **(self.named | {"tools": tools, "documents": documents} | options))
 
 
-def overlap_mask(offsets: Sequence[CharacterSpan], spans: Iterable[CharacterSpan]) -> list[bool]:
-    """Returns whether each token contains a character of a span. offsets: the tokens' spans, ascending."""
-    starts, stops = [start for start, _ in offsets], [stop for _, stop in offsets]
-    mask = [False] * len(offsets)
-    for start, stop in spans:
-        for token in range(bisect.bisect_right(stops, start), bisect.bisect_left(starts, stop)):
-            mask[token] = True
-    return mask
-
-
 class DecodeStream:
     """Decodes token by token: the concatenated texts of all steps and of `flush` equal `decode` of all ids.
 
@@ -258,6 +252,17 @@ class DecodeStream:
         return text[len(before) :]
 
 
+def is_long(text: str) -> bool:
+    """Whether a text has more than MAX_TEXT_BYTES in UTF-8, where a character has at most four."""
+    return 4 * len(text) > MAX_TEXT_BYTES and len(text.encode("utf-8", "surrogatepass")) > MAX_TEXT_BYTES
+
+
+def refuse_long(text: str, place: str) -> None:
+    """Raises InputError for a text of which gigabytes would be made."""
+    if is_long(text):
+        raise InputError(f"{place}: has a text of more than {MAX_TEXT_BYTES:,} bytes; make it shorter")
+
+
 def encoding_error(texts: Sequence[Any]) -> InputError:
     """The error that names the text that cannot be encoded: JSON may contain lone surrogates, such as \\ud83d."""
     for index, text in enumerate(texts):
@@ -285,3 +290,14 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, config: Path | str) 
             f"{tokenizer.file}: token {token!r} has the id {known[token]}, but {config} has a vocab_size of "
             f"{vocab_size}; use the files of one model"
         )
+
+
+def overlap_mask(offsets: Sequence[CharacterSpan], spans: Iterable[CharacterSpan]) -> list[bool]:
+    """Whether each token contains a character of a span. offsets: the tokens' spans, ascending."""
+    starts, stops = np.array(offsets, np.int64).reshape(-1, 2).T
+    begins, ends = np.array(list(spans), np.int64).reshape(-1, 2).T
+    first = np.searchsorted(stops, begins, "right")
+    last = np.maximum(first, np.searchsorted(starts, ends))
+    length = len(offsets) + 1
+    open_spans = np.cumsum(np.bincount(first, minlength=length) - np.bincount(last, minlength=length))
+    return (open_spans[:-1] > 0).tolist()

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import sys
 
 import pytest
@@ -188,6 +189,19 @@ def test_a_full_disk_is_one_line(run, folder, tmp_path, capsys):
         "ligermodels: --output /dev/full: not written: No space left on device; make room, and run the same command "
         "again\n"
     )
+
+
+def test_a_pipe_is_an_output_if_something_reads_it(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(InputError, match=f"^--output {pipe}: cannot be written: No such device or address$"):
+        generate_file.appended(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    with generate_file.open_output(pipe) as output:
+        assert os.get_blocking(output.fileno())
+        output.write(b"{}\n")
+    assert os.read(reader, 9) == b"{}\n"
+    os.close(reader)
 
 
 def test_an_output_of_one_endless_line_is_refused_by_its_beginning(tmp_path, monkeypatch):

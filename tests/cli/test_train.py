@@ -307,8 +307,11 @@ def test_an_invalid_settings_file_is_refused_with_the_file_and_the_key(text, wor
     assert message.startswith(f"ligermodels: {file}: ") and all(word in message for word in words), message
 
 
-def test_a_folder_in_place_of_a_file_is_refused(tmp_path):
-    assert refusal("--config", str(tmp_path)) == f"{tmp_path}: cannot be read: Is a directory"
+def test_a_folder_or_a_pipe_in_place_of_a_file_is_refused(tmp_path):
+    pipe = tmp_path / "pipe.toml"
+    os.mkfifo(pipe)
+    for path in (tmp_path, pipe):
+        assert refusal("--config", str(path)) == f"{path}: is not a regular file; replace it by one"
 
 
 def test_settings_of_a_file_that_contradict_each_other_name_the_file(tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from ligermodels.errors import CheckpointError, InputError
 from ligermodels.generation.texts import model_stop_tokens
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.tokenizer import files as tokenizer_files
+from ligermodels.tokenizer.tokenizer import overlap_mask
 from tests.tokenizer.folders import FORMS, trained, write_folder
 
 TEXTS = (
@@ -470,3 +472,27 @@ def load_without_names(folder, load):
     (folder / "tokenizer_config.json").unlink()
     assert load(384)
     return load(383)
+
+
+@pytest.mark.parametrize("text", ["a" * 101, "你" * 34])
+def test_a_text_of_which_tokens_would_fill_the_memory_is_refused(tmp_path, monkeypatch, text):
+    monkeypatch.setattr("ligermodels.tokenizer.tokenizer.MAX_TEXT_BYTES", 100)
+    tokenizer = Tokenizer.from_folder(write_folder(tmp_path, "qwen"))
+    assert tokenizer.decode(tokenizer.encode(text[:33])) == text[:33]
+    with pytest.raises(InputError, match=r"^texts\[0\]: has a text of more than 100 bytes; make it shorter$"):
+        tokenizer.encode(text)
+    for encode in (tokenizer.encode_batch, tokenizer.encode_with_offsets):
+        with pytest.raises(InputError, match=r"^texts\[1\]: has a text of more than 100 bytes; make it shorter$"):
+            encode(["a", text])
+
+
+def test_the_tokens_of_many_spans_are_found_in_linear_time():
+    offsets = [(0, 2), (2, 2), (2, 3), (3, 5), (5, 9)]
+    for spans in ([], [(2, 3)], [(1, 3), (0, 1)], [(5, 9), (3, 4), (4, 9)], [(2, 2)], [(9, 12)], [(0, 9)]):
+        expected = [any(begin < stop and end > start for start, stop in spans) for begin, end in offsets]
+        assert overlap_mask(offsets, spans) == expected
+    assert overlap_mask([], [(0, 1)]) == []
+    tokens = [(place, place + 1) for place in range(20_000)]
+    started = time.process_time()
+    assert overlap_mask(tokens, [(0, 20_000)] * 20_000) == [True] * 20_000
+    assert time.process_time() - started < 1

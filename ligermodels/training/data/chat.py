@@ -43,6 +43,7 @@ from ligermodels.training.data.rows.image_documents import ImageChats, as_prefix
 from ligermodels.training.data.rows.store import Document, DocumentImage
 from ligermodels.training.data.run_tokenizer import template_advice
 
+MAX_RENDERED_ANSWERS = 1000  # of a conversation that is rendered up to each answer, which takes quadratic time
 EXCERPT_CHARACTERS = 30
 UNFINISHED_TAG = re.compile(r"[<\[{(◁][^>\]})▷\s]{0,30}\Z")  # without a limit, hostile texts take quadratic time
 NO_TOKENS: Mapping[int, str] = {}  # never changed
@@ -274,6 +275,11 @@ def render_turn_by_turn(
     conversation: Conversation, indices: Sequence[int], whole: str, tokenizer: Tokenizer, special: tuple[str, ...]
 ) -> list[RenderedChat]:
     """Returns the answers at `indices`: those that the whole text has unchanged in one chat, each other in its own."""
+    if len(indices) > MAX_RENDERED_ANSWERS:
+        raise InputError(
+            f"field messages: has {len(indices):,} answers, more than {MAX_RENDERED_ANSWERS:,}; split it, "
+            "or mark what the assistant says in the chat template by {% generation %} … {% endgeneration %}"
+        )
     unchanged: dict[int, CharacterSpan] = {}
     chats = []
     for index in indices:

@@ -8,6 +8,7 @@ import tokenizers
 
 from ligermodels.errors import InputError
 from ligermodels.tokenizer import Tokenizer
+from ligermodels.training.data import chat
 from ligermodels.training.data.chat import tokenize_records
 from ligermodels.training.data.formats import records, text_files
 from ligermodels.training.data.formats.records import BadLines, Completion, Conversation, Text
@@ -370,7 +371,21 @@ def test_records_are_tokenised_as_they_are_read(tmp_path, monkeypatch):
     taken = []
     texts = (taken.append(line) or Text("a b", f"{line}") for line in range(1000))
     next(tokenize_records(texts, tokenizer, END, BadLines(0)))
-    assert len(taken) == 4
+    assert len(taken) == 5  # the last did not fit into the batch
+
+
+def test_a_conversation_that_would_be_rendered_for_too_many_answers_is_a_bad_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(chat, "MAX_RENDERED_ANSWERS", 1)
+    tokenizer, long, short = tokenizer_of(tmp_path, "qwen 2"), conversation(*TURNS), conversation(ASKED, SAID, line=2)
+    with pytest.raises(InputError, match=r"^d.jsonl:1: field messages: has 2 answers, more than 1; split it, or mark"):
+        documents_of(tokenizer, long)
+    assert [document.place for document in documents_of(tokenizer, long, short, allowed=1)] == ["d.jsonl:2"]
+
+
+def test_a_long_record_is_a_batch_of_its_own(monkeypatch):
+    monkeypatch.setattr(records, "TOKENIZATION_CHARACTERS", 10)
+    batches = list(records.record_batches(Text("x" * size, "a") for size in (4, 6, 1, 30, 10, 2)))
+    assert [[len(text.text) for text in batch] for batch in batches] == [[4, 6], [1], [30], [10], [2]]
 
 
 def test_a_file_becomes_token_ids_and_masks(tmp_path):

@@ -157,11 +157,12 @@ def record_batches(records: Iterable[OneKind]) -> Iterator[list[OneKind]]:
     batch: list[OneKind] = []
     characters = 0
     for record in records:
-        batch.append(record)
-        characters += sum(map(len, record.texts))
-        if len(batch) == TOKENIZATION_RECORDS or characters >= TOKENIZATION_CHARACTERS:
+        new = sum(map(len, record.texts))
+        if batch and (len(batch) == TOKENIZATION_RECORDS or characters + new > TOKENIZATION_CHARACTERS):
             yield batch
             batch, characters = [], 0
+        batch.append(record)
+        characters += new
     if batch:
         yield batch
 
