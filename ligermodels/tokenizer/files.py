@@ -24,13 +24,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import tokenizers
 from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
 from ligermodels.errors import CheckpointError, InputError, first_line
 from ligermodels.tokenizer.chat_template import ChatTemplate, read_templates
-from ligermodels.weights.reading import longest_gap, read_bytes, read_json, safe_file, without_escapes
+from ligermodels.weights.reading import read_bytes, read_json, safe_file, without_escapes
 
 TOKENIZER_FILE, TOKENIZER_CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 VOCABULARY_FILE, MERGES_FILE = "vocab.json", "merges.txt"
@@ -163,6 +164,12 @@ def faults_of(file: Path) -> Iterator[None]:
         yield
     except InputError as error:
         raise CheckpointError(f"{file}: {error}") from None
+
+
+def longest_gap(data: bytes) -> int:
+    """The bytes between two quotes of a JSON text, at most: no string in it is longer."""
+    quotes = np.flatnonzero(np.frombuffer(without_escapes(data), np.uint8) == ord('"'))
+    return int(np.diff(quotes).max(initial=0))
 
 
 def from_vocabulary(folder: Path, config: JsonFields) -> tokenizers.Tokenizer:

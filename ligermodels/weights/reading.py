@@ -14,8 +14,6 @@ from io import BufferedReader, BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ligermodels.errors import CheckpointError
 
 MAX_JSON_BYTES = 100_000_000  # the safetensors library's limit for a header; also used for all other JSON
@@ -201,12 +199,6 @@ def has_more_values(data: bytes, limit: int) -> bool:
 def separators(data: bytes) -> int:
     """Commas and opening brackets; a JSON text has at most one value more."""
     return sum(map(data.count, (b",", b"[", b"{")))
-
-
-def longest_gap(data: bytes) -> int:
-    """The bytes between two quotes of a JSON text, at most: no string in it is longer."""
-    quotes = np.flatnonzero(np.frombuffer(without_escapes(data), np.uint8) == ord('"'))
-    return int(np.diff(quotes).max(initial=0))
 
 
 def without_escapes(data: bytes) -> bytes:
