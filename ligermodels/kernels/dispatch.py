@@ -74,7 +74,7 @@ def can_be_read(x: Tensor) -> bool:
     return not is_dynamo_compiling() and type(x) is Tensor and not x.is_meta
 
 
-def is_last_use(*tensors: Tensor) -> bool:
+def is_last_use(*tensors: Tensor | None) -> bool:
     """Whether a node's backward may overwrite what it saved: nothing reads it again.
 
     A tracer might, and so might a second backward if the graph is retained. tensors: what backward works on.
