@@ -281,7 +281,7 @@ def backward_from_saved(
     if not (inplace and gate.is_contiguous() and is_last_use(gate, dy, up) and _are_apart(gate, up)):
         return gated_activation_backward(*arguments)
     gradients = dgate, _, dup = _launch_backward(*arguments, inplace=True)
-    written = [x for x, gradient in ((gate, dgate), (up, dup)) if gradient is not None]
+    written = [x for x, gradient in ((gate, dgate), (up, dup)) if x is not None and gradient is not None]
     torch.autograd.graph.increment_version(written)  # so that autograd raises if another node saved one
     return gradients
 

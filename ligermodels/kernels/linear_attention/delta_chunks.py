@@ -8,7 +8,6 @@ INVERSE_BLOCK rows are inverted by substitution. With D these inverses and E = D
 INVERSE_BLOCK = 4 is zero, M = (1 - E + E² - E³) D.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -190,7 +189,7 @@ class DeltaInputs(NamedTuple):
 
     @classmethod
     def of(
-        cls, qkv: Tensor, beta: Tensor, chunks: Sequence[Tensor], key_heads: int, key_size: int,
+        cls, qkv: Tensor, beta: Tensor, chunks: tuple[Tensor, Tensor, Tensor], key_heads: int, key_size: int,
         cu_seqlens: Tensor | None,
     ) -> "DeltaInputs":  # fmt: skip
         """Each row is a document where there are no cu_seqlens. chunks: norms, decay, inverse."""
