@@ -108,6 +108,10 @@ def register_op(
     return call
 
 
+def fake_without_outputs(*_: Any) -> None:
+    """The fake implementation of an op that only writes to its arguments."""
+
+
 def _none_to_empty(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` with each None of its output tuple replaced by an empty tensor, as a schema requires.
 
