@@ -3,7 +3,8 @@
 import importlib.metadata
 import importlib.util
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +49,11 @@ def load_reference_model(folder: Path, dtype: torch.dtype, device: str, images: 
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     plain: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    try:
+    with naming_folder(folder):
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         causal = type(config) in AutoModelForCausalLM._model_mapping and not images
         loader: Any = AutoModelForCausalLM if causal else AutoModelForImageTextToText
         model: Any = loader.from_pretrained(folder, dtype=dtype, local_files_only=True, **plain)
-    except Exception as error:  # any type: each family has its own code
-        raise loading_error(folder, error) from error
     model.config.get_text_config().use_cache = False
     return model.to(device).eval()
 
@@ -63,48 +62,37 @@ def load_reference_tokenizer(folder: Path) -> Any:
     """The tokenizer of transformers. Raises CheckpointError."""
     from transformers import AutoTokenizer
 
-    try:
+    with naming_folder(folder):
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:
-        raise loading_error(folder, error) from error
 
 
-def loading_error(folder: Path, error: Exception) -> CheckpointError:
-    """The error for a checkpoint that transformers cannot load."""
-    reason = f"{type(error).__name__}: {first_line(error)}"
-    return CheckpointError(f"{folder}: transformers {version()} cannot load it: {reason}")
+@contextmanager
+def naming_folder(folder: Path) -> Iterator[None]:
+    """Raises CheckpointError for a checkpoint that transformers cannot load."""
+    try:
+        yield
+    except Exception as error:  # any type: each family has its own code
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise CheckpointError(f"{folder}: transformers {version()} cannot load it: {reason}") from error
 
 
-def image_inputs(
-    model: nn.Module, ids: Tensor, images: Mapping[str, Tensor], token: int | None, prompt: int | None = None
-) -> dict[str, Tensor]:
-    """The arguments for images of rows of ids: pixel inputs, and which tokens are of images.
-
-    prompt: the first tokens, of a model whose prompts see all of themselves; it is told which tokens follow them.
-    """
-    if token is None:
-        return {}
-    named = inspect.signature(model.forward).parameters
-    kinds = (ids == token).long() if prompt is None else token_types(ids, prompt)
-    return {**images, **{name: kinds for name in ("mm_token_type_ids", "token_type_ids") if name in named}}
-
-
-def token_types(ids: Tensor, prompt: int) -> Tensor:
-    """0 at the first `prompt` tokens of each row, 1 behind them."""
-    return (torch.arange(ids.shape[1], device=ids.device) >= prompt).long().expand_as(ids)
+def image_inputs(model: nn.Module, images: Mapping[str, Tensor], token_types: Tensor) -> dict[str, Tensor]:
+    """The arguments for images: pixel inputs, and the types of the tokens, [B, T]; none without images."""
+    taken = inspect.signature(model.forward).parameters.keys() & {"mm_token_type_ids", "token_type_ids"}
+    return {**images, **dict.fromkeys(taken, token_types)} if images else {}
 
 
 @torch.no_grad()
 def greedy_continuation(
-    model: nn.Module, prompt: Sequence[int], new_tokens: int, device: str,
-    images: Mapping[str, Tensor] | None = None, token: int | None = None, ahead: bool = False,
+    model: nn.Module, ids: Tensor, images: Mapping[str, Tensor], token_types: Callable[[Tensor], Tensor],
+    new_tokens: int,
 ) -> list[int]:  # fmt: skip
     """Greedy decoding without a cache and without the folder's generation settings: a full forward per token.
 
-    images: pixel inputs of the prompt, whose image tokens are `token`. ahead: whether it sees all of itself.
+    ids: [1, T], the prompt. images: its pixel inputs. token_types: of ids, as `image_inputs` takes them.
     """
-    ids = torch.tensor([list(prompt)], device=device)
+    prompt_length = ids.shape[1]
     for _ in range(new_tokens):
-        inputs = image_inputs(model, ids, images or {}, token, len(prompt) if ahead else None)
+        inputs = image_inputs(model, images, token_types(ids))
         ids = torch.cat([ids, model(ids, **inputs).logits[:, -1:].argmax(-1)], 1)
-    return ids[0, len(prompt) :].tolist()
+    return ids[0, prompt_length:].tolist()
