@@ -31,8 +31,8 @@ class KVLayer:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, position_ids: Tensor, *, is_read: bool = False, **options: Any
     ) -> Tensor:
-        keys, values = self.update(k, v, position_ids)
-        return attention(q, keys, values, position_ids=position_ids, **options)
+        self.update(k, v, position_ids)
+        return self.attend_again(q, position_ids, **options)
 
     def attend_again(self, q: Tensor, position_ids: Tensor, **options: Any) -> Tensor:
         assert self.keys is not None and self.values is not None

@@ -175,7 +175,8 @@ class PagedCache:
         self.groups = layer_groups(kept, max_tokens, max_length, max_rows)
         self.pools = [PagePool(group.pages) for group in self.groups]
         self.group_of = [next(i for i, group in enumerate(self.groups) if n in group.layers) for n in range(len(kept))]
-        self.layers = [paged_layer(self.groups[index]) for index in self.group_of]
+        groups = (self.groups[index] for index in self.group_of)
+        self.layers = [(PagedLayer if isinstance(group, LayerGroup) else StatePool)(group.slots) for group in groups]
 
     def pages_needed(self, prompt_length: int, length: int, samples: int) -> list[int]:
         """How many pages of each group a request needs: `samples` rows of at most `length` tokens with one prompt."""
@@ -221,11 +222,6 @@ class PagedCache:
                 pages = torch.tensor([sources, targets]).to(device)
                 for layer in group.layers:
                     self.layers[layer].copy_pages(pages[0], pages[1])
-
-
-def paged_layer(group: LayerGroup | StateGroup) -> PagedLayer | StatePool:
-    """The memory of one layer of a group."""
-    return PagedLayer(group.slots) if isinstance(group, LayerGroup) else StatePool(group.slots)
 
 
 def layer_groups(
