@@ -221,10 +221,10 @@ def given_messages(body: Mapping[str, Any]) -> list[dict[str, str]]:
     messages = body.get("messages", [])
     if not isinstance(messages, list) or len(messages) > MAX_MESSAGES:
         raise Refusal(400, f"messages is a list of at most {MAX_MESSAGES}")
-    pairs = [(given.get("role"), given.get("content")) for given in messages if isinstance(given, dict)]
-    if len(pairs) < len(messages) or any(role not in SPEAKERS or type(text) is not str for role, text in pairs):
-        raise Refusal(400, "a message has a content, a text")
-    return [{"role": role, "content": text} for role, text in pairs]
+    for given in messages:
+        if not isinstance(given, dict) or given.get("role") not in SPEAKERS or type(given.get("content")) is not str:
+            raise Refusal(400, "a message has a content, a text")
+    return [{"role": given["role"], "content": given["content"]} for given in messages]
 
 
 def answer_pieces(talker: Answerer, question: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

@@ -180,8 +180,9 @@ class Config:
             raise ConfigError(
                 f"config.json: {name} has {len(values)} entries; must have one per layer, {self.num_hidden_layers}"
             )
-        for value in values or () if choices else ():
-            check_choice(name, value, choices)
+        if choices is not None:
+            for value in values or ():
+                check_choice(name, value, choices)
 
     def rope_head_dim(self, kind: str) -> int:
         """The size of the heads that the rotary embedding of this layer type rotates."""

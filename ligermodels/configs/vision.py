@@ -147,7 +147,7 @@ class FeatureLayerConfig(VisionConfig):
     whole config.json.
     """
 
-    outer_fields = ("vision_feature_layer",)
+    outer_fields: ClassVar[tuple[str, ...]] = ("vision_feature_layer",)
 
     vision_feature_layer: int | tuple[int, ...] = -1
 
