@@ -24,28 +24,26 @@ def pages_for(tokens: int) -> int:
 
 
 class PagedLayer:
-    """Keys and values of one layer, [slots, Hkv, D] each. Allocated on first use.
+    """stored: keys and values of one layer, [slots, Hkv, D] each. Allocated on first use.
 
     Of latent attention the keys are the latents, and the values have no columns.
     """
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
+        self.stored: tuple[Tensor, ...] = ()
 
-    def pools(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def pools(self, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         """The keys and values of all slots. k, v: [..., Hkv, D], what will be written to them."""
-        if self.keys is None or self.values is None:
-            self.keys, self.values = (x.new_zeros(self.slots, *x.shape[-2:]) for x in (k, v))
-        return self.keys, self.values
+        if not self.stored:
+            self.stored = tuple(x.new_zeros(self.slots, *x.shape[-2:]) for x in (k, v))
+        return self.stored
 
     def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
         """Copies whole pages, int64 [n] each."""
-        for pool in (self.keys, self.values):
-            if pool is not None:
-                pages = pool.unflatten(0, (-1, PAGE_SIZE))
-                pages[targets] = pages[sources]
+        for pool in self.stored:
+            pages = pool.unflatten(0, (-1, PAGE_SIZE))
+            pages[targets] = pages[sources]
 
 
 class StatePool:

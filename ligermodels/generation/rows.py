@@ -187,8 +187,8 @@ class DecodeLayer:
 
     @property
     def slots(self) -> CacheSlots:
-        assert self.layer.keys is not None and self.layer.values is not None  # since the prefill
-        return CacheSlots(self.layer.keys, self.layer.values, self.new)
+        keys, values = self.layer.stored  # since the prefill
+        return CacheSlots(keys, values, self.new)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, position_ids: Tensor, *, is_read: bool = False, **options: Any

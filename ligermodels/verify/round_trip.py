@@ -101,12 +101,9 @@ def text_checks(folder: Path) -> list[Check]:
         theirs = reference.load_reference_tokenizer(folder)
     except CheckpointError as error:
         return [Check(name, False, str(error), "both read the tokenizer") for name in (IDS, CHAT)]
-    return [ids_check(ours, theirs), chat_check(ours, theirs)]
-
-
-def ids_check(ours: Tokenizer, theirs: Any) -> Check:
-    pairs = [(ours.encode(text), list(theirs(text)["input_ids"])) for text in TEXTS]
-    return comparison_check(IDS, "texts", pairs, f"the same ids for {len(TEXTS)} texts in many languages and code")
+    ids = [(ours.encode(text), list(theirs(text)["input_ids"])) for text in TEXTS]
+    criterion = f"the same ids for {len(TEXTS)} texts in many languages and code"
+    return [comparison_check(IDS, "texts", ids, criterion), chat_check(ours, theirs)]
 
 
 def chat_check(ours: Tokenizer, theirs: Any) -> Check:
