@@ -4,11 +4,15 @@
 
     python -m benchmarks.sharded_step --batch 1 --length 131072 --activation-checkpointing full --warm-up 1 \
         --rows "one GPU, bf16 weights" "bf16 weights, shared rows"
+    python -m benchmarks.sharded_step --batch 2 --length 8192 --activation-checkpointing full --gpus 4 \
+        --rows "hugging face" "hugging face + liger" "bf16 weights"
 
-The compute dtype is bf16. Each row is a separate torchrun launch on the same GPUs, with random weights and the same
-number of random tokens on each GPU, or on all GPUs that share its rows; the time is the median of the timed steps.
-Gradient clipping and the all-reduces are those of train.py. The single-GPU rows run on all GPUs at the same time,
-independently: the GPUs of one host differ by 1.5 %, and under FSDP2 all ranks run at the speed of the slowest.
+The compute dtype is bf16. Peers are sharded block by block by FSDP2 too; their bf16 weights are rounded to nearest by
+PyTorch's fused AdamW, ours keep the bits that rounding loses. Each row is a separate torchrun launch on the same GPUs,
+with random weights and the same number of random tokens on each GPU, or on all GPUs that share its rows; the time is
+the median of the timed steps. Gradient clipping and the all-reduces are those of train.py. The single-GPU rows run on
+all GPUs at the same time, independently: the GPUs of one host differ by 1.5 %, and under FSDP2 all ranks run at the
+speed of the slowest.
 """
 
 import argparse
@@ -18,14 +22,16 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from benchmarks import results, timing
-from benchmarks.train_step import MODELS
+from benchmarks.train_step import MODELS, hugging_face, liger
 from ligermodels import create, distributed
 from ligermodels.layers.checkpointing.host_memory import read_async
 from ligermodels.memory.model import training_memory
@@ -33,6 +39,7 @@ from ligermodels.training.optimizers import build_optimizer, clip_and_step, set_
 from ligermodels.training.parallel import fsdp
 from ligermodels.training.parallel.compilation import compile_blocks
 from ligermodels.training.parallel.context_parallel import context_group
+from ligermodels.training.planning.plan import state_sizes
 
 ROWS: dict[str, dict[str, Any]] = {  # differences from bf16 weights sharded over all GPUs
     "one GPU, bf16 weights": {"independent": True},
@@ -43,6 +50,12 @@ ROWS: dict[str, dict[str, Any]] = {  # differences from bf16 weights sharded ove
     "bf16 weights, kept gathered": {"keep_unsharded": True},
     "bf16 weights, shared rows": {"shares_rows": True},  # context parallelism over all GPUs
     "bf16 weights, shared experts": {"shares_experts": True},  # expert parallelism over all GPUs
+}
+PEERS = {
+    "hugging face": (hugging_face, torch.bfloat16),
+    "hugging face + liger": (liger, torch.bfloat16),
+    "hugging face, fp32 weights": (hugging_face, torch.float32),
+    "hugging face + liger, fp32 weights": (liger, torch.float32),
 }
 MAX_GRAD_NORM = 1.0
 
@@ -63,6 +76,7 @@ def measure(
     needs = training_memory(
         model, batch, length, torch.bfloat16, shards=world.size, keep_unsharded=keep_unsharded,
         checkpointed_blocks=blocks, context=world.context, expert_ranks=expert_ranks,
+        optimizer_states=state_sizes(build_optimizer(model)).all,
     )  # fmt: skip
     if compiled:
         compile_blocks(model, world.device)
@@ -79,6 +93,7 @@ def measure(
         inputs = {"input_ids": ids.view(1, -1), "labels": ids.view(1, -1), "cu_seqlens": offsets, "max_seqlen": length}
         inputs["context"] = context_group(world)
     count = torch.tensor(batch * (length - 1), device=world.device)
+    row = {"estimated_gib": round(needs.peak / 2**30, 1)}
 
     def step() -> float:
         loss = model(**inputs, num_items_in_batch=distributed.total(count) // world.context).loss
@@ -90,7 +105,38 @@ def measure(
         optimizer.zero_grad()
         return read()[0]
 
-    times = []
+    return time_rank(step, batch * length // world.context, world, warm_up, steps) | row
+
+
+def measure_peer(
+    name: str, model_name: str, batch: int, length: int, warm_up: int, steps: int, checkpointing: str
+) -> dict:
+    """Measures one row of `PEERS` on this rank."""
+    world = distributed.start()
+    torch.manual_seed(0)
+    make, dtype = PEERS[name]
+    model = make(MODELS[model_name], checkpointing == "full", dtype=dtype)
+    for part in [*model.model.layers, model]:
+        fully_shard(part, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
+    ids = torch.randint(model.config.vocab_size, (batch, length), device=world.device)
+
+    def step() -> float:
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return time_rank(step, batch * length, world, warm_up, steps)
+
+
+def time_rank(
+    step: Callable[[], float], tokens: int, world: distributed.World, warm_up: int, steps: int
+) -> dict[str, Any]:
+    """What a row reports of this rank, which computes so many tokens a step."""
+    times, loss = [], 0.0
     for _ in range(warm_up + steps):
         start = time.perf_counter()
         loss = step()
@@ -99,11 +145,10 @@ def measure(
     row = {
         "gpus": world.size,
         "rank": int(os.environ["RANK"]),
-        "tokens_per_second_per_gpu": round(1e3 * batch * length / world.context / statistics.median(timed)),
+        "tokens_per_second_per_gpu": round(1e3 * tokens / statistics.median(timed)),
         "step_ms": round(statistics.median(timed), 1),
         "spread_ms": round(max(timed) - min(timed), 1),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1),
-        "estimated_gib": round(needs.peak / 2**30, 1),
         "loss": round(loss, 4),
     }
     distributed.wait_for_all()
@@ -139,12 +184,15 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count())
     parser.add_argument("--output", type=Path, default=results.FOLDER, help="folder for the dated JSON file")
     data_parallel = [name for name in ROWS if "shared" not in name]
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=data_parallel)
+    parser.add_argument("--rows", nargs="+", choices=[*ROWS, *PEERS], default=data_parallel)
     parser.add_argument("--row", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.row:
         shape = args.batch, args.length, args.warm_up, args.steps, args.activation_checkpointing
-        row = measure(args.model, *shape, **ROWS[args.row])
+        if args.row in PEERS:
+            row = measure_peer(args.row, args.model, *shape)
+        else:
+            row = measure(args.model, *shape, **ROWS[args.row])
         if row["gpus"] == 1 or row["rank"] == 0:
             print(json.dumps(row), flush=True)
         return

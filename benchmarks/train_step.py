@@ -328,7 +328,7 @@ def measure(
         packed = {"input_ids": ids.view(1, -1), "labels": labels.view(1, -1)}
         inputs = packed | documents(batch, length)
     if provider == PACKED_ROWS:
-        from ligermodels.training.data.rows.batches import supervised_rows
+        from ligermodels.training.data.rows.run_rows import supervised_rows
 
         rows = supervised_rows(labels.cpu(), pinned=True)
         inputs["rows"] = None if rows is None else rows.cuda()

@@ -3,7 +3,7 @@
 import importlib
 from types import ModuleType
 
-from ligermodels.errors import InputError, first_line
+from ligermodels.errors import InputError, exhausted_memory, first_line
 
 
 def import_package(module: str, needed_by: str) -> ModuleType:
@@ -16,7 +16,9 @@ def import_package(module: str, needed_by: str) -> ModuleType:
         imported = importlib.import_module(module)
         if imported.__file__ is None:  # a folder of that name beside the script, imported as a namespace package
             raise ImportError(f"no module named {package!r}, but the folder {imported.__path__[0]}")
-    except ImportError as error:
+    except Exception as error:  # a broken installation raises anything
+        if exhausted_memory(error):
+            raise
         reason = first_line(error)
         raise InputError(
             f"{needed_by}: needs {package}, but cannot import it: {reason}; pip install {package}"

@@ -13,6 +13,7 @@ from unittest.mock import Mock
 import pytest
 import tokenizers
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
@@ -79,6 +80,13 @@ def test_generate_with_an_adapter_prints_the_output_of_the_merged_model(folder, 
     assert outputs[0] == outputs[1] == outputs[2] != outputs[3]
 
 
+def test_an_adapter_without_a_tokenizer_has_that_of_its_base(adapted, capsys):
+    _, adapter = adapted
+    (adapter / "tokenizer.json").unlink()
+    assert main(["generate", str(adapter), "--prompt", "w5", "--max-new-tokens", "2", "--device", "cpu"]) == 0
+    assert capsys.readouterr().out.startswith("w5 ")
+
+
 def test_an_adapter_of_another_base_is_loaded_with_a_line_that_says_so(folder, adapted, tmp_path, capsys):
     """A copy of its base, or a folder of that name, is no other base."""
     _, adapter = adapted
@@ -88,16 +96,23 @@ def test_an_adapter_of_another_base_is_loaded_with_a_line_that_says_so(folder, a
     ligermodels.export(ligermodels.create(LLAMA, seed=1), other, overwrite=True)
     save_words("w", other)
 
-    def warned(base, named=folder):
+    def warned(base, named=folder, recorded=False):
+        if not recorded:  # as PEFT writes it
+            save_file(load_file(adapter / "adapter_model.safetensors"), adapter / "adapter_model.safetensors")
         config = json.loads((adapter / "adapter_config.json").read_text())
         (adapter / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": str(named)}))
         flags = ["--adapter", str(adapter), "--prompt", "w5", "--max-new-tokens", "2", "--device", "cpu"]
         assert main(["generate", str(base), *flags]) == 0
         return capsys.readouterr().err
 
-    line = "ligermodels: warning: {}: was trained on {}, which is not known to be {}: on another model its answers are "
-    assert warned(other) == line.format(adapter, folder, other) + "worse\n"
-    assert warned(folder, "org/Large-7B") == line.format(adapter, "org/Large-7B", folder) + "worse\n"
+    worse = "on another model its answers are worse\n"
+    assert warned(other, recorded=True) == (
+        f"ligermodels: warning: {adapter}: was trained on other weights than {other} has: {worse}"
+    )
+    assert [warned(base, "org/Large-7B", recorded=True) for base in (folder, copy)] == [""] * 2
+    line = f"ligermodels: warning: {{}}: was trained on {{}}, which is not known to be {{}}: {worse}"
+    assert warned(other) == line.format(adapter, folder, other)
+    assert warned(folder, "org/Large-7B") == line.format(adapter, "org/Large-7B", folder)
     assert [warned(folder), warned(copy), warned(folder, "org/Model"), warned(folder, "")] == [""] * 4
 
 
@@ -129,11 +144,15 @@ def test_generate_on_a_cpu_computes_in_float32_and_says_so(folder, tmp_path, cap
         (None, "is None; it names no model"),
         ("runs/gone/model", "is 'runs/gone/model'; there is no such folder"),
         ("/gone/model", "is '/gone/model'; there is no such folder"),
+        ("..", "is '..'; there is no model, which has a config.json"),
+        ("/etc", "is '/etc'; there is no model, which has a config.json"),
+        ("{adapter}", "is '{adapter}'; there is no model, which has a config.json"),
         ("llama", "is 'llama'; llama: is an architecture and has no weights to load"),
     ],
 )
 def test_an_adapter_whose_base_is_not_found_is_refused_with_the_command_that_names_it(base, reason, adapted, capsys):
     _, adapter = adapted
+    base, reason = base and base.format(adapter=adapter), reason.format(adapter=adapter)
     config = json.loads((adapter / "adapter_config.json").read_text())
     (adapter / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": base}))
     error = error_line(["generate", str(adapter), "--prompt", "w5"], capsys)
@@ -463,6 +482,29 @@ def error_line(arguments, capsys):
     error = capsys.readouterr().err
     assert error.count("\n") == 1, error
     return error
+
+
+def test_the_folder_of_a_run_stands_for_its_export(folder, adapted, tmp_path, capsys):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "train.toml").touch()
+    for command in (["info"], ["generate", "--prompt", "w5"], ["export", "out"], ["verify"]):
+        assert error_line([command[0], str(run), *command[1:]], capsys) == (
+            f"ligermodels: {run}: is a run without an export; "
+            f"ligermodels train --resume {run} --no-export off makes it\n"
+        )
+    flags = ["--prompt", "w5 w6", "--max-new-tokens", "6", "--device", "cpu"]
+    told = {}
+    for exported in (tmp_path / "adapter", folder):
+        shutil.copytree(exported, run / exported.name)
+        for source in (exported, run):
+            assert main(["generate", str(source), *flags]) == 0
+            told[source, exported] = capsys.readouterr().out
+        assert told[run, exported] == told[exported, exported]
+    assert told[run, tmp_path / "adapter"] != told[run, folder]
+    assert main(["info", str(run)]) == 0
+    assert main(["export", str(run), str(tmp_path / "again")]) == 0
+    assert tensor_hashes(tmp_path / "again") == tensor_hashes(folder)
 
 
 def test_a_folder_without_a_tokenizer_is_refused(folder, capsys):

@@ -242,6 +242,7 @@ fault("10 unexpected, its index silent", unnamed_in_the_index, "1 unexpected: x 
 fault("10 tensor in two shards", stored_twice, INDEX, "model-00001-of-00003", "both hold tensor model.")
 fault("11 wrong shape", config(intermediate_size=96), WEIGHTS, "mlp.gate_proj.weight is [80, 48] instead of [96, 48]")
 fault("11 quantised", tensors(lambda t: t.update({NORM: t[NORM].char()})), WEIGHTS, NORM, "quantized", "torch.int8")
+fault("11 not finite", tensors(lambda t: t[NORM].fill_(torch.nan)), WEIGHTS, NORM, "not finite in float32")
 fault("12 pickles", only_pickles, "pytorch_model.bin", "convert to safetensors")
 fault("13 remote code", config(model_type="evil", auto_map={"AutoModel": "evil.Model"}), CONFIG, "model_type", "'evil'")
 DEEP = "[" * 200_000 + "]" * 200_000

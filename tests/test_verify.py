@@ -6,8 +6,11 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
+from tokenizers import decoders, models, pre_tokenizers, trainers
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers.utils import logging
 
 from ligermodels import hub
 from ligermodels.cli import main
@@ -110,6 +113,29 @@ def test_each_check_detects_its_own_fault(folder, tmp_path, capsys, monkeypatch)
     (line,) = (line for line in out.splitlines() if line.startswith("failed   fp32 gradients"))
     assert "1 of 26 beyond" in line and "model.layers.1.mlp.down_proj.weight" in line
     assert 'class="failed"' in (tmp_path / f"{file_name(str(folder))}.html").read_text()
+
+
+def test_ids_are_those_of_tokenizer_json_where_a_class_of_transformers_departs_from_it(tmp_path):
+    """GPT2Tokenizer of transformers 5 drops the Digits that SmolLM2's tokenizer.json has."""
+    words = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = words, decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=270, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(["a  1   2 "] * 9, trainer)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
+    ids, _ = round_trip.text_checks(tmp_path)
+    departs = "; GPT2Tokenizer of transformers departs from tokenizer.json in 1"
+    assert ids.passed and ids.result == f"all 6 texts equal{departs}"
+
+
+def test_libraries_are_quiet_while_a_reference_is_loaded(folder, capfd, recwarn):
+    reference.load_reference_tokenizer(folder)
+    reference.load_reference_model(folder, torch.float32, "cpu")
+    assert capfd.readouterr() == ("", "") and not recwarn.list
+    assert logging.is_progress_bar_enabled()
 
 
 def test_a_weight_that_differs_on_one_side_is_detected(folder, tmp_path, capsys, monkeypatch):

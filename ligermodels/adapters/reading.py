@@ -12,6 +12,7 @@ from safetensors import safe_open
 
 from ligermodels.adapters.writing import (
     ADAPTER_FILE,
+    BASE_WEIGHTS,
     Layout,
     LoRASettings,
     Packed,
@@ -75,6 +76,12 @@ def read_adapter(folder: str | Path) -> Adapter:
     if (folder / PICKLE).exists() and not (folder / ADAPTER_FILE).exists():
         raise CheckpointError(f"{folder / PICKLE}: pickles can run code and are not read; save it as {ADAPTER_FILE}")
     return Adapter(folder, read_adapter_config(folder), read_header(weights_file(folder, ADAPTER_FILE)))
+
+
+def recorded_base(adapter: Adapter) -> str | None:
+    """The fingerprint of the weights that an adapter of ours was trained on; None where its file has none."""
+    with safe_open(adapter.folder / ADAPTER_FILE, framework="pt") as stored:
+        return (stored.metadata() or {}).get(BASE_WEIGHTS)
 
 
 def match_adapter(adapter: Adapter, model: HubModule, layouts: Sequence[Layout]) -> tuple[Layout, AdapterSettings]:

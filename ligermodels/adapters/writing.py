@@ -10,6 +10,7 @@ readers that do not know this field get the same logits.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,18 +18,19 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ligermodels.errors import InputError
+from ligermodels.errors import CheckpointError, InputError
 from ligermodels.weights.adapter_config import ADAPTER_CONFIG_FILE, BaseModel, compose_adapter_config
 from ligermodels.weights.boxes import Shape
 from ligermodels.weights.config_file import GENERATION_CONFIG_FILE
 from ligermodels.weights.exporting import TOKENIZER_FILES, copy_files, hub_tensors
-from ligermodels.weights.files import shortened
+from ligermodels.weights.files import shortened, weights_fingerprint
 from ligermodels.weights.mapping import Piece, Rule, full_box, is_lora_parameter, plan_pieces
 from ligermodels.weights.module import HubModule, LowRankModule, named_weights, tied_names
 from ligermodels.weights.sharding import reshard
 from ligermodels.weights.writing import Entry, write_folder, write_json, write_safetensors
 
 ADAPTER_FILE = "adapter_model.safetensors"
+BASE_WEIGHTS = "base_weights"  # in the metadata of that file: the fingerprint of the base; other readers ignore it
 ADAPTER_FILES = (ADAPTER_CONFIG_FILE, ADAPTER_FILE, GENERATION_CONFIG_FILE, *TOKENIZER_FILES)
 ColumnSpan = tuple[int, int]  # start, stop
 
@@ -151,7 +153,7 @@ def write_adapter(
     config = adapter_config_of(model, modules, layout, base)
 
     def write(temporary: Path) -> None:
-        write_safetensors(temporary / ADAPTER_FILE, entries, tensors)
+        write_safetensors(temporary / ADAPTER_FILE, entries, tensors, base_metadata(model.source))
         write_json(temporary / ADAPTER_CONFIG_FILE, config)
         if model.source is not None:
             copy_files(model.source, temporary, TOKENIZER_FILES)
@@ -159,6 +161,14 @@ def write_adapter(
     sharded = any(isinstance(p, DTensor) for p in parameters.values())
     replaced = ADAPTER_FILES if overwrite else ()
     write_folder(Path(folder).absolute(), write, tensors, sharded, also, replaced)
+
+
+def base_metadata(source: Path | None) -> dict[str, str]:
+    """What the file of an adapter says of the weights that it was trained on; nothing where `source` has none now."""
+    if source is not None:
+        with suppress(CheckpointError):
+            return {BASE_WEIGHTS: weights_fingerprint(source)}
+    return {}
 
 
 def saved_pieces(model: HubModule, layout: Layout) -> Iterator[Piece]:

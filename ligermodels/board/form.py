@@ -15,6 +15,7 @@ from ligermodels.board.folders import is_within, links_stay_within
 from ligermodels.errors import InputError
 from ligermodels.hub import base_of_adapter
 from ligermodels.hub.models import is_adapter
+from ligermodels.hub.names import exported_by_run
 from ligermodels.training.data.formats.sources import find_files, named_splits
 from ligermodels.training.data.formats.specs import BUILT_IN_SOURCES, parse_spec
 from ligermodels.training.data.formats.tables import COLON_OUTSIDE_BRACKETS, HUB_PREFIX
@@ -90,7 +91,7 @@ def refuse_other_than_hub_data(name: str, flag: str) -> None:
 def refuse_model_outside(name: str, flag: str, folders: Sequence[Path]) -> None:
     """A name that is no path is one of the Hub. An adapter's base is looked at too."""
     refuse_checkpoint_outside(name, flag, folders)
-    path = Path(os.path.expanduser(name))
+    path = exported_by_run(Path(os.path.expanduser(name)))
     if path.is_dir() and is_adapter(path):
         base = base_of_adapter(path, "give a folder that names it").name
         if base is not None:
@@ -103,6 +104,7 @@ def refuse_checkpoint_outside(name: str, flag: str, folders: Sequence[Path]) -> 
         for part in all_parts(path) if is_gguf(path) else [path]:
             refuse_path_outside(str(part), flag, folders)
         refuse_links_outside(path, folders)
+        refuse_links_outside(exported_by_run(path), folders)
     elif not HUB_NAME.fullmatch(name):
         raise InputError(f"{flag} {name}: is neither a folder that exists nor a name of the Hub")
 

@@ -105,6 +105,8 @@ def refuse_flag_conflicts(args: argparse.Namespace) -> None:
         raise InputError(
             "generate: --image belongs to --prompt or --chat; a line of --file has its images in its field images"
         )
+    if args.cache_tokens is not None and not args.chat and args.file is None:
+        raise InputError("generate: --cache-tokens needs --chat or --file: the cache of a prompt holds what it needs")
     for flag, given in (("--output", args.output is not None), ("--logprobs", args.logprobs)):
         if given and args.file is None:
             raise InputError(f"generate: {flag} needs --file")

@@ -296,7 +296,10 @@ def appended(target: Path) -> BinaryIO:
         complete = sum(len(line) for line in lines_of_output(target) if line.endswith(b"\n"))
         if target.is_file():
             os.truncate(target, complete)
-        return target.open("ab")
+        # Not blocking: opening a pipe that nobody reads is an error, in place of waiting for a reader.
+        descriptor = os.open(target, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+        os.set_blocking(descriptor, True)
+        return os.fdopen(descriptor, "ab")
     except OSError as error:
         raise InputError(f"--output {target}: cannot be written: {error.strerror}") from error
 

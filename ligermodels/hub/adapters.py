@@ -11,16 +11,24 @@ import torch
 
 from ligermodels.adapters.lora_targets import adapter_layouts, insert_lora
 from ligermodels.adapters.modules_to_save import untie_head
-from ligermodels.adapters.reading import Adapter, AdapterSettings, fill_updates, match_adapter, read_adapter
+from ligermodels.adapters.reading import (
+    Adapter,
+    AdapterSettings,
+    fill_updates,
+    match_adapter,
+    read_adapter,
+    recorded_base,
+)
 from ligermodels.adapters.writing import Layout, write_adapter
 from ligermodels.errors import CheckpointError, HubError, InputError, printable
 from ligermodels.hub.download import adapter_folder
 from ligermodels.hub.models import all_but_weights, complete_model, is_adapter, resolve
+from ligermodels.hub.names import exported_by_run
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.lora import lora_modules
 from ligermodels.weights.adapter_config import ADAPTER_CONFIG_FILE, BaseModel, read_adapter_config
-from ligermodels.weights.config_file import read_generation_config
-from ligermodels.weights.files import have_equal_weights
+from ligermodels.weights.config_file import CONFIG_FILE, read_generation_config
+from ligermodels.weights.files import weights_fingerprint
 from ligermodels.weights.gguf.folder import shown_file
 from ligermodels.weights.loading import refuse_meta_parameters
 
@@ -52,7 +60,7 @@ def load_adapter(
     model must already have LoRA.
     Modules that the adapter stores as a whole (modules_to_save) replace the model's, in the model's dtype. Where it has
     different weights for an embedding and a head that are tied, they are no longer tied, and config.json says so.
-    Warns if the adapter names another base than the model's.
+    Warns if the adapter was trained on another base than the model's, as far as its files say.
     If the adapter contains a generation_config.json, as one with its own tokenizer does, it replaces the model's.
     Raises HubError, or CheckpointError that names what does not fit: features other than plain and rank-stabilised
     LoRA, tensors that are missing, unexpected or of the wrong shape, LoRA of routers, embeddings or the head.
@@ -104,19 +112,20 @@ def base_model(folder: Path) -> BaseModel:
 
 
 def warn_of_other_base(adapter: Adapter, model: CausalLM) -> None:
-    """Warns if an adapter names another base than the model that it has been loaded into."""
+    """Warns if an adapter was trained on another base than the model that it has been loaded into: if it records other
+    weights, or else, as PEFT's do not, names another model."""
     named = adapter.config.get("base_model_name_or_path")
-    if model.source is None or not isinstance(named, str) or not named:
+    if model.source is None:
         return
-    ours = base_model_name(model.source)
-    if not is_same_base(named, ours):
-        warnings.warn(
-            printable(
-                f"{adapter.folder}: was trained on {named}, which is not known to be {ours}: on another model its "
-                "answers are worse"
-            ),
-            stacklevel=3,
-        )
+    ours, recorded = base_model_name(model.source), recorded_base(adapter)
+    if recorded is not None:
+        different = recorded != weights_fingerprint(model.source) and f"other weights than {ours} has"
+    else:
+        known = not isinstance(named, str) or not named or is_same_base(named, ours)
+        different = not known and f"{named}, which is not known to be {ours}"
+    if different:
+        line = f"{adapter.folder}: was trained on {different}: on another model its answers are worse"
+        warnings.warn(printable(line), stacklevel=3)
 
 
 def is_same_base(named: str, ours: str) -> bool:
@@ -126,7 +135,7 @@ def is_same_base(named: str, ours: str) -> bool:
     if not (one.is_dir() and other.is_dir()):
         return one.name.lower() == other.name.lower()
     try:
-        return one.samefile(other) or have_equal_weights(one, other)
+        return one.samefile(other) or weights_fingerprint(one) == weights_fingerprint(other)
     except CheckpointError:  # the folder of that name has no weights
         return False
 
@@ -145,7 +154,10 @@ def base_of_adapter(folder: Path, remedy: str) -> BaseModel:
     name, revision = config.get("base_model_name_or_path"), config.get("revision")
     if not isinstance(name, str) or not name:
         raise missing_base(folder, name, "it names no model", remedy)
-    if os.path.exists(os.path.expanduser(name)):
+    path = Path(os.path.expanduser(name))
+    if os.path.exists(path):
+        if path.is_dir() and not (exported_by_run(path) / CONFIG_FILE).exists():
+            raise missing_base(folder, name, f"there is no model, which has a {CONFIG_FILE}", remedy)
         return BaseModel(name)
     if not HUB_ID.fullmatch(name):
         raise missing_base(folder, name, "there is no such folder", remedy)

@@ -200,7 +200,8 @@ def failure_reason(
             return f"is gated and there is no token; accept its licence at {hub_page(name)}, then set HF_TOKEN"
         case _ if isinstance(error, errors.RepositoryNotFoundError) or (http_status(error) == 401 and not has_token):
             access = f"{token_source(token)} cannot see it" if has_token else "private, which needs HF_TOKEN"
-            return f"is not a repository of the Hub, or {access}{suggestion(name, known) or '; check the spelling'}"
+            remedy = suggestion(name, known) or "; check the spelling"
+            return f"{absent_folder(name)}is not a repository of the Hub, or {access}{remedy}"
         case errors.RevisionNotFoundError():
             return f"has no revision {revision!r}; see {hub_page(name)}/commits"
         case _ if http_status(error) == 401:
@@ -210,9 +211,15 @@ def failure_reason(
         case _ if http_status(error) == 403:
             return f"the Hub refuses {token_source(token)}{hub_message(error)}; see {hub_page(name)}"
         case errors.LocalEntryNotFoundError():
-            return not_cached(error, revision, missing) + suggestion(name, known)
+            return absent_folder(name) + not_cached(error, revision, missing) + suggestion(name, known)
     failed = f"{missing or 'it'} could not be downloaded"
     return f"{failed} ({type(error).__name__}: {first_line(error)}); complete files are kept: try again"
+
+
+def absent_folder(name: str) -> str:
+    """The start of a message about a Hub id that may be meant as a folder: where it would be, there are folders."""
+    owner = Path(name).parent
+    return f"is no folder in {owner}, and " if owner.is_dir() and "/" in name else ""
 
 
 def not_cached(error: Exception, revision: str | None, missing: str) -> str:

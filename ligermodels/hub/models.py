@@ -4,7 +4,9 @@ This is the only module that knows both the list of architectures and `download`
 """
 
 import copy
+import math
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -16,7 +18,7 @@ from ligermodels.adapters.quantising import quantise
 from ligermodels.architectures import ARCHITECTURES
 from ligermodels.configs.base import Config
 from ligermodels.configs.quantisation import scheme_of
-from ligermodels.errors import CheckpointError, HubError, InputError, suggest
+from ligermodels.errors import CheckpointError, HubError, InputError, suggest_closest
 from ligermodels.hub.download import MODEL_FILES, adapter_folder, fetch_files, fetch_weights, hub_errors
 from ligermodels.hub.gguf import gguf_names, hub_gguf
 from ligermodels.hub.names import known_models, local_folder
@@ -211,7 +213,7 @@ def select_architecture(
     """
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
-        raise HubError(f"{origin}: model_type {model_type!r} is not supported{suggest(str(model_type), ARCHITECTURES)}")
+        raise HubError(f"{origin}: model_type {model_type!r} is not supported{meant_family(str(model_type))}")
     check_objects(raw)
     architecture = ARCHITECTURES[model_type].of_config(raw)
     if reward_model or is_classifier(raw):
@@ -235,19 +237,38 @@ def read_preset_or_config(source: str | Path | dict[str, Any], size: str | None)
         if not sizes:
             raise HubError(f"{source}: has no presets; load a checkpoint, or pass a config.json")
         if size not in sizes:
-            raise HubError(f"{source}: size {size!r} is not a preset{suggest(str(size), sizes)}")
+            raise HubError(f"{source}: size {size!r} is not a preset{meant_size(str(size), sizes)}")
         return copy.deepcopy(sizes[size]), source
     if size is not None:
-        raise HubError(
-            f"{source}: size {size!r} needs the name of an architecture{suggest(str(source), ARCHITECTURES)}"
-        )
+        raise HubError(f"{source}: size {size!r} needs the name of an architecture{meant_family(str(source))}")
     if isinstance(source, dict):
         return source, "config"
     path = Path(source).expanduser()
     if not path.exists():
-        raise HubError(f"{source}: is neither an architecture nor a config.json{suggest(str(source), ARCHITECTURES)}")
+        raise HubError(f"{source}: is neither an architecture nor a config.json{meant_family(str(source))}")
     folder = path if path.is_dir() else path.parent
     return read_config(folder), folder / CONFIG_FILE
+
+
+def meant_family(wrong: str) -> str:
+    """The end of a message about an unknown family: the closest one, if one is close; what lists all."""
+    return f"{suggest_closest(wrong, ARCHITECTURES)}; `ligermodels list` shows all"
+
+
+def meant_size(wrong: str, sizes: Iterable[str]) -> str:
+    """The end of a message about an unknown preset: the one of the nearest number of parameters, or else of the most
+    similar name, and all there are."""
+    numbers = {size: number for size in sizes if (number := parameters_in(size))}
+    wanted = parameters_in(wrong)
+    near = min(numbers, key=lambda size: abs(math.log(numbers[size] / wanted))) if wanted and numbers else None
+    hint = f"; did you mean {near!r}?" if near else suggest_closest(wrong, sizes)
+    return f"{hint}; choose from: {', '.join(sizes)}"
+
+
+def parameters_in(size: str) -> float | None:
+    """The number of parameters that the name of a preset says: 7e9 of 2-7b; None if it says none."""
+    match = re.search(r"(\d+(?:\.\d+)?)([mb])", size.lower())
+    return float(match[1]) * {"m": 1e6, "b": 1e9}[match[2]] if match else None
 
 
 def checkpoint_dtype(raw: dict[str, Any], checkpoint: Checkpoint) -> torch.dtype:

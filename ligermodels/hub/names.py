@@ -8,7 +8,10 @@ from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
 
-from ligermodels.errors import HubError
+from ligermodels.errors import CheckpointError, HubError
+
+SETTINGS_FILE, MODEL, ADAPTER = "train.toml", "model", "adapter"  # names in the folder of a run
+CONFIG_FILES = ("config.json", "adapter_config.json")
 
 
 @functools.cache
@@ -30,10 +33,12 @@ def list_architectures() -> list[str]:
 
 
 def local_folder(name_or_folder: str | Path, revision: str | None) -> Path | None:
-    """The local folder, or None if the name may be a Hub id. A GGUF file is the folder that shows it.
+    """The local folder, or None if the name may be a Hub id. A GGUF file is the folder that shows it, and the folder of
+    a run stands for the model or adapter that it has exported.
 
-    Raises HubError if it can be neither, or if a revision of a local folder is requested. A Path is never a Hub id. A
-    string that looks like a path, such as ./model, is refused later by huggingface_hub, before it contacts the Hub.
+    Raises HubError if it can be neither, or if a revision of a local folder is requested; CheckpointError for a run
+    without an export. A Path is never a Hub id. A string that looks like a path, such as ./model, is refused later by
+    huggingface_hub, before it contacts the Hub.
     """
     folder = os.path.expanduser(name_or_folder)
     if os.path.exists(folder):  # unlike Path.exists, this returns False for invalid paths
@@ -42,7 +47,7 @@ def local_folder(name_or_folder: str | Path, revision: str | None) -> Path | Non
             raise HubError(f"{folder}: is a {kind} and has no revision {revision!r}; leave it out, or pass a Hub id")
         from ligermodels.weights.gguf.folder import shown_folder  # torch
 
-        return shown_folder(Path(folder))
+        return shown_folder(exported_by_run(Path(folder)))
     name = str(name_or_folder)
     if "://" in name:
         raise HubError(f"{name}: is a URL; pass the Hub name instead, such as 'owner/model'")
@@ -51,15 +56,28 @@ def local_folder(name_or_folder: str | Path, revision: str | None) -> Path | Non
     return None
 
 
+def exported_by_run(folder: Path) -> Path:
+    """The model or adapter in the folder of a run; any other folder itself. Raises CheckpointError if there is none."""
+    if not (folder / SETTINGS_FILE).exists() or any((folder / name).exists() for name in CONFIG_FILES):
+        return folder
+    for exported in (folder / MODEL, folder / ADAPTER):
+        if exported.is_dir():
+            return exported
+    raise CheckpointError(
+        f"{folder}: is a run without an export; ligermodels train --resume {folder} --no-export off makes it"
+    )
+
+
 def refuse_mistyped(name: str) -> None:
     """Raises HubError for a name that can be none on the Hub, because it has no owner, and resembles one that is known.
 
     name: of an architecture, with a preset as qwen2:tiny or without, a folder, or a Hub id.
     """
     architectures = list_architectures()
-    if "/" in name or name.partition(":")[0] in architectures or os.path.exists(os.path.expanduser(name)):
+    family = name.partition(":")[0]
+    if "/" in name or family in architectures or os.path.exists(os.path.expanduser(name)):
         return
-    if meant := suggestion(name, (*known_models(), *architectures)):
+    if meant := suggestion(family, (*known_models(), *architectures)):
         raise HubError(f"{name}: is neither an architecture, nor a folder, nor a Hub id, which has an owner{meant}")
 
 
@@ -72,9 +90,10 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 def nearest_model(name: str, candidates: Iterable[str]) -> str | None:
     """The candidate most similar to `name`, or None; the first one of several that are equal. Owner, case and
-    separators are ignored."""
+    separators are ignored. A word alone, such as mamba, is a family's, and must be more similar than an id."""
     spelled = {normalized_name(candidate): candidate for candidate in reversed(list(candidates))}
-    alike = difflib.get_close_matches(normalized_name(name), spelled, n=1, cutoff=0.65)
+    cutoff = 0.75 if name.isidentifier() else 0.65
+    alike = difflib.get_close_matches(normalized_name(name), spelled, n=1, cutoff=cutoff)
     return spelled[alike[0]] if alike else None
 
 

@@ -38,7 +38,8 @@ class ImagePlan:
 
     resized: the size to which the image is resized. grid: rows and columns of what its text is made of: patches, or
     tiles; (0, 0) for one that is not split. crops: further pictures of the image, as boxes of the original.
-    features: how many vectors the model makes of it, which is the number of image tokens in the text.
+    features: how many vectors the model makes of it, which is the number of image tokens in the text. read: how many
+    pixels the model reads, where that is more than `resized` has.
     Raises InputError for more pixels than MAX_RESIZED_PIXELS, for more features than MAX_FEATURES, and for none.
     """
 
@@ -46,12 +47,18 @@ class ImagePlan:
     grid: tuple[int, int]
     features: int
     crops: tuple[Box, ...] = ()
+    read: int = 0
 
     def __post_init__(self) -> None:
         height, width = self.resized
         if height * width > MAX_RESIZED_PIXELS:
             raise InputError(
                 f"would be resized to {width} x {height} pixels, more than {MAX_RESIZED_PIXELS:,}; crop the image, or "
+                "correct preprocessor_config.json"
+            )
+        if self.read > MAX_RESIZED_PIXELS:
+            raise InputError(
+                f"would be read as {self.read:,} pixels, more than {MAX_RESIZED_PIXELS:,}; make the image smaller, or "
                 "correct preprocessor_config.json"
             )
         if not 1 <= self.features <= MAX_FEATURES:
@@ -143,7 +150,8 @@ class QwenImages(ImageProcessor):
     def plan(self, height: int, width: int) -> ImagePlan:
         size = smart_size(height, width, self.patch_size * self.merge_size, self.least, self.most)
         rows, columns = (side // self.patch_size for side in size)
-        return ImagePlan(size, (rows, columns), rows * columns // self.merge_size**2)
+        features = rows * columns // self.merge_size**2
+        return ImagePlan(size, (rows, columns), features, read=math.prod(size) * self.frames)
 
     @property
     def pixels_per_token(self) -> int:

@@ -14,6 +14,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,12 +33,9 @@ IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
 PHOTO_AND_PREVIEWS = "MPO"  # a JPEG file of a camera, followed by smaller copies
 ORIENTATION = 0x0112  # EXIF's tag
 BITS_PER_SAMPLE = 0x0102  # TIFF's tag
-# The transposition that shows an image upright, by its EXIF orientation, as names of PIL.Image.Transpose.
-UPRIGHT = {
-    2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270", 7: "TRANSVERSE",
-    8: "ROTATE_90",
-}  # fmt: skip
-QUARTER_TURNED = (5, 6, 7, 8)
+# EXIF orientations. A quarter-turned image is stored by columns; then rows, or what of each row is first, may be last.
+QUARTER_TURNED, LAST_ROW_FIRST, LAST_COLUMN_FIRST = (5, 6, 7, 8), (3, 4, 6, 7), (2, 3, 7, 8)
+STRIP_PIXELS = 2**22  # that are converted at a time: Pillow needs twenty bytes for each
 
 ImageSource: TypeAlias = "bytes | str | Path | Image"
 
@@ -57,8 +55,7 @@ def pillow() -> Any:
 def image_size(source: ImageSource, place: str = "image") -> tuple[int, int]:
     """(height, width) of the upright image, from the file's header. Raises InputError as `read_image` does."""
     with opened(source, place) as image:
-        width, height = image.size
-        return (width, height) if orientation(image, source) in QUARTER_TURNED else (height, width)
+        return upright_size(image, orientation(image, source))
 
 
 def read_image(source: ImageSource, place: str = "image") -> Tensor:
@@ -68,11 +65,21 @@ def read_image(source: ImageSource, place: str = "image") -> Tensor:
     Raises InputError for what the module's description refuses.
     """
     with opened(source, place) as image:
-        turn = UPRIGHT.get(orientation(image, source))
-        rgb = on_white(image)
-        upright = rgb if turn is None else rgb.transpose(getattr(pillow().Transpose, turn))
-        pixels = torch.frombuffer(bytearray(upright.tobytes()), dtype=torch.uint8)  # [H * W * 3]
-        return pixels.view(upright.height, upright.width, 3).permute(2, 0, 1).contiguous()
+        turn = orientation(image, source)
+        upright = np.empty((3, *upright_size(image, turn)), np.uint8)
+        stored = upright.swapaxes(1, 2) if turn in QUARTER_TURNED else upright
+        stored = stored[:, :: -1 if turn in LAST_ROW_FIRST else 1, :: -1 if turn in LAST_COLUMN_FIRST else 1]
+        rows = max(1, STRIP_PIXELS // image.width)
+        for top in range(0, image.height, rows):
+            strip = image.crop((0, top, image.width, min(top + rows, image.height)))
+            stored[:, top : top + rows] = np.asarray(on_white(strip)).transpose(2, 0, 1)
+        return torch.from_numpy(upright)
+
+
+def upright_size(image: "Image", turn: int) -> tuple[int, int]:
+    """(height, width) of an image with this EXIF orientation."""
+    width, height = image.size
+    return (width, height) if turn in QUARTER_TURNED else (height, width)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from ligermodels.images.reading import pillow
 Filter: TypeAlias = Literal["lanczos", "bilinear", "bicubic"]
 FILTERS: dict[int, Filter] = {1: "lanczos", 2: "bilinear", 3: "bicubic"}  # by the numbers of PIL.Image.Resampling
 MAX_RATIO = 200  # of the sides, in Qwen's models
-MAX_RESIZED_PIXELS = 2**26  # of an image, four times those of Qwen3-VL's largest
+MAX_RESIZED_PIXELS = 3 * 2**24  # of an image, three times those of Qwen3-VL's largest; a gigabyte, with its copies
 # SmolVLM: no side is longer, whatever the file says.
 MAX_TILED_SIDE = 4096
 # Torch 2.11 has no such filter.

@@ -113,7 +113,8 @@ class SmolVlmImages(ImageProcessor):
         rows, columns = (length // self.tile for length in cut)
         if not self.split or (rows, columns) == (1, 1):
             return ImagePlan(size, (0, 0), self.features)
-        return ImagePlan(size, (rows, columns), self.features * (rows * columns + 1))
+        count = rows * columns + 1
+        return ImagePlan(size, (rows, columns), self.features * count, read=count * self.tile**2)
 
     def picture_size(self, plan: ImagePlan) -> Size:
         return Size(self.tile, self.tile)

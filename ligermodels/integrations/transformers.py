@@ -29,7 +29,7 @@ from ligermodels.errors import InputError
 from ligermodels.hub.adapters import base_model_name
 from ligermodels.hub.models import create, load_folder, resolve
 from ligermodels.integrations.generation_cache import GenerationCache, refuse_other_caches, refuse_other_positions
-from ligermodels.layers.decoder import CausalLM
+from ligermodels.layers.decoder import IGNORE_INDEX, CausalLM
 from ligermodels.layers.hub_interface import AdaptableModule, take_documents
 from ligermodels.layers.inputs import Inputs
 from ligermodels.layers.lm_head import LMHead
@@ -169,12 +169,16 @@ class TransformersModel(AdaptableModule, PreTrainedModel, GenerationMixin):
         self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
         past_key_values: GenerationCache | None = None, inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None, use_cache: bool | None = None, logits_to_keep: int = 0,
-        output_router_logits: bool | None = None, return_dict: bool | None = None, **options: Any,
+        output_router_logits: bool | None = None, return_dict: bool | None = None,
+        num_items_in_batch: Tensor | int | None = None, **options: Any,
     ) -> MoeCausalLMOutputWithPast:  # fmt: skip
         """Arguments and options as those of `CausalLM.forward`; there are no logits in training mode with labels.
 
         past_key_values: a cache that an earlier call returned. use_cache: return a cache; only if True is passed.
+        num_items_in_batch: Trainer's count, see `predicted_items`.
         """
+        if not (num_items_in_batch is None or labels is None or attention_mask is None):
+            num_items_in_batch = predicted_items(num_items_in_batch, labels, attention_mask)
         if past_key_values is None and use_cache:
             past_key_values = GenerationCache()
         cache = None
@@ -188,7 +192,7 @@ class TransformersModel(AdaptableModule, PreTrainedModel, GenerationMixin):
         out = self.bare(
             input_ids, labels, attention_mask=attention_mask, position_ids=position_ids, cache=cache,
             inputs_embeds=inputs_embeds, logits_to_keep=logits_to_keep, output_router_logits=output_router_logits,
-            **options,
+            num_items_in_batch=num_items_in_batch, **options,
         )  # fmt: skip
         named = MoeCausalLMOutputWithPast(
             loss=out.loss, aux_loss=out.aux_loss, logits=out.logits, past_key_values=past_key_values,
@@ -324,6 +328,17 @@ class TransformersModel(AdaptableModule, PreTrainedModel, GenerationMixin):
         if changed:
             self.bare.config = type(self.bare.config).from_dict(with_changes(self.bare.config.raw, changed))
             self.initial_config = self.config.to_dict()
+
+
+def predicted_items(items: Tensor | int, labels: Tensor, attention_mask: Tensor) -> Tensor:
+    """The share of `items` that a micro-batch predicts: Trainer counts all labels [B, T] but each row's first.
+
+    Not predicted is the first token behind padding: transformers predicts it from the padding, by numbers that depend
+    on its implementation of attention. It counts as if it had the mean loss of its micro-batch.
+    """
+    counted = labels[:, 1:] != IGNORE_INDEX
+    predicted = counted & (attention_mask[:, 1:] != 0) & (attention_mask[:, :-1] != 0)
+    return items * (predicted.sum().clamp(min=1) / counted.sum().clamp(min=1))
 
 
 def wrap(model: CausalLM) -> TransformersModel:

@@ -44,16 +44,18 @@ def runs_kernels(x: Tensor) -> bool:
 def autocast(*operands: Any) -> tuple[Any, ...]:
     """Casts the operands of a matrix product to the dtype of `torch.autocast`.
 
-    operands: tensors, tuples of tensors, or None. They are returned unchanged if autocast is off, or is on for another
-    device, and if they are fp64 or integers. Gradients come back in each operand's own dtype.
+    operands: tensors, quantised weights, tuples of tensors, or None. They are returned unchanged if autocast is off, or
+    is on for another device, and if they are fp64 or integers. Gradients come back in each operand's own dtype.
     Ops that end in a matrix product call this; norms and losses keep their input's dtype.
     """
     if not torch._C._is_any_autocast_enabled():  # the common case costs one check
         return operands
-    return tree_map_only(Tensor, _autocast, operands)
+    return tuple(map(_autocast, operands))
 
 
-def _autocast(x: Tensor) -> Tensor:
+def _autocast(x: Any) -> Any:
+    if not isinstance(x, Tensor):
+        return x.under_autocast() if hasattr(x, "under_autocast") else tree_map_only(Tensor, _autocast, x)
     kind = x.device.type
     takes_part = torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64
     return x.to(torch.get_autocast_dtype(kind)) if takes_part else x

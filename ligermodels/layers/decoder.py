@@ -307,7 +307,8 @@ class CausalLM(HubInterface, AdaptableModule, HubModule, ABC):
         features: ImageFeatures | CrossFeatures | None = None,
         rope_ids: Tensor | None = None,
         context: ContextGroup | None = None,
-        balance_mask: Tensor | None = None,
+        row_lengths: Tensor | None = None,
+        balance_share: Tensor | float | None = None,
         **options: Any,
     ) -> CausalLMOutput:
         """input_ids [B, T] -> loss and logits [B, T, V].
@@ -346,8 +347,13 @@ class CausalLM(HubInterface, AdaptableModule, HubModule, ABC):
         context: the ranks that share this row, which all of them pass whole, as input_ids [1, T], with the labels and
         the offsets of its documents. Each computes its part of the tokens: the outputs are those of its part, `rows`
         are places in it, and the loss is its share of a sum, which num_items_in_batch divides.
-        balance_mask: bool [B, T], the tokens that the load-balancing loss counts, where a row has padding without an
-        attention mask; None for all.
+        row_lengths: int64 [R], the tokens that the load-balancing loss counts: so many at the beginning of each of R
+        equal parts of the flattened batch, where the others are padding without an attention mask; None for all.
+        balance_share: what the load-balancing loss is multiplied by in the loss, besides its coefficient: the part of
+        this micro-batch in the tokens of its step. None for that in the supervised tokens, by num_items_in_batch.
+        Micro-batches with shares in proportion to the tokens that routers see have the loss and the gradients of one
+        batch of them all wherever they choose experts equally often; else the sum of the micro-batches' products of
+        fraction and probability differs from the product of the sums.
         options: cu_seqlens and max_seqlen under the names of the Hub's collators, see `take_documents`; return_dict,
         output_attentions and use_cache, as long as they ask for nothing else than what is done.
 
@@ -369,9 +375,7 @@ class CausalLM(HubInterface, AdaptableModule, HubModule, ABC):
                 "forward: rows and a teacher's states are places in the batch as it is given, but its padding or "
                 "position_ids rearrange it: leave them out, or pass cu_seqlens"
             )
-        if balance_mask is not None and decoded.layout is not None:
-            balance_mask = decoded.layout.pack(balance_mask)
-        balance = self.balance(output.router_logits, output_router_logits, context, balance_mask)
+        balance = self.balance(decoded, output_router_logits, context, inputs.tokens.shape[:2], row_lengths)
         loss, token_logprobs, from_teacher = None, None, None
         if labels is not None:
             hidden, targets = output.hidden, next_tokens(labels, decoded.cu_seqlens)
@@ -382,9 +386,9 @@ class CausalLM(HubInterface, AdaptableModule, HubModule, ABC):
             if divergence is not None:
                 from_teacher = divergence_from(self.lm_head, hidden, targets, **self.logit_options, **divergence)
                 items = (targets != IGNORE_INDEX).sum() if num_items_in_batch is None else num_items_in_batch
-                loss = self.with_balance(from_teacher.loss / items, targets, num_items_in_batch, balance)
+                loss = from_teacher.loss / items
             elif logprobs is None:
-                loss = self.loss(hidden, targets, num_items_in_batch, balance)
+                loss = self.loss(hidden, targets, num_items_in_batch)
             elif "row_loss" in logprobs:
                 if rows is None:
                     raise ValueError("forward: row_loss needs rows, the places of the tokens that it reads")
@@ -395,6 +399,8 @@ class CausalLM(HubInterface, AdaptableModule, HubModule, ABC):
                 token_logprobs = self.target_logprobs(hidden, targets, logprobs)
                 if rows is None:  # copied, because FSDP2 warns of outputs that are views
                     token_logprobs = token_logprobs.map(lambda x: decoded.unpack(x).clone())
+            if loss is not None and balance is not None and logprobs is None:
+                loss = self.with_balance(loss, targets, num_items_in_batch, balance, balance_share)
         if skip_logits is None:
             skip_logits = labels is not None and (self.training or not (logprobs is divergence is None))
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -441,22 +447,27 @@ class CausalLM(HubInterface, AdaptableModule, HubModule, ABC):
 
     def balance(
         self,
-        router_logits: list[Tensor],
+        decoded: Decoded,
         requested: bool | None,
         context: ContextGroup | None,
-        mask: Tensor | None,
+        shape: torch.Size,
+        row_lengths: Tensor | None,
     ) -> Tensor | None:
         """The routers' load-balancing loss if it is requested; requested: None for what config.json says.
 
-        context: the ranks whose tokens count together, None for this one. mask: bool [B, T], the tokens that count.
+        context: the ranks whose tokens count together, None for this one. shape: that of the batch, [B, T].
+        row_lengths: as that of `forward`.
         """
-        config = self.config
+        config, router_logits, mask = self.config, decoded.output.router_logits, None
         if requested is None:
             requested = isinstance(config, MoEConfig) and config.output_router_logits
         if not requested or not router_logits or not isinstance(config, MoEConfig):
             return None
         mean = context.mean if context is not None else lambda share: share
-        if mask is not None:
+        if row_lengths is not None:
+            places = torch.arange(shape.numel() // len(row_lengths), device=row_lengths.device)
+            mask = (places < row_lengths[:, None]).view(shape)
+            mask = mask if decoded.layout is None else decoded.layout.pack(mask)
             mask = (mask if context is None else context.part(mask)).flatten()
         return load_balancing_loss(router_logits, config.num_experts_per_tok, mean, mask)
 
@@ -467,26 +478,22 @@ class CausalLM(HubInterface, AdaptableModule, HubModule, ABC):
             logits = logits * self.config.logit_scale
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
-    def loss(
-        self, hidden: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | None, balance: Tensor | None
-    ) -> Tensor:
-        """The loss of hidden [..., H] against shifted targets [...], with that of the routers if it counts."""
+    def loss(self, hidden: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
+        """The loss of hidden [..., H] against shifted targets [...]."""
         reduction = "mean" if num_items_in_batch is None else "sum"
         loss = loss_of(self.lm_head, hidden, targets, reduction=reduction, **self.logit_options)
-        if num_items_in_batch is not None:
-            loss = loss / num_items_in_batch
-        return self.with_balance(loss, targets, num_items_in_batch, balance)
+        return loss if num_items_in_batch is None else loss / num_items_in_batch
 
     def with_balance(
-        self, loss: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | None, balance: Tensor | None
-    ) -> Tensor:
-        """A loss of targets [...] plus that of the routers, if it counts."""
+        self, loss: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | None, balance: Tensor,
+        share: Tensor | float | None,
+    ) -> Tensor:  # fmt: skip
+        """A loss of targets [...] plus that of the routers; share: `balance_share` of `forward`."""
         config = self.config
-        if balance is not None and isinstance(config, MoEConfig):
-            # Weighted by the micro-batch's share of supervised tokens, so that all micro-batches together count once.
+        assert isinstance(config, MoEConfig)
+        if share is None:  # all micro-batches together count once
             share = 1.0 if num_items_in_batch is None else (targets != IGNORE_INDEX).sum() / num_items_in_batch
-            loss = loss + share * config.router_aux_loss_coef * balance
-        return loss
+        return loss + share * config.router_aux_loss_coef * balance
 
     def target_logprobs(self, hidden: Tensor, targets: Tensor, options: Mapping[str, Any]) -> LogProbs:
         """Log-probabilities of shifted targets [...]; options as those of `linear_logprobs`."""

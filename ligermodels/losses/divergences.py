@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.losses.checks import check_positive, dtype_and_shape
+from ligermodels.losses.segments import check_positive, dtype_and_shape
 
 KINDS = ("forward_kl", "reverse_kl", "jsd", "tvd", "cosine")
 TOP_K_KINDS = ("forward_kl", "reverse_kl")

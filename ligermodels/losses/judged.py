@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.losses.checks import (
+from ligermodels.losses.segments import (
     check_not_negative,
     check_positive,
     check_reference,
     check_sequences,
     dtype_and_shape,
+    result_dtype,
+    segment_sums,
 )
-from ligermodels.losses.pairs import result_dtype
-from ligermodels.losses.segments import segment_sums
 
 
 class JudgedLoss(NamedTuple):

@@ -50,11 +50,6 @@ def pair_sums(logprobs: Tensor, cu_seqlens: Tensor, ld_alpha: float | None = Non
     return common + ld_alpha * beyond
 
 
-def result_dtype(logprobs: Tensor) -> torch.dtype:
-    """The dtype of the sums that a loss returns."""
-    return torch.promote_types(logprobs.dtype, torch.float32)
-
-
 def preference_metrics(rewards: Tensor, logps: Tensor) -> dict[str, Tensor]:
     """TRL's metrics of pairs, each [P]. rewards: β times the log-ratio or log-probability of a side, [P, 2]."""
     return {

@@ -25,10 +25,17 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.losses.checks import check_positive, check_sequences, check_tokens, dtype_and_shape
-from ligermodels.losses.pairs import result_dtype
 from ligermodels.losses.policy_weights import LARGEST_LOG_RATIO, importance_ratios, log_ratios
-from ligermodels.losses.segments import per_token, segment_means, segment_sums
+from ligermodels.losses.segments import (
+    check_positive,
+    check_sequences,
+    check_tokens,
+    dtype_and_shape,
+    per_token,
+    result_dtype,
+    segment_means,
+    segment_sums,
+)
 
 
 class Added(TypedDict, total=False):

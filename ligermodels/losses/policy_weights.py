@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.losses.checks import check_tokens
-from ligermodels.losses.segments import per_token, segment_means, segment_sums
+from ligermodels.losses.segments import check_tokens, per_token, segment_means, segment_sums
 
 SAMPLER_MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 LARGEST_LOG_RATIO = 20.0  # before it is exponentiated, so that no ratio overflows

@@ -13,24 +13,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import InputError, suggest
-from ligermodels.losses.checks import (
+from ligermodels.losses.pairs import PairLoss, by_pair, margins, pair_sums, preference_metrics, sum_over_pairs
+from ligermodels.losses.segments import (
     check_finite,
     check_label_smoothing,
     check_pairs,
     check_positive,
     check_reference,
     check_tokens,
-)
-from ligermodels.losses.pairs import (
-    PairLoss,
-    by_pair,
-    margins,
-    pair_sums,
-    preference_metrics,
     result_dtype,
-    sum_over_pairs,
+    segment_means,
+    segment_sums,
 )
-from ligermodels.losses.segments import segment_means, segment_sums
 
 LARGEST_EXPONENT = 80.0  # e⁸⁰ is finite in fp32; beyond it exponentials stay constant, without a gradient
 

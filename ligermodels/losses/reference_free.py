@@ -5,16 +5,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import InputError, suggest
-from ligermodels.losses.checks import (
+from ligermodels.losses.pairs import PairLoss, by_pair, margins, preference_metrics, sum_over_pairs
+from ligermodels.losses.preference import hinge, logistic, power_score, squared
+from ligermodels.losses.segments import (
     check_finite,
     check_label_smoothing,
     check_not_negative,
     check_pairs,
     check_positive,
+    result_dtype,
+    segment_sums,
 )
-from ligermodels.losses.pairs import PairLoss, by_pair, margins, preference_metrics, result_dtype, sum_over_pairs
-from ligermodels.losses.preference import hinge, logistic, power_score, squared
-from ligermodels.losses.segments import segment_sums
 
 CPO_LOSS_TYPES = {"sigmoid", "hinge", "ipo"}
 SURE = -(2.0**-20)  # a mean log-probability above it has infinite odds in fp32; it counts as this, without a gradient

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.losses.checks import check_not_negative, dtype_and_shape
-from ligermodels.losses.pairs import by_pair, margins, result_dtype
+from ligermodels.losses.pairs import by_pair, margins
+from ligermodels.losses.segments import check_not_negative, dtype_and_shape, result_dtype
 
 
 class RewardLoss(NamedTuple):

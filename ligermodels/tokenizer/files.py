@@ -7,14 +7,22 @@
 
 As in transformers 5, tokenizer.json decides which tokens are put before and after a text; add_bos_token and
 add_eos_token are used only without it. Truncation and padding settings of tokenizer.json are ignored.
+
+A hostile tokenizer.json can make gigabytes of a short text: by replacing a letter by a megabyte, or by a million tokens
+around each text. How much longer a tokenizer's components make a text is therefore computed from their settings before
+any text is encoded. Ordinary components make it no longer, apart from Unicode's own normalisation.
 """
 
+import base64
+import functools
+import json
 import re
 import types
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import tokenizers
 from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers, processors
@@ -22,8 +30,7 @@ from tokenizers.models import BPE
 
 from ligermodels.errors import CheckpointError, InputError, first_line
 from ligermodels.tokenizer.chat_template import ChatTemplate, read_templates
-from ligermodels.tokenizer.growth import MAX_TOKEN_CHARACTERS, refuse_growth, refuse_long_tokens
-from ligermodels.weights.reading import longest_gap, read_bytes, read_json, safe_file
+from ligermodels.weights.reading import longest_gap, read_bytes, read_json, safe_file, without_escapes
 
 TOKENIZER_FILE, TOKENIZER_CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 VOCABULARY_FILE, MERGES_FILE = "vocab.json", "merges.txt"
@@ -40,6 +47,18 @@ TOKEN_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 QWEN2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+MAX_COMPONENT_BYTES = 2**22  # of the JSON of a component; the largest, a SentencePiece character map, has 0.4 MB
+MAX_TOKEN_CHARACTERS = 2**12  # the library copies the text of a token for each of its occurrences
+MAX_ADDED_TOKEN_BYTES = 2**22  # the library makes an automaton of added tokens that has 70 times their bytes
+# Added tokens as tokenizer.json has them, and letters that are written as escapes: no program writes names so.
+ADDED_TOKEN, ESCAPED_LETTER = (
+    re.compile(rb'"content"\s*:\s*"[^"]*"'),
+    re.compile(rb"\\u00(?:[46][1-9a-f]|[57][0-9a])", re.IGNORECASE),
+)
+MAX_FACTOR = 8  # two replacements that may each insert a character between any two, and one that doubles the text
+MAX_ADDED = 1000
+COMPONENTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+PARTS_OF_SEQUENCE = ("normalizers", "pretokenizers", "processors", "decoders")
 
 T = TypeVar("T")
 
@@ -49,6 +68,7 @@ class TokenizerFiles:
     """The content of the tokenizer files.
 
     file: has the vocabulary. named: special tokens by their names in tokenizer_config.json, such as bos_token.
+    appended: those of them that `file` lacks.
     """
 
     file: Path
@@ -57,6 +77,7 @@ class TokenizerFiles:
     padding_side: str
     model_max_length: int | None
     templates: dict[str, ChatTemplate]
+    appended: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -99,7 +120,7 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
     tokenizer.encode_special_tokens = config.get("split_special_tokens", bool, False)
     if config.get("clean_up_tokenization_spaces", bool, False) and not isinstance(tokenizer.model, BPE):  # of BPE none
         raise config.error("clean_up_tokenization_spaces", True, "must be false, because it alters the decoded text")
-    named = add_tokens(folder, tokenizer, config, padding.get("pad_token"))
+    named, appended = add_tokens(folder, tokenizer, config, padding.get("pad_token"))
     if not has_json:
         add_bos_and_eos(tokenizer, config, named)
     side = config.get("padding_side", str, padding.get("direction", "right"))
@@ -109,7 +130,7 @@ def read_tokenizer(folder: Path) -> TokenizerFiles:
     return TokenizerFiles(
         folder / (TOKENIZER_FILE if has_json else VOCABULARY_FILE), tokenizer, named, side,
         int(longest) if longest < NO_LIMIT else None,
-        read_templates(folder, config.file, config.values.get("chat_template")),
+        read_templates(folder, config.file, config.values.get("chat_template")), appended,
     )  # fmt: skip
 
 
@@ -124,15 +145,24 @@ def read_vocabulary(folder: Path, name: str, separators: bytes) -> bytes:
 
 
 def from_json(folder: Path) -> tokenizers.Tokenizer:
-    data = read_vocabulary(folder, TOKENIZER_FILE, b",[{")
-    tokenizer = checked_call(folder / TOKENIZER_FILE, NOT_A_TOKENIZER, tokenizers.Tokenizer.from_buffer, data)
-    try:
+    file, data = folder / TOKENIZER_FILE, read_vocabulary(folder, TOKENIZER_FILE, b",[{")
+    with faults_of(file):
+        refuse_long_added_tokens(data)
+    tokenizer = checked_call(file, NOT_A_TOKENIZER, tokenizers.Tokenizer.from_buffer, data)
+    with faults_of(file):
         refuse_growth(tokenizer)
         if longest_gap(data) > MAX_TOKEN_CHARACTERS:  # listing the vocabulary takes half as long as reading it
             refuse_long_tokens(tokenizer)
-    except InputError as error:
-        raise CheckpointError(f"{folder / TOKENIZER_FILE}: {error}") from None
     return tokenizer
+
+
+@contextmanager
+def faults_of(file: Path) -> Iterator[None]:
+    """Makes a CheckpointError, which names the file, of an InputError."""
+    try:
+        yield
+    except InputError as error:
+        raise CheckpointError(f"{file}: {error}") from None
 
 
 def from_vocabulary(folder: Path, config: JsonFields) -> tokenizers.Tokenizer:
@@ -191,8 +221,9 @@ def checked_call(file: Path, fault: str, call: Callable[..., T], *arguments: Any
 
 def add_tokens(
     folder: Path, tokenizer: tokenizers.Tokenizer, config: JsonFields, padding_token: str | None
-) -> dict[str, str]:
-    """Adds the tokens that the other files list and tokenizer.json lacks; returns the named special tokens."""
+) -> tuple[dict[str, str], frozenset[str]]:
+    """Adds the tokens that the other files list and tokenizer.json lacks; returns the named special tokens, and which
+    of them it lacked."""
     if "added_tokens_decoder" in config.values:
         source = config
         named, others = named_tokens(config)
@@ -201,6 +232,9 @@ def add_tokens(
         source = JsonFields.read(folder, ADDED_TOKENS_FILE)
         named, others = named_tokens(config, JsonFields.read(folder, SPECIAL_TOKENS_MAP_FILE))
         listed = dict(added_tokens(source, tokenizer, {token.content for token in (*named.values(), *others)}))
+    appended = frozenset(t.content for t in named.values() if tokenizer.token_to_id(t.content) is None)
+    with faults_of(source.file):
+        refuse_long_in_all(sum(len(token.content.encode()) for token in (*listed.values(), *named.values(), *others)))
     tokenizer.add_tokens([listed[index] for index in sorted(listed)])
     for index, token in listed.items():
         given = tokenizer.token_to_id(token.content)
@@ -217,7 +251,7 @@ def add_tokens(
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     new = [token for token in (*(named[name] for name in in_order), *others) if token.content not in known]
     tokenizer.add_tokens(new)
-    return {name: token.content for name, token in named.items()}
+    return {name: token.content for name, token in named.items()}, appended
 
 
 def named_tokens(*files: JsonFields) -> tuple[dict[str, AddedToken], list[AddedToken]]:
@@ -277,3 +311,78 @@ def add_bos_and_eos(tokenizer: tokenizers.Tokenizer, config: JsonFields, named: 
     end = [named["eos_token"]] if config.get("add_eos_token", bool, False) and "eos_token" in named else []
     ids = [(token, tokenizer.token_to_id(token)) for token in {*begin, *end}]
     tokenizer.post_processor = processors.TemplateProcessing(single=[*begin, "$A", *end], special_tokens=ids)
+
+
+class Growth(NamedTuple):
+    """n characters or tokens become at most factor * n + added."""
+
+    factor: float = 1.0
+    added: float = 0.0
+
+    def then(self, following: "Growth") -> "Growth":
+        return Growth(self.factor * following.factor, self.added * following.factor + following.added)
+
+
+def refuse_growth(tokenizer: tokenizers.Tokenizer) -> None:
+    """Raises InputError, which names the component, if a short text or a few tokens could become a very long one."""
+    for name in COMPONENTS:
+        component = getattr(tokenizer, name)
+        settings = b"null" if component is None else component.__getstate__()
+        if len(settings) > MAX_COMPONENT_BYTES:
+            raise InputError(f"field {name} has {len(settings)} bytes, more than {MAX_COMPONENT_BYTES}")
+        factor, added = growth_of(json.loads(settings) or {})
+        if factor > MAX_FACTOR or added > MAX_ADDED:
+            raise InputError(
+                f"field {name} may make a text {factor:g} times as long and {added:g} longer; at most {MAX_FACTOR} "
+                f"times and {MAX_ADDED} are supported"
+            )
+
+
+def refuse_long_added_tokens(data: bytes) -> None:
+    """Raises InputError, before the library reads this tokenizer.json, if its added tokens are too long in all."""
+    if len(data) <= MAX_ADDED_TOKEN_BYTES:
+        return
+    plain = without_escapes(data)
+    if ESCAPED_LETTER.search(plain):
+        raise InputError("writes letters as escapes such as \\u0061; write them as letters")
+    refuse_long_in_all(sum(map(len, ADDED_TOKEN.findall(plain))))
+
+
+def refuse_long_in_all(size: int) -> None:
+    """Raises InputError for added tokens that have so many bytes in all, if the library would need gigabytes."""
+    if size > MAX_ADDED_TOKEN_BYTES:
+        raise InputError(f"its added tokens have {size:,} bytes in all, more than {MAX_ADDED_TOKEN_BYTES:,}")
+
+
+def refuse_long_tokens(tokenizer: tokenizers.Tokenizer) -> None:
+    """Raises InputError if a token has more than MAX_TOKEN_CHARACTERS."""
+    longest = max(map(len, tokenizer.get_vocab()), default=0)
+    if longest > MAX_TOKEN_CHARACTERS:
+        raise InputError(f"a token has {longest} characters, more than {MAX_TOKEN_CHARACTERS}")
+
+
+def growth_of(component: Mapping[str, Any]) -> Growth:
+    """The growth by a component, from its settings as tokenizer.json has them."""
+    match component:
+        case {"type": "Sequence"}:
+            parts = next(component[field] for field in PARTS_OF_SEQUENCE if field in component)
+            return functools.reduce(Growth.then, map(growth_of, parts), Growth())
+        case {"type": "Replace", "pattern": {"String": str(pattern)}, "content": str(content)} if pattern:
+            return Growth(max(1.0, len(content) / len(pattern)))
+        case {"type": "Replace", "content": str(content)}:  # a regular expression may match between any two characters
+            return Growth(1.0 + len(content))
+        case {"type": "Prepend", "prepend": str(text)}:
+            return Growth(added=len(text))
+        case {"type": "Precompiled", "precompiled_charsmap": str(encoded)}:
+            return Growth(longest_replacement(base64.b64decode(encoded)))
+        case {"type": "TemplateProcessing", "single": list(pieces), "special_tokens": dict(special)}:
+            tokens = [special[piece["SpecialToken"]["id"]] for piece in pieces if "SpecialToken" in piece]
+            return Growth(len(pieces) - len(tokens), sum(len(token["ids"]) for token in tokens))
+    return Growth()
+
+
+def longest_replacement(charsmap: bytes) -> int:
+    """The characters of the longest text that a SentencePiece character map puts in place of one. The map is the length
+    of a trie as 4 little-endian bytes, the trie, and the texts, each followed by a zero."""
+    texts = charsmap[4 + int.from_bytes(charsmap[:4], "little") :]
+    return max(map(len, texts.split(b"\0")))

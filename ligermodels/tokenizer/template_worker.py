@@ -1,4 +1,4 @@
-"""The worker process that renders chat templates. `template_process.py` starts it; it imports nothing of the package.
+"""The worker process that renders chat templates. `chat_template.py` starts it; it imports nothing of the package.
 
 A template is an untrusted program from the Hub. Jinja's sandbox blocks access to Python's internals. The operating
 system limits the process: it is killed after a limit of CPU time or of elapsed time, gets a limited address space, and

@@ -1,9 +1,10 @@
 """The tokenizer: encodes and decodes text, pads batches and renders chats, on top of the `tokenizers` library."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, overload
 
+import numpy as np
 import torch
 from tokenizers import Encoding
 from torch import Tensor
@@ -12,6 +13,8 @@ from ligermodels.errors import CheckpointError, InputError, first_line
 from ligermodels.tokenizer.chat_template import DEFAULT_TEMPLATE, Rendered, choose_template, render_chat
 from ligermodels.tokenizer.files import TOKENIZER_CONFIG_FILE, T, TokenizerFiles, checked_call, read_tokenizer
 
+MAX_TEXT_BYTES = 2**22  # of a text that is encoded at once: `tokenizers` needs up to 175 bytes for each
+CharacterSpan = tuple[int, int]  # [start, stop)
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # the decoding of an incomplete character
 
 
@@ -43,7 +46,8 @@ class Tokenizer:
 
     tokenizer: the library's tokenizer. file: has the vocabulary. named: special tokens by their names in
     tokenizer_config.json; chat templates get them as variables. special_ids: ids that decoding skips.
-    padding_side: "left" or "right". model_max_length: None if there is no limit.
+    padding_side: "left" or "right". model_max_length: None if there is no limit. appended: named tokens that `file`
+    lacks.
     """
 
     bos_token, bos_token_id = special_token("bos_token"), special_token_id("bos_token")
@@ -54,7 +58,7 @@ class Tokenizer:
     def __init__(self, files: TokenizerFiles) -> None:
         self.tokenizer, self.file, self.named = files.tokenizer, files.file, dict(files.named)
         self.padding_side, self.model_max_length = files.padding_side, files.model_max_length
-        self.templates = files.templates
+        self.templates, self.appended = files.templates, files.appended
         added = self.tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
 
@@ -105,7 +109,10 @@ class Tokenizer:
         return bool(bos) and text.startswith(bos) and not text.startswith(2 * bos) and ids[1:2] == [self.bos_token_id]
 
     def call_encoder(self, encode: Callable[..., T], texts: Sequence[str], *arguments: Any, **options: Any) -> T:
-        """encode: a function of the library. texts: those to encode, for errors. Raises InputError."""
+        """encode: a function of the library. texts: those to encode. Raises InputError, also for a long one."""
+        for index, text in enumerate(texts):
+            if isinstance(text, str):
+                refuse_long(text, f"texts[{index}]")
         try:
             return checked_call(self.file, "cannot encode this text", encode, *arguments, **options)
         except TypeError:
@@ -196,8 +203,7 @@ class Tokenizer:
         """Token ids, and the assistant mask: whether each token has text of a {% generation %} block."""
         rendered = self.render(messages, **options)
         [encoding] = self.encode_with_offsets([rendered.text], add_special_tokens=False)
-        mask = [any(begin < stop and end > start for start, stop in rendered.spans) for begin, end in encoding.offsets]
-        return encoding.ids, mask
+        return encoding.ids, overlap_mask(encoding.offsets, rendered.spans)
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None,
@@ -246,6 +252,17 @@ class DecodeStream:
         return text[len(before) :]
 
 
+def is_long(text: str) -> bool:
+    """Whether a text has more than MAX_TEXT_BYTES in UTF-8, where a character has at most four."""
+    return 4 * len(text) > MAX_TEXT_BYTES and len(text.encode("utf-8", "surrogatepass")) > MAX_TEXT_BYTES
+
+
+def refuse_long(text: str, place: str) -> None:
+    """Raises InputError for a text of which gigabytes would be made."""
+    if is_long(text):
+        raise InputError(f"{place}: has a text of more than {MAX_TEXT_BYTES:,} bytes; make it shorter")
+
+
 def encoding_error(texts: Sequence[Any]) -> InputError:
     """The error that names the text that cannot be encoded: JSON may contain lone surrogates, such as \\ud83d."""
     for index, text in enumerate(texts):
@@ -260,12 +277,12 @@ def encoding_error(texts: Sequence[Any]) -> InputError:
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, config: Path | str) -> None:
     """Raises CheckpointError if a token's id is not below `vocab_size`, the number of rows of the embedding.
 
-    Of the added tokens only bos, eos, pad and unk are checked: others occur only if a text contains them literally, and
-    Gemma 3 1B has one beyond its embedding. config: the file that contains vocab_size.
+    Of the added tokens only bos, eos, pad and unk of the tokenizer's file are checked: others occur only if a text
+    contains them literally, and Gemma 3 1B has one beyond its embedding. config: the file that contains vocab_size.
     """
     known = tokenizer.tokenizer.get_vocab(with_added_tokens=False)
     for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
-        if getattr(tokenizer, name) is not None:
+        if getattr(tokenizer, name) not in (None, *tokenizer.appended):
             known[getattr(tokenizer, name)] = getattr(tokenizer, f"{name}_id")
     token = max(known, key=known.__getitem__, default=None)
     if token is not None and known[token] >= vocab_size:
@@ -273,3 +290,14 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, config: Path | str) 
             f"{tokenizer.file}: token {token!r} has the id {known[token]}, but {config} has a vocab_size of "
             f"{vocab_size}; use the files of one model"
         )
+
+
+def overlap_mask(offsets: Sequence[CharacterSpan], spans: Iterable[CharacterSpan]) -> list[bool]:
+    """Whether each token contains a character of a span. offsets: the tokens' spans, ascending."""
+    starts, stops = np.array(offsets, np.int64).reshape(-1, 2).T
+    begins, ends = np.array(list(spans), np.int64).reshape(-1, 2).T
+    first = np.searchsorted(stops, begins, "right")
+    last = np.maximum(first, np.searchsorted(starts, ends))
+    length = len(offsets) + 1
+    open_spans = np.cumsum(np.bincount(first, minlength=length) - np.bincount(last, minlength=length))
+    return (open_spans[:-1] > 0).tolist()

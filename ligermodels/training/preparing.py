@@ -19,7 +19,7 @@ from ligermodels.hub import adapter_folder, resolve
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.memory.model import TrainingMemory
 from ligermodels.training.data import Data
-from ligermodels.training.data.rows.batches import split_global_batch
+from ligermodels.training.data.rows.run_rows import split_global_batch
 from ligermodels.training.objectives import Objective, make_objective
 from ligermodels.training.optimizers import build_optimizer
 from ligermodels.training.optimizers.adamw import AdamW

@@ -3,6 +3,8 @@
 import importlib.metadata
 import importlib.util
 import inspect
+import logging
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,10 +48,11 @@ def load_reference_model(folder: Path, dtype: torch.dtype, device: str, images: 
 
     images: it is to read images; some configurations have a model of text alone too.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    with quiet_libraries():
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     plain: dict[str, Any] = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    with naming_folder(folder):
+    with loading(folder):
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         causal = type(config) in AutoModelForCausalLM._model_mapping and not images
         loader: Any = AutoModelForCausalLM if causal else AutoModelForImageTextToText
@@ -58,22 +61,47 @@ def load_reference_model(folder: Path, dtype: torch.dtype, device: str, images: 
     return model.to(device).eval()
 
 
-def load_reference_tokenizer(folder: Path) -> Any:
-    """The tokenizer of transformers. Raises CheckpointError."""
-    from transformers import AutoTokenizer
+def load_reference_tokenizer(folder: Path, as_stored: bool = False) -> Any:
+    """The tokenizer of transformers. Raises CheckpointError.
 
-    with naming_folder(folder):
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    as_stored: of the class that takes all of tokenizer.json; others, as GPT2Tokenizer, make their own pre-tokenizer.
+    """
+    with quiet_libraries():
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    with loading(folder):
+        loader: Any = PreTrainedTokenizerFast if as_stored else AutoTokenizer
+        return loader.from_pretrained(folder, local_files_only=True)
 
 
 @contextmanager
-def naming_folder(folder: Path) -> Iterator[None]:
-    """Raises CheckpointError for a checkpoint that transformers cannot load."""
+def loading(folder: Path) -> Iterator[None]:
+    """Surrounds a load by transformers. Raises CheckpointError for a checkpoint that it cannot load."""
     try:
-        yield
+        with quiet_libraries():
+            yield
     except Exception as error:  # any type: each family has its own code
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise CheckpointError(f"{folder}: transformers {version()} cannot load it: {reason}") from error
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Silences progress bars, and the notes of libraries on themselves. What they say of a checkpoint, checks find."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    from transformers.utils import logging as of_transformers
+
+    shown = of_transformers.is_progress_bar_enabled()
+    of_transformers.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+        if shown:
+            of_transformers.enable_progress_bar()
 
 
 def image_inputs(model: nn.Module, images: Mapping[str, Tensor], token_types: Tensor) -> dict[str, Tensor]:

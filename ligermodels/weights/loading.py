@@ -138,7 +138,8 @@ def load_weights(model: HubModule, folder: str | Path, *, allow_unexpected: bool
 @torch.no_grad()
 def fill_weights(model: HubModule, plan: LoadPlan) -> None:
     """The second half of load_weights: reads the tensors of `plan`, which may have been made on another device. Raises
-    CheckpointError if tied tensors are stored twice and differ, or if a file cannot be read."""
+    CheckpointError if tied tensors are stored twice and differ, if a file cannot be read, or has values that are not
+    finite."""
     refuse_unequal_copies(plan.checkpoint, plan.copies)
     folder, stored = plan.checkpoint.folder, plan.checkpoint.tensors
     tensors = model.stored_tensors()
@@ -154,7 +155,7 @@ def fill_weights(model: HubModule, plan: LoadPlan) -> None:
         if piece.parameter in shards
         for transfer in local_transfers(*shards[piece.parameter], piece, stored[piece.tensor], scales.get(piece.tensor))
     )
-    run_transfers(transfers, f"Loading {folder.name}", quiet=not is_first())
+    run_transfers(transfers, f"Loading {folder.name}", quiet=not is_first(), check_finite=True)
     of_quantised = [piece for piece in plan.pieces if piece.parameter not in shards]
     groups = [list(group) for _, group in itertools.groupby(of_quantised, key=lambda piece: piece.parameter)]
     kept_in_bits = set()
@@ -194,12 +195,7 @@ def fill_quantised(
         for piece in pieces
         for transfer in local_transfers(value, origin, piece, stored[piece.tensor], scales.get(piece.tensor))
     )
-    run_transfers(transfers, "", quiet=True)
-    if not torch.stack(value.aminmax()).isfinite().all():
-        raise CheckpointError(
-            f"{stored[pieces[0].tensor].file}: {pieces[0].parameter} has values that are not finite, which cannot be "
-            "quantised; load it without quantize"
-        )
+    run_transfers(transfers, "", quiet=True, check_finite=True)
     copy_local_shard(weight.data, weight.quantize(value))
 
 

@@ -10,7 +10,7 @@ mapped file were truncated while it is read, a signal would end the process inst
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -58,12 +58,15 @@ class Transfer:
         return -(-self.nbytes // BUFFER_ALIGNMENT) * BUFFER_ALIGNMENT
 
 
-def run_transfers(transfers: Iterable[Transfer], label: str, quiet: bool = False) -> None:
+def run_transfers(
+    transfers: Iterable[Transfer], label: str, quiet: bool = False, *, check_finite: bool = False
+) -> None:
     """Runs all transfers and returns when they are complete.
 
-    label: of the progress bar, which a terminal shows after one second unless `quiet`.
-    Raises CheckpointError if a file cannot be read or is shorter than its header says. Some targets may have been
-    written by then.
+    label: of the progress bar, which a terminal shows after one second unless `quiet`. check_finite: whether targets,
+    of floating point, must get finite values.
+    Raises CheckpointError if a file cannot be read or is shorter than its header says, or for values that are not
+    finite, with the tensor's name. Some targets may have been written by then.
     """
     ordered = sorted(transfers, key=lambda transfer: (transfer.stored.file, transfer.stored.begin))
     total = sum(transfer.nbytes for transfer in ordered)
@@ -72,8 +75,11 @@ def run_transfers(transfers: Iterable[Transfer], label: str, quiet: bool = False
         tqdm(desc=label, total=total, unit="B", unit_scale=True, delay=1, disable=quiet or None) as progress,
     ):
         for device in {transfer.target.device for transfer in ordered}:
-            for nbytes in run_transfers_to(device, [x for x in ordered if x.target.device == device], files):
+            sums: list[tuple[Transfer, Tensor]] | None = [] if check_finite else None
+            for nbytes in run_transfers_to(device, [x for x in ordered if x.target.device == device], files, sums):
                 progress.update(nbytes)
+            if sums:
+                refuse_any_not_finite(sums)
 
 
 def read_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
@@ -85,9 +91,13 @@ def read_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
 
 
 def run_transfers_to(
-    device: torch.device, transfers: Iterable[Transfer], files: Mapping[Path, "DataFile"]
-) -> Iterator[int]:
-    """Runs the transfers to one device; yields the number of bytes of each batch when it is done."""
+    device: torch.device, transfers: Iterable[Transfer], files: Mapping[Path, "DataFile"],
+    sums: list[tuple[Transfer, Tensor]] | None,
+) -> Iterator[int]:  # fmt: skip
+    """Runs the transfers to one device; yields the number of bytes of each batch when it is done.
+
+    sums: gets the sum of each part of a transfer, a scalar on its device, which nothing waits for.
+    """
     batches = list(batch_transfers(part for transfer in transfers for part in split_transfer(transfer)))
     inference = torch.is_inference_mode_enabled()  # inference mode is thread-local
 
@@ -97,6 +107,8 @@ def run_transfers_to(
             for transfer in batch:
                 read_transfer(transfer, files, buffer[position : position + transfer.nbytes])
                 position += transfer.aligned_nbytes
+                if sums is not None:
+                    sums.append((transfer, transfer.target.sum()))  # the fastest reduction that no NaN or inf survives
         return sum(transfer.nbytes for transfer in batch)
 
     with BufferRing(device, min(BUFFERS, len(batches))) as ring, ThreadPoolExecutor(THREADS) as pool:
@@ -185,9 +197,17 @@ def read_transfer(transfer: Transfer, files: Mapping[Path, "DataFile"], buffer: 
     if target.dtype != dtype:
         staged = staged.to(target.device, non_blocking=True)  # convert on the target's device
     if transfer.scale is not None:
-        staged = transfer.scale.decode(staged, transfer.box).to(target.dtype)
-        refuse_not_finite(transfer.stored.file, transfer.name, staged.abs().amax(), target.dtype)
+        staged = transfer.scale.decode(staged, transfer.box)
     target.copy_(staged, non_blocking=True)
+
+
+def refuse_any_not_finite(sums: Sequence[tuple[Transfer, Tensor]]) -> None:
+    """Raises CheckpointError, which names the tensor, if a target has a value that is not finite. The host looks at the
+    device once, and at a target only where its sum is not finite, which that of large finite values may be too."""
+    finite = torch.stack([value.double() for _, value in sums]).isfinite().tolist()
+    for transfer in (transfer for (transfer, _), is_finite in zip(sums, finite, strict=True) if not is_finite):
+        largest = transfer.target.abs().amax()
+        refuse_not_finite(transfer.stored.file, transfer.name, largest, transfer.target.dtype)
 
 
 def refuse_not_finite(file: Path, name: str, largest: Tensor | float, dtype: torch.dtype) -> None:

@@ -183,6 +183,15 @@ def test_data_of_the_hub_is_not_read_from_this_machine(board, folder, monkeypatc
     assert "must be hub:OWNER/NAME" in words
 
 
+def test_the_export_of_a_run_has_no_links_that_lead_out(board, folder, tmp_path):
+    (folder / "data/run/model").mkdir(parents=True)
+    (folder / "data/run/train.toml").touch()
+    (tmp_path / "secret").touch()
+    (folder / "data/run/model/config.json").symlink_to(tmp_path / "secret")
+    settings = {"model": str(folder / "data/run"), "data": ["stories"]}
+    assert "data/run/model: has links that lead outside" in board.refused("/api/plan", {"settings": settings})
+
+
 def test_adapters_that_name_each_other_are_refused(board, folder):
     for name, base in (("one", "two"), ("two", "one")):
         (folder / "data" / name).mkdir()
@@ -190,7 +199,7 @@ def test_adapters_that_name_each_other_are_refused(board, folder):
         config |= {"target_modules": ["q_proj"], "lora_alpha": 8}
         (folder / "data" / name / "adapter_config.json").write_text(json.dumps(config))
     settings = {"adapter": str(folder / "data/one"), "data": ["stories"]}
-    assert "contains an adapter and no model" in board.refused("/api/plan", {"settings": settings})
+    assert "there is no model, which has a config.json" in board.refused("/api/plan", {"settings": settings})
 
 
 def test_a_setting_that_names_files_models_or_code_declares_it():

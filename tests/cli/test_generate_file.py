@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import sys
 
 import pytest
@@ -190,6 +191,19 @@ def test_a_full_disk_is_one_line(run, folder, tmp_path, capsys):
     )
 
 
+def test_a_pipe_is_an_output_if_something_reads_it(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(InputError, match=f"^--output {pipe}: cannot be written: No such device or address$"):
+        generate_file.appended(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    with generate_file.open_output(pipe) as output:
+        assert os.get_blocking(output.fileno())
+        output.write(b"{}\n")
+    assert os.read(reader, 9) == b"{}\n"
+    os.close(reader)
+
+
 def test_an_output_of_one_endless_line_is_refused_by_its_beginning(tmp_path, monkeypatch):
     with (tmp_path / "zeros").open("wb") as stream:
         stream.truncate(2**20)
@@ -245,6 +259,7 @@ def test_no_more_lines_are_read_than_wait_and_run(folder, monkeypatch):
     [
         (["--output", "x"], "--output needs --file"),
         (["--logprobs"], "--logprobs needs --file"),
+        (["--prompt", "y", "--cache-tokens", "8"], "--cache-tokens needs --chat or --file"),
         (["--file", "x", "--prompt", "y"], "--file and --prompt are both given"),
         (["--chat", "--num-samples", "2", "--temperature", "1"], "a conversation continues one answer"),
         (["--prompt", "y", "--num-samples", "2"], "n is 2 at temperature 0"),

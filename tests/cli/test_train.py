@@ -47,7 +47,7 @@ FLAGS = {
     **dict.fromkeys(("reward", "scale_rewards", "epsilon", "epsilon_high", "delta", "importance_sampling_level")),
     **dict.fromkeys(("sampler_correction", "sampler_clip_min", "off_policy_threshold", "entropy_target", "pass_at")),
     "max_length": 1024, "too_long": "drop", "share_prompts": True, "wpo": False, "divergence": "forward_kl",
-    "ce_weight": 0.0, "generations": 8, "max_completion_length": 512, "stop": (), "reward_timeout": 300.0,
+    "ce_weight": 0.0, "generations": 8, "max_completion_length": None, "stop": (), "reward_timeout": 300.0,
     "reward_aggregation": "sum_then_normalize", "steps_per_generation": 1, "iterations": 1, "kl_correction": True,
     "sampler_clip": 3.0, "top_entropy": 1.0, "entropy_coef": 0.0, "mask_truncated": False, "keep_zero_spread": False,
     "completions_every": 1, "mean_logits": False, "on_policy": 0.0, "sampler": "own", "teacher_states": None,
@@ -98,6 +98,12 @@ def test_model_list_prints_what_ligermodels_list_prints(capsys):
     listed = capsys.readouterr().out
     assert cli.main(["train", "--model", "list"]) == 0
     assert capsys.readouterr().out == listed
+
+
+def test_a_tiny_model_samples_shorter_completions_because_it_has_few_positions():
+    configs = [TrainConfig(model="qwen2"), TrainConfig(model="qwen2:7b"), TrainConfig(model="some/model")]
+    assert [config.longest_completion for config in configs] == [64, 512, 512]
+    assert TrainConfig(model="qwen2", max_completion_length=9).longest_completion == 9
 
 
 def test_a_family_may_name_its_size_as_info_takes_it():
@@ -288,17 +294,24 @@ def test_a_settings_file_holds_any_flag_and_the_command_line_overrides_it(tmp_pa
         ("data = {a = 1}", ["data is {'a': 1}; must be text, a number, true or false"]),
         ('config = "b.toml"', ["config: no such flag"]),
         ("steps 3", ["is not TOML", "line 1"]),
+        ("steps = 3\nepochs = 1", ["--epochs 1 and --steps 3 both set the length of the run: leave one out"]),
+        ('model = "qwne2"', ["qwne2: is neither an architecture, nor a folder", "did you mean 'qwen2'?"]),
     ],
 )
-def test_an_invalid_settings_file_is_refused_with_the_file_and_the_key(text, words, tmp_path):
+def test_an_invalid_settings_file_is_refused_with_the_file_and_the_key(text, words, tmp_path, capsys):
     file = tmp_path / "my.toml"
     file.write_text(text)
-    message = refusal("--model", "qwen2", "--config", str(file))
-    assert message.startswith(f"{file}: ") and all(word in message for word in words), message
+    given = [] if "model" in text else ["--model", "qwen2"]
+    assert cli.main(["train", *given, "--config", str(file)]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith(f"ligermodels: {file}: ") and all(word in message for word in words), message
 
 
-def test_a_folder_in_place_of_a_file_is_refused(tmp_path):
-    assert refusal("--config", str(tmp_path)) == f"{tmp_path}: cannot be read: Is a directory"
+def test_a_folder_or_a_pipe_in_place_of_a_file_is_refused(tmp_path):
+    pipe = tmp_path / "pipe.toml"
+    os.mkfifo(pipe)
+    for path in (tmp_path, pipe):
+        assert refusal("--config", str(path)) == f"{path}: is not a regular file; replace it by one"
 
 
 def test_settings_of_a_file_that_contradict_each_other_name_the_file(tmp_path, capsys):

@@ -8,7 +8,7 @@ import torch
 
 import ligermodels
 from ligermodels.cli import main
-from ligermodels.training.data.embedded.new_tokenizer import save_tokenizer
+from ligermodels.training.data.run_tokenizer import save_tokenizer
 from ligermodels.weights.gguf.header import read_gguf_header
 from tests.gguf.files import family_model, write_model
 from tests.interop.folders import new_tokenizer

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 import ligermodels
 from ligermodels.configs.base import Config
 from ligermodels.errors import CheckpointError, InputError
-from ligermodels.training.data.embedded.new_tokenizer import save_tokenizer
+from ligermodels.training.data.run_tokenizer import save_tokenizer
 from ligermodels.weights.gguf.metadata import ropes_in_effect, windows
 from tests.gguf.files import FAMILIES, family_model, write_model
 from tests.interop.folders import new_tokenizer, tiny_model

@@ -376,7 +376,13 @@ def test_a_mistyped_folder_gets_the_most_similar_one_beside_it_as_suggestion(ser
     monkeypatch.chdir(tmp_path)
     for typed in ("./models/llma", "models/llma", f"{tmp_path}/models/llma"):
         assert "/llama'?" in error_message(hub.resolve, typed)
-    assert {request.path for request in server.requests} <= {"/api/models/models/llma/revision/main"}
+    begins = "models/none: is no folder in models, and is not a repository of the Hub, or private"
+    assert error_message(hub.resolve, "models/none").startswith(begins)
+    go_offline(monkeypatch)
+    begins = "models/none: is no folder in models, and HF_HUB_OFFLINE is set"
+    assert error_message(hub.resolve, "models/none").startswith(begins)
+    asked = {f"/api/models/models/{name}/revision/main" for name in ("llma", "none")}
+    assert {request.path for request in server.requests} <= asked
 
 
 @pytest.mark.parametrize(

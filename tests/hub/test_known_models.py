@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from ligermodels.hub.names import known_models, nearest_model, normalized_name
+from ligermodels.hub.names import known_models, list_architectures, nearest_model, normalized_name
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,6 +27,21 @@ ROOT = Path(__file__).parents[2]
 )
 def test_a_mistyped_name_gets_the_most_similar_known_model(typed, meant):
     assert nearest_model(typed, known_models()) == meant
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("mamba", None),
+        ("mamba2", None),
+        ("voxtral", None),
+        ("qwne2", "qwen2"),
+        ("lama", "llama"),
+        ("cohere", "cohere2"),
+    ],
+)
+def test_a_word_alone_gets_a_family_that_is_spelled_almost_like_it(typed, meant):
+    assert nearest_model(typed, list_architectures()) == meant
 
 
 def test_every_id_is_valid_on_the_hub_and_no_two_are_equal_after_normalisation():

@@ -13,6 +13,7 @@ from ligermodels.architectures import ARCHITECTURES
 from ligermodels.errors import CheckpointError, HubError, InputError
 from ligermodels.hub import models
 from ligermodels.hub.adapters import base_model
+from ligermodels.hub.models import meant_size
 from tests.weights.tiny import LAYERS, RAW, Tiny, randomized
 
 
@@ -151,11 +152,11 @@ def test_architectures_are_listed_in_order():
     assert names == sorted(ARCHITECTURES) and ligermodels.list_architectures() == names
 
 
-def test_an_unknown_model_type_gets_a_suggestion_and_the_supported_ones(tmp_path):
+def test_an_unknown_model_type_gets_a_suggestion_and_what_lists_the_supported_ones(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(RAW | {"model_type": "tinny", "auto_map": {"AutoModel": "x.Y"}}))
     with pytest.raises(HubError) as caught:
         hub.load(tmp_path)
-    assert "model_type 'tinny' is not supported; did you mean 'tiny'?; choose from: other, tiny" in str(caught.value)
+    assert "model_type 'tinny' is not supported; did you mean 'tiny'?; `ligermodels list` shows" in str(caught.value)
     assert str(tmp_path / "config.json") in str(caught.value)
 
 
@@ -172,10 +173,20 @@ def test_auto_map_of_a_known_model_type_is_ignored(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [("7b", "2-7b"), ("13B", "8b"), ("100m", "135m"), ("400b", "70b"), ("tinny", "tiny"), ("huge", None)],
+)
+def test_the_hint_for_a_size_is_the_nearest_number_of_parameters(wrong, meant):
+    hint = "" if meant is None else f"; did you mean {meant!r}?"
+    sizes = ("tiny", "135m", "2-7b", "8b", "70b")
+    assert meant_size(wrong, sizes) == f"{hint}; choose from: tiny, 135m, 2-7b, 8b, 70b"
+
+
+@pytest.mark.parametrize(
     ("source", "size", "names"),
     [
-        ("tiny", "tinny", "tiny: size 'tinny' is not a preset; did you mean 'tiny'?; choose from: tied, tiny"),
-        ("tiny", None, "tiny: size None is not a preset; choose from: tied, tiny"),
+        ("tiny", "tinny", "tiny: size 'tinny' is not a preset; did you mean 'tiny'?; choose from: tiny, tied"),
+        ("tiny", None, "tiny: size None is not a preset; choose from: tiny, tied"),
         ("tinny", None, "tinny: is neither an architecture nor a config.json; did you mean 'tiny'?"),
         ("tinny", "tiny", "tinny: size 'tiny' needs the name of an architecture; did you mean 'tiny'?"),
     ],

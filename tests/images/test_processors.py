@@ -133,14 +133,29 @@ def test_sizes_that_no_model_takes():
         pixtral.plan(900, 1)
 
 
-@pytest.mark.parametrize("size", [(1, 65_535), (65_535, 1), (1, 3000), (1, 595)])
+@pytest.mark.parametrize("size", [(1, 65_535), (65_535, 1), (1, 3000), (1, 446)])
 def test_an_image_too_narrow_for_a_centre_crop_is_refused_by_its_plan(size):
     square = {"height": 336, "width": 336}
     llava = our_processor("Llava", {"size": {"shortest_edge": 336}, "crop_size": square}, {"patch_size": 14})
-    assert llava.plan(1, 594).resized == (336, 336 * 594)
+    assert llava.plan(1, 445).resized == (336, 336 * 445)
     width, height = (336 * side for side in reversed(size))
-    with pytest.raises(InputError, match=f"resized to {width} x {height} pixels, more than 67,108,864; crop the image"):
+    with pytest.raises(InputError, match=f"resized to {width} x {height} pixels, more than 50,331,648; crop the image"):
         llava.plan(*size)
+
+
+MANY_PIXELS = {
+    "frames": ("qwen2", {"max_pixels": 2**24, "min_pixels": 2**24, "temporal_patch_size": 4}, "67,765,824"),
+    "patches": ("qwen2", {"patch_size": 4096, "merge_size": 1, "temporal_patch_size": 16}, "268,435,456"),
+    "tiles": ("smolvlm", {"size": {"longest_edge": 4096}, "max_image_size": {"longest_edge": 4095}}, "83,845,125"),
+}
+
+
+@pytest.mark.parametrize("fault", MANY_PIXELS)
+def test_an_image_is_not_read_as_more_pixels_than_it_may_be_resized_to(fault):
+    name, image, pixels = MANY_PIXELS[fault]
+    kind, *files = SMALL[name]
+    with pytest.raises(InputError, match=f"^would be read as {pixels} pixels, more than 50,331,648; make the image sm"):
+        our_processor(kind, files[0] | image, files[1]).plan(1024, 1024)
 
 
 # Of each fault: the case of SMALL, the changed fields of its two files, and the error.
@@ -154,12 +169,12 @@ IMPOSSIBLE = {
     "crops": ("gemma3 with crops", {"pan_and_scan_max_num_crops": 17}, {}, "max_num_crops is 17; .* from 1 to 16"),
     "pixels of crops": (
         "gemma3 with crops", {"size": {"height": 4096, "width": 4096}, "pan_and_scan_max_num_crops": 5}, {},
-        "max_num_crops is 5; pictures of 4096 x 4096 pixels must have at most 67,108,864 in all; lower it or size",
+        "max_num_crops is 5; pictures of 4096 x 4096 pixels must have at most 50,331,648 in all; lower it or size",
     ),
     "tiles": ("mllama", {"max_image_tiles": 10**9}, {}, "max_image_tiles is 10+; must be an integer from 1 to 16"),
     "pixels of tiles": (
         "mllama", {"size": {"height": 4096, "width": 4096}, "max_image_tiles": 5}, {},
-        "max_image_tiles is 5; pictures of 4096 x 4096 pixels must have at most 67,108,864 in all; lower it or size",
+        "max_image_tiles is 5; pictures of 4096 x 4096 pixels must have at most 50,331,648 in all; lower it or size",
     ),
     "features of a tile": ("smolvlm", {}, {"image_seq_len": 10**7}, "image_seq_len is 10+; .* from 1 to 16,384"),
     "negative features": ("clip", {}, {"num_additional_image_tokens": -9999}, "is -9999; must be an integer from 0 to"),

@@ -46,6 +46,19 @@ def test_the_exif_orientation_is_applied_to_the_pixels_and_to_the_size(form, ori
         assert image_size(source) == upright.shape[1:]
 
 
+@pytest.mark.parametrize("orientation", [1, 3, 6, 7])
+def test_an_image_is_converted_in_strips_which_bounds_the_memory(orientation, monkeypatch):
+    exif = Image.Exif()
+    exif[reading.ORIENTATION] = orientation
+    image = Image.fromarray(noise(20, 31, 4))
+    image.save(stream := io.BytesIO(), "PNG", exif=exif)
+    whole, on_white, sizes = read_image(stream.getvalue()), reading.on_white, []
+    monkeypatch.setattr(reading, "STRIP_PIXELS", 100)
+    monkeypatch.setattr(reading, "on_white", lambda strip: sizes.append(strip.size) or on_white(strip))
+    assert np.array_equal(read_image(stream.getvalue()), whole)
+    assert sizes == [(31, 3)] * 6 + [(31, 2)]
+
+
 def test_an_opened_image_is_taken_as_it_is():
     exif = Image.Exif()
     exif[reading.ORIENTATION] = 6

@@ -120,6 +120,22 @@ def test_routers_are_balanced_where_it_is_requested():
         torch.testing.assert_close((got.loss, got.aux_loss), (expected.loss, expected.aux_loss), rtol=1e-4, atol=1e-5)
 
 
+def test_items_counted_by_the_trainer_are_those_that_a_row_with_padding_on_either_side_predicts():
+    """Trainer counts labels [:, 1:]: on the left, the first token behind the padding too, which nothing predicts."""
+    reference = reference_model(LLAMA)
+    model = wrap(ligermodels.create(LLAMA)).eval()
+    model.load_state_dict(reference.state_dict())
+    mask = torch.ones_like(IDS)
+    mask[0, 12:] = 0
+    labels, length = IDS.masked_fill(mask == 0, -100), IDS.shape[1]
+    right = {"attention_mask": mask, "labels": labels, "num_items_in_batch": torch.tensor(11 + length - 1)}
+    loss = model(IDS, **right).loss
+    torch.testing.assert_close(loss, reference(IDS, **right).loss, rtol=1e-5, atol=0)
+    on_left = [torch.stack([rows[0].roll(8), rows[1]]) for rows in (IDS, mask, labels)]
+    left = model(on_left[0], on_left[1], labels=on_left[2], num_items_in_batch=torch.tensor(12 + length - 1)).loss
+    torch.testing.assert_close(left, loss, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("case", ["llama", "llama-tied"])
 def test_resized_embeddings_are_exported_with_their_size(case, tmp_path):
     model = wrap(ligermodels.create(CASES[case]))

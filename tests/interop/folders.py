@@ -14,7 +14,7 @@ from ligermodels.hub.models import read_preset_or_config
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.training.data.embedded.embedded_stories import vocabulary_texts
-from ligermodels.training.data.embedded.new_tokenizer import save_tokenizer, train_tokenizer
+from ligermodels.training.data.run_tokenizer import save_tokenizer, train_tokenizer
 from tests.cases import CASES
 
 VOCABULARY = 1024  # of the tiny presets

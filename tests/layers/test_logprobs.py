@@ -12,7 +12,7 @@ import ligermodels
 from ligermodels import distributed, losses
 from ligermodels.kernels.losses.logprobs_of_logits import EXTRAS
 from ligermodels.layers.decoder import next_tokens
-from ligermodels.training.data.rows.batches import supervised_rows
+from ligermodels.training.data.rows.run_rows import supervised_rows
 from ligermodels.training.parallel.fsdp import shard
 from tests.cases import CASES
 from tests.layers.test_forward import EXACT, build, gradients

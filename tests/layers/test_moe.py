@@ -1,7 +1,9 @@
 """The mixture of experts against the reference implementation."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -14,8 +16,12 @@ from ligermodels.configs.base import Config
 from ligermodels.distributed import World
 from ligermodels.layers.moe import MoE, load_balancing_loss
 from ligermodels.layers.norm import PreNorm, RMSNorm
-from ligermodels.training.data.rows.batches import collate
+from ligermodels.training import TrainConfig
+from ligermodels.training.checkpoints import Progress
 from ligermodels.training.data.rows.packing import Segment
+from ligermodels.training.data.rows.run_rows import collate
+from ligermodels.training.objectives import RunSetup
+from ligermodels.training.objectives.sft import SFT
 from tests.cases import CASES, LLAMA
 from tests.conftest import DEVICE
 from tests.reference_model import labels_of, tokens
@@ -175,6 +181,46 @@ def test_the_load_balancing_loss_does_not_depend_on_the_number_of_micro_batches(
     torch.testing.assert_close(apart, together, rtol=1e-6, atol=0)
     without = ligermodels.create(config | {"output_router_logits": False}, device=DEVICE)
     assert together > 1.01 * without(row.repeat(2, 1), labels.repeat(2, 1)).loss
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_micro_batches_share_the_balance_loss_by_the_tokens_that_routers_see(packing):
+    """Rows of three lengths with one supervised token or more: a step's share of a row is that of its tokens."""
+    config = CASES["mixtral-aux-loss"]
+    model, coefficient = ligermodels.create(config, device=DEVICE), config["router_aux_loss_coef"]
+    ids, world = tokens(config, batch=1)[0].numpy(), World(torch.device("cpu"))
+    sizes, rows = (9, 5, 12), []
+    for number, size in enumerate(sizes):
+        supervised = np.arange(len(ids)) >= (size - 1 if number else 1)
+        rows.append([Segment(SimpleNamespace(tokens=ids, supervised=supervised, images=None), 0, size)])
+    batches = [collate([row], 12, packing, world).to(torch.device(DEVICE)) for row in rows]
+    objective = SFT(TrainConfig(model="mixtral"), world)
+    objective.config, objective.run = SimpleNamespace(units=3, sequence_length=12), RunSetup(Path())
+    objective.data = SimpleNamespace(training=SimpleNamespace(micro_batches=lambda *_: batches))
+    work = objective.work(model, Progress())
+    assert work.counts.tolist() == [8 + 1 + 1, sum(sizes)]
+    loss = sum(objective.loss(model, batch, work).loss for batch in work.batches)
+    found = [model(**batch.arguments(), num_items_in_batch=10) for batch in batches]
+    alone = [model(**batch.arguments(), num_items_in_batch=10, balance_share=0).loss for batch in batches]
+    shared = sum(size / sum(sizes) * out.aux_loss for size, out in zip(sizes, found, strict=True))
+    torch.testing.assert_close(loss, sum(alone) + coefficient * shared, rtol=1e-6, atol=0)
+    assert abs(loss - sum(out.loss for out in found)) > 1e-5  # that of supervised tokens
+
+
+def test_four_micro_batches_of_equal_rows_have_the_gradients_of_one_batch():
+    config = CASES["mixtral-aux-loss"]
+    model = ligermodels.create(config, device=DEVICE)
+    row = tokens(config, batch=1).to(DEVICE)
+    items, length = 4 * (row.shape[1] - 1), torch.tensor([row.shape[1] - 2], device=DEVICE)
+    rows, lengths = row.repeat(4, 1), length.repeat(4)
+    together = model(rows, rows, num_items_in_batch=items, row_lengths=lengths, balance_share=1).loss
+    apart = sum(
+        model(row, row, num_items_in_batch=items, row_lengths=length, balance_share=0.25).loss for _ in range(4)
+    )
+    leaves = list(model.parameters())
+    whole, summed = (torch.autograd.grad(loss, leaves) for loss in (together, apart))
+    for one, four in zip(whole, summed, strict=True):
+        torch.testing.assert_close(four, one, rtol=1e-4, atol=1e-6)
 
 
 def test_the_correction_bias_of_a_new_model_is_zero_whatever_its_memory_held():

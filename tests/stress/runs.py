@@ -16,7 +16,7 @@ import torch
 import ligermodels
 from ligermodels.training.checkpoints.files import checkpoint_step, committed_steps, verify_files
 from ligermodels.training.data.embedded.embedded_stories import stories, vocabulary_texts
-from ligermodels.training.data.embedded.new_tokenizer import save_tokenizer, train_tokenizer
+from ligermodels.training.data.run_tokenizer import save_tokenizer, train_tokenizer
 from ligermodels.training.optimizers.update_check import CHANGED, CHANGED_EXACTLY, SIZE
 from ligermodels.training.reporting.metrics import METRICS_FILE
 from tests.cases import LLAMA

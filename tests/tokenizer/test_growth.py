@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 
 import pytest
 import tokenizers
@@ -9,7 +10,7 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, pro
 
 from ligermodels.errors import CheckpointError
 from ligermodels.tokenizer import Tokenizer
-from ligermodels.tokenizer.growth import MAX_ADDED, MAX_FACTOR, growth_of, longest_replacement
+from ligermodels.tokenizer.files import MAX_ADDED, MAX_ADDED_TOKEN_BYTES, MAX_FACTOR, growth_of, longest_replacement
 from tests.tokenizer.folders import FORMS, write_folder
 
 TEXTS = ("", "a", "aaaaaaaaaa", "a b  c\td", "héé ﷺ ½", "日本語 x", "\n\n ab")
@@ -81,3 +82,29 @@ def test_a_component_that_could_fill_the_memory_is_refused(tmp_path, name):
     reason = rf"(may make a text .*; at most {MAX_FACTOR} times and {MAX_ADDED} are|has \d+ bytes, more than)"
     with pytest.raises(CheckpointError, match=rf"^{tmp_path / 'tokenizer.json'}: field {name} {reason}"):
         Tokenizer.from_folder(tmp_path)
+
+
+LONG = "a" * 4000
+MANY_BYTES = {
+    "one token": lambda: json.dumps([{"id": 1, "content": "a" * (MAX_ADDED_TOKEN_BYTES + 1)}]),
+    "many tokens": lambda: json.dumps([{"id": i, "content": f"{LONG}{i}"} for i in range(1100)]),
+    "an escaped name": lambda: f'[{{"id": 1, "\\u0063ontent": "{"a" * MAX_ADDED_TOKEN_BYTES}"}}]',
+}
+
+
+@pytest.mark.parametrize("harm", MANY_BYTES)
+def test_added_tokens_of_megabytes_are_refused_before_the_library_reads_them(harm, tmp_path, monkeypatch):
+    monkeypatch.setattr("tokenizers.Tokenizer", None)
+    (tmp_path / "tokenizer.json").write_text(f'{{"added_tokens": {MANY_BYTES[harm]()}}}')
+    reasons = (
+        r"(its added tokens have [\d,]+ bytes in all, more than 4,194,304|writes letters as escapes such as \\u0061)"
+    )
+    with pytest.raises(CheckpointError, match=rf"^{re.escape(str(tmp_path / 'tokenizer.json'))}: {reasons}"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_added_tokens_of_other_files_are_counted_too(tmp_path):
+    listed = {str(1000 + i): {"content": f"{LONG}{i}"} for i in range(1100)}
+    folder = write_folder(tmp_path, "qwen", added_tokens_decoder=listed)
+    with pytest.raises(CheckpointError, match=r"tokenizer_config.json: its added tokens have 4,403,\d+ bytes in all"):
+        Tokenizer.from_folder(folder)

@@ -6,8 +6,8 @@ import threading
 import pytest
 
 from ligermodels.errors import InputError
-from ligermodels.tokenizer import template_process
-from ligermodels.tokenizer.template_process import PROCESS
+from ligermodels.tokenizer import chat_template
+from ligermodels.tokenizer.chat_template import PROCESS
 
 MEMORY = 2**27
 DOUBLED = "{% for i in range(60) %}{% set ns.a = [ns.a, ns.a] %}{% set ns.b = [ns.b, ns.b] %}{% endfor %}"
@@ -20,9 +20,9 @@ TIME, SPACE, LENGTH = "takes more than 1 seconds", "needs more memory than the l
 def limits():
     """Smaller limits, and a process that is started with them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(template_process, "SECONDS", 1)
-        patch.setattr(template_process, "CHARACTERS", 100_000)
-        patch.setattr(template_process, "MEMORY_BYTES", MEMORY)
+        patch.setattr(chat_template, "SECONDS", 1)
+        patch.setattr(chat_template, "CHARACTERS", 100_000)
+        patch.setattr(chat_template, "MEMORY_BYTES", MEMORY)
         PROCESS.stop()
         yield
         PROCESS.stop()
@@ -72,11 +72,11 @@ def test_a_harmful_template_is_stopped(harm):
 
 def test_a_template_is_stopped_after_elapsed_time_too(monkeypatch):
     """As a process that waits does, which takes no processor time."""
-    monkeypatch.setattr(template_process, "SECONDS", 10_000)
-    monkeypatch.setattr(template_process, "ELAPSED_SECONDS", 0.5)
+    monkeypatch.setattr(chat_template, "SECONDS", 10_000)
+    monkeypatch.setattr(chat_template, "ELAPSED_SECONDS", 0.5)
     endless, reason = HARMFUL["a loop in a loop"][0], "the process that renders it does not end within 0.5 seconds"
     assert PROCESS.ask(endless, {}) == {"error": reason, "line": None}
-    monkeypatch.setattr(template_process, "ELAPSED_SECONDS", 10_000)
+    monkeypatch.setattr(chat_template, "ELAPSED_SECONDS", 10_000)
     assert text_of("{{ 1 }}") == "1"
 
 

@@ -2,6 +2,8 @@
 
 import json
 import random
+import time
+from types import SimpleNamespace
 
 import pytest
 import tokenizers
@@ -10,8 +12,10 @@ from transformers import AutoTokenizer
 
 import ligermodels
 from ligermodels.errors import CheckpointError, InputError
+from ligermodels.generation.texts import model_stop_tokens
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.tokenizer import files as tokenizer_files
+from ligermodels.tokenizer.tokenizer import overlap_mask
 from tests.tokenizer.folders import FORMS, trained, write_folder
 
 TEXTS = (
@@ -452,7 +456,43 @@ def test_a_vocabulary_larger_than_the_embedding_is_refused(tmp_path, nested):
         load_without_names(folder, load)
 
 
+def test_an_end_token_of_the_config_alone_may_be_beyond_the_embedding_as_in_transformers(tmp_path):
+    vocabulary = models.WordLevel({"a": 0, "b": 1}, unk_token="a")
+    tokenizers.Tokenizer(vocabulary).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 2, "eos_token_id": 1}))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    ours, theirs = ligermodels.load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert (ours.eos_token, ours.eos_token_id) == (theirs.eos_token, theirs.eos_token_id) == ("<|im_end|>", 2)
+    model = SimpleNamespace(generation_config={}, config=SimpleNamespace(raw={"eos_token_id": 1}, vocab_size=2))
+    assert model_stop_tokens(model, ours) == {1}
+
+
 def load_without_names(folder, load):
     (folder / "tokenizer_config.json").unlink()
     assert load(384)
     return load(383)
+
+
+@pytest.mark.parametrize("text", ["a" * 101, "你" * 34])
+def test_a_text_of_which_tokens_would_fill_the_memory_is_refused(tmp_path, monkeypatch, text):
+    monkeypatch.setattr("ligermodels.tokenizer.tokenizer.MAX_TEXT_BYTES", 100)
+    tokenizer = Tokenizer.from_folder(write_folder(tmp_path, "qwen"))
+    assert tokenizer.decode(tokenizer.encode(text[:33])) == text[:33]
+    with pytest.raises(InputError, match=r"^texts\[0\]: has a text of more than 100 bytes; make it shorter$"):
+        tokenizer.encode(text)
+    for encode in (tokenizer.encode_batch, tokenizer.encode_with_offsets):
+        with pytest.raises(InputError, match=r"^texts\[1\]: has a text of more than 100 bytes; make it shorter$"):
+            encode(["a", text])
+
+
+def test_the_tokens_of_many_spans_are_found_in_linear_time():
+    offsets = [(0, 2), (2, 2), (2, 3), (3, 5), (5, 9)]
+    for spans in ([], [(2, 3)], [(1, 3), (0, 1)], [(5, 9), (3, 4), (4, 9)], [(2, 2)], [(9, 12)], [(0, 9)]):
+        expected = [any(begin < stop and end > start for start, stop in spans) for begin, end in offsets]
+        assert overlap_mask(offsets, spans) == expected
+    assert overlap_mask([], [(0, 1)]) == []
+    tokens = [(place, place + 1) for place in range(20_000)]
+    started = time.process_time()
+    assert overlap_mask(tokens, [(0, 20_000)] * 20_000) == [True] * 20_000
+    assert time.process_time() - started < 1

@@ -3,7 +3,7 @@
 import torch
 
 import ligermodels
-from ligermodels.training.data.embedded.new_tokenizer import save_tokenizer, train_tokenizer
+from ligermodels.training.data.run_tokenizer import save_tokenizer, train_tokenizer
 
 RAW = {
     "model_type": "qwen2", "vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 import ligermodels
 from ligermodels.errors import InputError
 from ligermodels.training import TrainConfig, plan
-from ligermodels.training.data.embedded.new_tokenizer import GENERATION_CONFIG
 from ligermodels.training.data.reader import read_tokenizer_and_end
+from ligermodels.training.data.run_tokenizer import GENERATION_CONFIG
 from ligermodels.training.settings.continuing import with_base_of_adapter
 from ligermodels.training.settings.settings import read_settings
 from tests.training.launching import records

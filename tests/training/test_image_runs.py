@@ -277,6 +277,10 @@ REFUSED = {
         {"train_parts": ("text",), "vision_learning_rate": 1e-5}, "--vision-learning-rate: the vision is not trained",
     ),
     "parts beside LoRA": ({"train_parts": ("text",), "lora_rank": 4}, "--train-parts is for training without LoRA"),
+    "limits without images": ({"data": ("stories",), "image_tokens": "64"}, "--image-tokens 64: the data have no"),
+    "limits of a text model": (
+        {"model": "llama", "data": ("stories",), "image_tokens": "64"}, "--image-tokens 64: the data have no images",
+    ),
     "limits of pictures": ({"model": "gemma3", "image_tokens": "64"}, "--image-tokens 64: the images of this model"),
     "more than any": ({"image_tokens": "1:65537"}, "--image-tokens 1:65537: an image has at most 65,536 tokens; lower"),
     "a part of images without images": (

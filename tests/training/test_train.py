@@ -377,10 +377,6 @@ REFUSED = {
     "no run": (["--resume", "nothing"], "nothing/train.toml: is missing: there is no run to resume"),
     "a finished run": (["--resume", "base"], "--resume base: the run is finished, after 4 steps; to lengthen it, give"),
     "an adapter's run": (["--resume", "adapted", "--steps", "9"], "adapted: the run is finished, and has no check"),
-    "a run as a model": (
-        ["--model", "base", "--data", "own.txt"],
-        "base: contains no config.json; did you mean 'base/model'?",
-    ),
     "an adapter as a model": (
         ["--model", "adapted/adapter", "--data", "own.txt"],
         "adapted/adapter: contains an adapter and no model",

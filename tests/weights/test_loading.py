@@ -234,3 +234,22 @@ def test_a_stacked_parameter_may_be_sharded_within_each_expert(folder, source, r
         experts = slice(0, 2) if rank < 2 else slice(2, 3)
         rows = slice(0, 4) if rank % 2 == 0 else slice(4, 8)
         assert torch.equal(dict(model.named_parameters())[name].to_local(), expected[experts, rows])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_values_that_are_not_finite_are_refused_by_the_name_of_their_tensor(folder, source, value):
+    state = hub_state(source)
+    state["model.layers.1.mlp.up_proj.weight"][3, 1] = value
+    save_file(state, folder / SINGLE_FILE)
+    with pytest.raises(CheckpointError, match=r"tensor model\.layers\.1\.mlp\.up_proj\.weight has values that are not"):
+        load_weights(Tiny(), folder)
+
+
+def test_finite_values_are_loaded_where_their_sum_or_another_dtype_is_not_finite(folder, source):
+    source.model.embed_tokens.weight.data[0] = 3e38
+    save_file(hub_state(source), folder / SINGLE_FILE)
+    model = zeroed(Tiny())
+    load_weights(model, folder)
+    assert equal(model, source)
+    with pytest.raises(CheckpointError, match=r"tensor model\.embed_tokens\.weight has values .* finite in float16"):
+        load_weights(Tiny().half(), folder)

@@ -10,6 +10,7 @@ from torch.distributed.tensor import Shard
 
 import ligermodels
 from ligermodels.errors import CheckpointError, InputError
+from ligermodels.weights import streaming
 from ligermodels.weights.exporting import export_weights
 from ligermodels.weights.files import tensor_hashes
 from ligermodels.weights.loading import load_weights
@@ -170,6 +171,16 @@ def test_a_scale_that_does_not_fit_is_refused(tmp_path, change, message):
     save_file(stored, tmp_path / "in" / "model.safetensors")
     with pytest.raises(CheckpointError, match=message):
         load_weights(model(raw), tmp_path / "in")
+
+
+def test_values_of_fp8_weights_are_looked_at_once(tmp_path, monkeypatch):
+    """Which on a GPU waits for all that was decoded before."""
+    looks = []
+    monkeypatch.setattr(streaming, "refuse_any_not_finite", lambda sums: looks.append(len(sums)))
+    monkeypatch.setattr(streaming, "refuse_not_finite", lambda *_: pytest.fail("looks at a tensor"))
+    raw, _ = write_checkpoint(tmp_path / "in", by_block=True)
+    load_weights(model(raw), tmp_path / "in")
+    assert len(looks) == 1 and looks[0] > 10
 
 
 @pytest.mark.parametrize("scale", [1.0, 3e38], ids=["NaN", "an overflow"])

@@ -102,7 +102,7 @@ def attention(
     if position_ids is not None:
         return dense_attention(q, k, v, sinks, scale, softcap, mask, position_ids, dropout)
     plain = softcap is None and sinks is None and cu_seqlens is None and left is None and ahead is None
-    wide = runs_wide_heads(q.device, q.dtype, q.shape[-1]) and not dropout
+    wide = q.is_cuda and not dropout and runs_wide_heads(q.device, q.dtype, q.shape[-1])
     if plain and not wide and (not causal or q.shape[1] == k.shape[1]):
         return plain_attention(q, k, v, scale, causal, dropout)
     if q.is_cuda and (sinks is None or runs_kernels(q)):

@@ -34,9 +34,9 @@ HEAD_512_TILES = {
 @assume_constant_result  # a compiler must not trace the query of the driver
 def runs_wide_heads(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Whether these are heads that no FlashAttention takes and FlexAttention does: in half precision, of more than 256
-    and at most 512, on a GPU with the shared memory for them."""
+    and at most 512, on a GPU with the shared memory for them. device: a GPU."""
     wide = 256 < head_dim <= 512 and dtype in (torch.float16, torch.bfloat16)
-    return wide and device.type == "cuda" and shared_memory(device) >= HOPPER_SHARED_MEMORY
+    return wide and shared_memory(device) >= HOPPER_SHARED_MEMORY
 
 
 def flex_attention(

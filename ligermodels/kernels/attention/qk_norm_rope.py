@@ -22,7 +22,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.attention.qkv_heads import (
-    check_qkv_shapes,
     empty_queries_and_keys,
     fit_head_tile,
     load_angles,
@@ -32,7 +31,7 @@ from ligermodels.kernels.attention.qkv_heads import (
     store_heads,
     with_unit_stride,
 )
-from ligermodels.kernels.attention.rope import rotate_reference
+from ligermodels.kernels.attention.rope import check_qkv_shapes, rotate_reference
 from ligermodels.kernels.dispatch import Node, register_op, runs_kernels
 from ligermodels.kernels.launch import Launcher, as_rows_with_stride, cdiv, kernel, multiprocessors
 from ligermodels.kernels.norms.partial_sums import sum_partials

@@ -43,28 +43,6 @@ def empty_queries_and_keys(qkv: Tensor, num_heads: int, num_kv_heads: int, gated
     return qkv.new_empty(*qkv.shape[:2], num_heads + num_kv_heads, qkv.shape[2] // heads)
 
 
-def check_qkv_shapes(
-    op: str, qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, gated: bool = False
-) -> int:
-    """Returns the head size. Raises ValueError if shapes do not match or the angles are not contiguous."""
-    batch, length, width = qkv.shape
-    heads = (1 + gated) * num_heads + 2 * num_kv_heads
-    head_size = width // heads
-    if heads * head_size != width:
-        raise ValueError(f"{op}: the width of qkv, {width}, is not a multiple of {heads} heads")
-    rows, pairs = shape = cos.shape
-    fits = 0 < 2 * pairs <= head_size
-    if shape != sin.shape or rows not in (length, batch * length) or not fits:
-        raise ValueError(
-            f"{op}: cos has shape {list(cos.shape)}, sin {list(sin.shape)}; both must be [{length}, pairs], or"
-            f" [{batch * length}, pairs] if each row of the batch has its own positions, with 1 to {head_size // 2}"
-            " pairs"
-        )
-    if not (cos.is_contiguous() and sin.is_contiguous()):
-        raise ValueError(f"{op}: cos has strides {cos.stride()}, sin {sin.stride()}; both must be contiguous")
-    return head_size
-
-
 def with_unit_stride(x: Tensor) -> tuple[Tensor, tuple[int, int, int]]:
     """x [B, T, H, D] with unit stride along D, and its other strides; copies only if the stride along D is not 1."""
     batch, token, head, last = x.stride()

@@ -17,7 +17,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.attention.qkv_heads import (
-    check_qkv_shapes,
     copy_heads,
     fit_head_tile,
     head_offsets,
@@ -248,6 +247,28 @@ class _Rope(Node):
     def backward(ctx, dq, dk, dv):
         dqkv = rope_backward(dq, dk, dv, *ctx.saved_tensors, ctx.interleaved)
         return dqkv, None, None, None, None, None
+
+
+def check_qkv_shapes(
+    op: str, qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, gated: bool = False
+) -> int:
+    """Returns the head size. Raises ValueError if shapes do not match or the angles are not contiguous."""
+    batch, length, width = qkv.shape
+    heads = (1 + gated) * num_heads + 2 * num_kv_heads
+    head_size = width // heads
+    if heads * head_size != width:
+        raise ValueError(f"{op}: the width of qkv, {width}, is not a multiple of {heads} heads")
+    rows, pairs = shape = cos.shape
+    fits = 0 < 2 * pairs <= head_size
+    if shape != sin.shape or rows not in (length, batch * length) or not fits:
+        raise ValueError(
+            f"{op}: cos has shape {list(cos.shape)}, sin {list(sin.shape)}; both must be [{length}, pairs], or"
+            f" [{batch * length}, pairs] if each row of the batch has its own positions, with 1 to {head_size // 2}"
+            " pairs"
+        )
+    if not (cos.is_contiguous() and sin.is_contiguous()):
+        raise ValueError(f"{op}: cos has strides {cos.stride()}, sin {sin.stride()}; both must be contiguous")
+    return head_size
 
 
 def check_row_stride(op: str, qkv: Tensor) -> None:

@@ -21,7 +21,7 @@ from ligermodels.kernels.moe.expert_product import expert_glu
 from ligermodels.kernels.moe.experts import check_expert_inputs, experts_reference
 from ligermodels.kernels.norms.norm_tiles import to_fp32
 from ligermodels.kernels.pdl import launch_dependents, pdl_constants, wait_for_previous_kernel
-from ligermodels.kernels.quant.quantised_weight import Weight, autocast_weight, operand
+from ligermodels.kernels.quant.quantised_weight import Weight, operand
 
 FEW_TOKENS = 4  # up to so many, layers take these kernels instead of the grouped GEMM
 EXPERT_STEP_BYTES = 1024  # of each row of weights that a program reads in one step
@@ -160,8 +160,7 @@ def few_rows_experts(
         "few_rows_experts", x, expert_weight, operand(gate_up)[0], operand(down)[0], gate_up_bias, down_bias
     )
     check_expert_inputs(x, expert_index, expert_weight, gate_up, down, activation, gate_up_bias, down_bias)
-    x, gate_up_bias, down_bias = autocast(x, gate_up_bias, down_bias)
-    gate_up, down = autocast_weight(gate_up), autocast_weight(down)
+    x, gate_up, down, gate_up_bias, down_bias = autocast(x, gate_up, down, gate_up_bias, down_bias)
     if not (isinstance(gate_up, Tensor) and isinstance(down, Tensor)):
         chosen = expert_index.flatten()
         gate_up, down = of_experts(gate_up, chosen), of_experts(down, chosen)

@@ -31,7 +31,7 @@ from ligermodels.kernels.norms.norm_tiles import check_weights, to_fp32
 from ligermodels.kernels.norms.rms_norm import check_offset
 from ligermodels.kernels.pdl import launch_dependents, pdl_constants, wait_for_previous_kernel
 from ligermodels.kernels.quant.nf4 import Nf4, sections
-from ligermodels.kernels.quant.quantised_weight import Weight, aligned, autocast_weight, operand
+from ligermodels.kernels.quant.quantised_weight import Weight, aligned, operand
 
 FEW_ROWS = 2  # up to so many, layers take these kernels instead of cuBLAS, which is faster from four on (H200)
 MAX_ROWS = 8  # of x: more would not fit into the registers
@@ -166,8 +166,7 @@ def few_rows_linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Te
     """
     refuse_gradients("few_rows_linear", x, operand(weight)[0], bias)
     _check("few_rows_linear", x, weight, bias, x.shape[-1])
-    x, bias = autocast(x, bias)
-    weight = autocast_weight(weight)
+    x, weight, bias = autocast(x, weight, bias)
     if not runs_kernels(x):
         return low_rank_linear_reference(x, weight, bias, None)
     y, _ = _linear(x, None, None, *_numbers(weight), bias, False, 0.0, 0.0, None, 1.0, 1.0)
@@ -187,8 +186,7 @@ def few_rows_norm_linear(
     check_weights("few_rows_norm_linear", x.shape[-1], norm_weight)
     if norm_weight is None:
         check_offset("few_rows_norm_linear", offset)
-    (bias,) = autocast(bias)
-    weight = autocast_weight(weight)
+    weight, bias = autocast(weight, bias)
     if not runs_kernels(x):
         return norm_linear_reference(x, residual, norm_weight, weight, bias, eps, offset)
     y, hidden = _linear(x, residual, norm_weight, *_numbers(weight), bias, True, eps, offset, None, 1.0, 1.0)
@@ -206,8 +204,7 @@ def few_rows_gated_linear(
     refuse_gradients("few_rows_gated_linear", gate_up, operand(weight)[0], bias)
     check_gate_up(gate_up, activation)
     _check("few_rows_gated_linear", gate_up, weight, bias, gate_up.shape[-1] // 2)
-    gate_up, bias = autocast(gate_up, bias)
-    weight = autocast_weight(weight)
+    gate_up, weight, bias = autocast(gate_up, weight, bias)
     if not runs_kernels(gate_up):
         return gated_linear_reference(
             gate_up, weight, bias, activation, gate_multiplier=gate_multiplier, down_multiplier=down_multiplier

@@ -19,7 +19,6 @@ from ligermodels.kernels.attention.qk_norm_rope import (
     qk_norm_rope_reference,
 )
 from ligermodels.kernels.attention.qkv_heads import (
-    check_qkv_shapes,
     copy_heads,
     empty_queries_and_keys,
     fit_head_tile,
@@ -28,7 +27,7 @@ from ligermodels.kernels.attention.qkv_heads import (
     split_all_heads,
     split_heads,
 )
-from ligermodels.kernels.attention.rope import check_row_stride, rope_reference, rotate_heads
+from ligermodels.kernels.attention.rope import check_qkv_shapes, check_row_stride, rope_reference, rotate_heads
 from ligermodels.kernels.decoding.cache_write import (
     CACHE_SCHEMA,
     WRITE_PAIRS,

@@ -28,7 +28,7 @@ from ligermodels.kernels.linear.linear import (
     up_gradient,
     weight_gradient,
 )
-from ligermodels.kernels.quant.quantised_weight import Weight, autocast_weight, dense, operand
+from ligermodels.kernels.quant.quantised_weight import Weight, dense, operand
 
 
 def activated_linear_reference(
@@ -99,8 +99,7 @@ def activated_linear(
     Frozen arguments cost no gradient. Raises ValueError for any other activation.
     """
     check_activation(activation)
-    x, bias, low_rank = autocast(x, bias, low_rank)
-    weight = autocast_weight(weight)
+    x, weight, bias, low_rank = autocast(x, weight, bias, low_rank)
     if not runs_kernels(x):
         return activated_linear_reference(x, weight, bias, activation, low_rank)
     return ActivatedLinear.apply(x, *operand(weight), bias, *(low_rank or NO_LOW_RANK), activation, inplace)

@@ -10,7 +10,7 @@ from ligermodels.kernels.activations.gated_activation import check_gate_up, gate
 from ligermodels.kernels.dispatch import autocast, runs_kernels
 from ligermodels.kernels.linear.activated_linear import ActivatedLinear
 from ligermodels.kernels.linear.linear import NO_LOW_RANK, LowRank, low_rank_linear_reference
-from ligermodels.kernels.quant.quantised_weight import Weight, autocast_weight, operand
+from ligermodels.kernels.quant.quantised_weight import Weight, operand
 
 
 def gated_linear_reference(
@@ -46,8 +46,7 @@ def gated_linear(
     Frozen arguments cost no gradient. Raises ValueError for any other activation and for an odd width.
     """
     check_gate_up(gate_up, activation)
-    gate_up, bias, low_rank = autocast(gate_up, bias, low_rank)
-    weight = autocast_weight(weight)
+    gate_up, weight, bias, low_rank = autocast(gate_up, weight, bias, low_rank)
     if not runs_kernels(gate_up):
         return gated_linear_reference(gate_up, weight, bias, activation, low_rank, gate_multiplier, down_multiplier)
     return ActivatedLinear.apply(

@@ -15,7 +15,7 @@ from ligermodels.kernels.norms.layer_norm import (
     layer_norm_forward,
     layer_norm_reference,
 )
-from ligermodels.kernels.quant.quantised_weight import Weight, autocast_weight, operand
+from ligermodels.kernels.quant.quantised_weight import Weight, operand
 
 LAYER_NORM = Norm(layer_norm_forward, add_layer_norm_forward, layer_norm_backward)
 
@@ -40,8 +40,7 @@ def layer_norm_linear(
     [..., H] in the dtype of the sum).
     Frozen arguments cost no gradient. Raises ValueError if the norm's shapes disagree or if H exceeds 65536.
     """
-    bias, low_rank = autocast(bias, low_rank)
-    weight = autocast_weight(weight)
+    weight, bias, low_rank = autocast(weight, bias, low_rank)
     if not runs_kernels(x):
         return layer_norm_linear_reference(x, residual, norm_weight, norm_bias, weight, bias, eps, low_rank)
     return NormLinear.apply(

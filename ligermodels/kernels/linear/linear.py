@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ligermodels.kernels.dispatch import Node, autocast, is_traced, runs_kernels
 from ligermodels.kernels.launch import as_matrix
-from ligermodels.kernels.quant.quantised_weight import Weight, autocast_weight, dense, frozen_linear, operand
+from ligermodels.kernels.quant.quantised_weight import Weight, dense, frozen_linear, operand
 
 Columns = tuple[tuple[int, int], ...]
 
@@ -160,8 +160,7 @@ class _GradientsOfLinear(_LowRankLinear):
 def gradients_of_linear(x: Tensor, weight: Weight, bias: Tensor | None, low_rank: LowRank | None) -> Tensor:
     """Is `low_rank_linear` without the product, also without an update: the output has no values, but its gradients
     are those of the linear. For a backward pass that recomputes what is before the linear, and reads no output."""
-    x, bias, low_rank = autocast(x, bias, low_rank)
-    weight = autocast_weight(weight)
+    x, weight, bias, low_rank = autocast(x, weight, bias, low_rank)
     return _GradientsOfLinear.apply(x, *operand(weight), bias, *(low_rank or NO_LOW_RANK))
 
 
@@ -171,8 +170,7 @@ def low_rank_linear(x: Tensor, weight: Weight, bias: Tensor | None, low_rank: Lo
     x [..., K] float, weight [N, K], a tensor or quantised, bias [N] or None, low_rank.a [P r, K],
     low_rank.b [Σ (stop - start), r] -> [..., N]. Frozen arguments cost no gradient.
     """
-    x, bias, low_rank = autocast(x, bias, low_rank)
-    weight = autocast_weight(weight)
+    x, weight, bias, low_rank = autocast(x, weight, bias, low_rank)
     if not runs_kernels(x):
         return low_rank_linear_reference(x, weight, bias, low_rank)
     return _LowRankLinear.apply(x, *operand(weight), bias, *low_rank)

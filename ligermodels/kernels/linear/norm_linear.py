@@ -31,7 +31,7 @@ from ligermodels.kernels.norms.rms_norm import (
     rms_norm_forward,
     rms_norm_reference,
 )
-from ligermodels.kernels.quant.quantised_weight import Weight, autocast_weight, dense, dense_dtype, operand
+from ligermodels.kernels.quant.quantised_weight import Weight, dense, dense_dtype, operand
 
 
 def norm_linear_reference(
@@ -123,8 +123,7 @@ def norm_linear(
     """
     if norm_weight is None:
         check_offset("norm_linear", offset)
-    bias, low_rank = autocast(bias, low_rank)
-    weight = autocast_weight(weight)
+    weight, bias, low_rank = autocast(weight, bias, low_rank)
     if not runs_kernels(x):
         return norm_linear_reference(x, residual, norm_weight, weight, bias, eps, offset, low_rank)
     return NormLinear.apply(

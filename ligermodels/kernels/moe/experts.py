@@ -47,7 +47,7 @@ from ligermodels.kernels.moe.grouped_low_rank import (
     low_rank_grouped_input_gradient,
 )
 from ligermodels.kernels.moe.permute import permute, sort_by_expert, unpermute
-from ligermodels.kernels.quant.quantised_weight import Weight, autocast_weight, dense, operand
+from ligermodels.kernels.quant.quantised_weight import Weight, dense, operand
 
 
 def route(logits: Tensor, k: int, normalize: bool = True) -> tuple[Tensor, Tensor]:
@@ -268,10 +268,9 @@ def experts(
     another dtype.
     """
     check_expert_inputs(x, expert_index, expert_weight, gate_up, down, activation, gate_up_bias, down_bias)
-    x, gate_up_update, down_update, gate_up_bias, down_bias = autocast(
-        x, gate_up_update, down_update, gate_up_bias, down_bias
+    x, gate_up, down, gate_up_update, down_update, gate_up_bias, down_bias = autocast(
+        x, gate_up, down, gate_up_update, down_update, gate_up_bias, down_bias
     )
-    gate_up, down = autocast_weight(gate_up), autocast_weight(down)
     if not runs_kernels(x):
         return experts_reference(
             x, expert_index, expert_weight, gate_up, down, activation, gate_up_update, down_update, gate_up_bias,

@@ -158,16 +158,13 @@ class QuantisedWeight(NamedTuple):
     def dequantize(self) -> Tensor:
         return self.layout.dequantize(self.data)
 
+    def under_autocast(self) -> Self:
+        """The weight in the dtype of `torch.autocast`; see `dispatch.autocast`."""
+        (like,) = autocast(self.new_empty(0))
+        return self._replace(layout=self.layout.with_dtype(like.dtype))
+
 
 Weight = Tensor | QuantisedWeight
-
-
-def autocast_weight(weight: Weight) -> Weight:
-    """A weight in the dtype of `torch.autocast`; see `autocast`."""
-    if not torch._C._is_any_autocast_enabled():
-        return weight
-    (cast,) = autocast(weight if isinstance(weight, Tensor) else weight.data.new_empty(0, dtype=weight.dtype))
-    return cast if isinstance(weight, Tensor) else weight._replace(layout=weight.layout.with_dtype(cast.dtype))
 
 
 def operand(weight: Weight) -> tuple[Tensor, WeightLayout | None]:
@@ -205,8 +202,8 @@ def frozen_linear(x: Tensor, weight: QuantisedWeight, bias: Tensor | None = None
 
     x [..., K] in the weight's dtype, weight [N, K], bias [N] or None -> [..., N].
     """
-    x, bias = autocast(x, bias)
-    data, layout = operand(autocast_weight(weight))
+    x, weight, bias = autocast(x, weight, bias)
+    data, layout = operand(weight)
     if torch._C._are_functorch_transforms_active():
         return F.linear(x, dense(data, layout), bias)
     return _FrozenLinear.apply(x, data, layout, bias)

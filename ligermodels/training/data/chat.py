@@ -18,40 +18,37 @@ such token, the answer ends with the special token that begins the next turn, or
 end-of-text token.
 """
 
-import bisect
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 from tokenizers import Encoding
 
 from ligermodels.errors import InputError
-from ligermodels.images.inputs import Processor, image_tokens, refuse_image_tokens
+from ligermodels.images.inputs import Processor, refuse_image_tokens
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.tokenizer.chat_template import Rendered, choose_template
+from ligermodels.tokenizer.tokenizer import CharacterSpan, overlap_mask
 from ligermodels.training.data.formats.records import (
     BadLines,
     Completion,
     Conversation,
-    GroupRecord,
     Record,
     Text,
+    record_batches,
     with_written_arguments,
 )
 from ligermodels.training.data.rows.image_documents import ImageChats, as_prefix, plan_images, prefix_document
-from ligermodels.training.data.rows.image_store import DocumentImage
-from ligermodels.training.data.rows.store import Document
+from ligermodels.training.data.rows.store import Document, DocumentImage
 from ligermodels.training.data.run_tokenizer import template_advice
 
-TOKENIZATION_RECORDS = 1024  # tokenised at a time
-TOKENIZATION_CHARACTERS = 2**22  # likewise; `tokenizers` needs about a hundred bytes a token
+MAX_RENDERED_ANSWERS = 1000  # of a conversation that is rendered up to each answer, which takes quadratic time
 EXCERPT_CHARACTERS = 30
 UNFINISHED_TAG = re.compile(r"[<\[{(◁][^>\]})▷\s]{0,30}\Z")  # without a limit, hostile texts take quadratic time
+NO_TOKENS: Mapping[int, str] = {}  # never changed
 
 ReadProcessor: TypeAlias = Callable[[], Processor]  # raises InputError if the model reads no images
-CharacterSpan = tuple[int, int]  # [start, stop)
-OneKind = TypeVar("OneKind", Text, Completion, Conversation, GroupRecord)
 
 
 class RewrittenTurnError(InputError):
@@ -63,17 +60,18 @@ def no_images() -> Processor:
 
 
 def tokenize_records(
-    records: Iterable[Record], tokenizer: Tokenizer, end: int, bad_lines: BadLines, processor: ReadProcessor = no_images
-) -> Iterator[Document]:
+    records: Iterable[Record], tokenizer: Tokenizer, end: int, bad_lines: BadLines,
+    processor: ReadProcessor = no_images, image_tokens: Mapping[int, str] = NO_TOKENS,
+) -> Iterator[Document]:  # fmt: skip
     """Yields the documents of the records, in their order; each has at least one supervised token.
 
     Each piece of a long text gives a document, which begins with the last token of the piece before it. end: the
     end-of-text token. bad_lines: counts conversations that cannot be used. processor: reads the image processor
-    of a model that has one. Raises InputError naming the place.
+    of a model that has one. image_tokens: those that stand for its images, by id, which no text may have. Raises
+    InputError naming the place.
     """
-    tokens = image_tokens(processor)
     for document in record_documents(records, tokenizer, end, bad_lines, processor):
-        if bad_lines.attempt(check_image_tokens, document, tokens):
+        if not image_tokens or bad_lines.attempt(check_image_tokens, document, image_tokens):
             yield document
 
 
@@ -96,20 +94,6 @@ def record_documents(
         else:
             chats = cast(Iterator[Conversation], group)
             yield from conversation_documents(chats, tokenizer, end, bad_lines, processor)
-
-
-def record_batches(records: Iterable[OneKind]) -> Iterator[list[OneKind]]:
-    """Yields batches of records to tokenise at once, on all cores."""
-    batch: list[OneKind] = []
-    characters = 0
-    for record in records:
-        batch.append(record)
-        characters += sum(map(len, record.texts))
-        if len(batch) == TOKENIZATION_RECORDS or characters >= TOKENIZATION_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
 
 
 def text_documents(texts: Iterable[Text], tokenizer: Tokenizer, end: int) -> Iterator[Document]:
@@ -291,6 +275,11 @@ def render_turn_by_turn(
     conversation: Conversation, indices: Sequence[int], whole: str, tokenizer: Tokenizer, special: tuple[str, ...]
 ) -> list[RenderedChat]:
     """Returns the answers at `indices`: those that the whole text has unchanged in one chat, each other in its own."""
+    if len(indices) > MAX_RENDERED_ANSWERS:
+        raise InputError(
+            f"field messages: has {len(indices):,} answers, more than {MAX_RENDERED_ANSWERS:,}; split it, "
+            "or mark what the assistant says in the chat template by {% generation %} … {% endgeneration %}"
+        )
     unchanged: dict[int, CharacterSpan] = {}
     chats = []
     for index in indices:
@@ -389,13 +378,3 @@ def chat_document(chat: RenderedChat, encoding: Encoding, end: int) -> Document:
     if not any(supervised[1:]):
         raise InputError(f"{chat.place}: no token is supervised, because the assistant says nothing")
     return Document(ids, supervised, chat.place, images)
-
-
-def overlap_mask(offsets: Sequence[CharacterSpan], spans: Iterable[CharacterSpan]) -> list[bool]:
-    """Returns whether each token contains a character of a span. offsets: the tokens' spans, ascending."""
-    starts, stops = [start for start, _ in offsets], [stop for _, stop in offsets]
-    mask = [False] * len(offsets)
-    for start, stop in spans:
-        for token in range(bisect.bisect_right(stops, start), bisect.bisect_left(starts, stop)):
-            mask[token] = True
-    return mask

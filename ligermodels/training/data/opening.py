@@ -16,19 +16,25 @@ from ligermodels.errors import InputError
 from ligermodels.images.inputs import Processor
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.training.data.embedded.embedded import EMBEDDED_VOCABULARY, Question
-from ligermodels.training.data.embedded.new_tokenizer import NewImages
-from ligermodels.training.data.formats.specs import BUILT_IN_SOURCES, RANDOM, SourceSpec, missing_data, parse_spec
+from ligermodels.training.data.formats.specs import (
+    RANDOM,
+    SourceSpec,
+    describe_sources,
+    missing_data,
+    open_validation,
+    parse_sources,
+)
 from ligermodels.training.data.reader import SourceDocuments, SourceReader
 from ligermodels.training.data.rows.packing import Selection, count_segments, exclude_validation, pack_documents
 from ligermodels.training.data.rows.run_rows import TrainingRows, ValidationRows
 from ligermodels.training.data.rows.store import TokenStore
+from ligermodels.training.data.run_tokenizer import NewImages
 from ligermodels.training.settings.config import TrainConfig
 from ligermodels.units import counted
 
 DEFAULT_SEQUENCE_LENGTH = 2048
 SAMPLED_IMAGES = 64  # of a store, whose mean size stands for that of all
 MOST_DOCUMENTS = 0.99  # a sequence length that would hold so many as a whole is shown
-TITLES = {name: f"the embedded {name}" for name in BUILT_IN_SOURCES} | {RANDOM: "random tokens"}
 
 
 class DocumentLengths(NamedTuple):
@@ -88,7 +94,8 @@ def open_data(
         [spec.name for spec in specs], folder, vocab_size, config, longest_row, adapter, images=images
     )
     sources = [reader.documents(spec.name, split=not separate) for spec in specs]
-    validation_sources = [reader.documents(name, split=False) for name in separate] or sources
+    read_whole = functools.partial(reader.documents, split=False)
+    validation_sources = [open_validation(name, read_whole) for name in separate] or sources
     reader.refuse_too_many_bad_lines()
     reader.warn_of_unused_template()
 
@@ -181,28 +188,6 @@ def document_lengths(sizes: np.ndarray, length: int) -> DocumentLengths:
     return DocumentLengths(len(sizes), int(sizes.max()), int((sizes > length).sum()), holds_most)
 
 
-def parse_sources(config: TrainConfig, data: Sequence[str]) -> tuple[list[SourceSpec], list[float] | None, list[str]]:
-    """Returns (sources to train on, their weights or None, names of separate sources for validation)."""
-    specs = [parse_spec(text) for text in data]
-    return specs, mixture_weights(specs), [unweighted_name(text) for text in config.validation_data or []]
-
-
-def mixture_weights(specs: Sequence[SourceSpec]) -> list[float] | None:
-    """Returns the weights of all sources; None if no source has one. Raises InputError if only some have one."""
-    weights = [spec.weight for spec in specs if spec.weight is not None]
-    if weights and len(weights) < len(specs):
-        name = next(spec.name for spec in specs if spec.weight is None)
-        raise InputError(f"--data {name}: has no weight, but other sources do; give each one, such as {name}=0.5")
-    return weights or None
-
-
-def unweighted_name(text: str) -> str:
-    spec = parse_spec(text)
-    if spec.weight is not None:
-        raise InputError(f"--validation-data {text}: a validation source is used as a whole; remove the weight")
-    return spec.name
-
-
 def validation_floor(sources: Sequence[SourceDocuments], validation: Sequence[Selection]) -> float | None:
     """Returns the entropy of the validation documents, in nats per supervised token; None if it is not known.
 
@@ -213,16 +198,6 @@ def validation_floor(sources: Sequence[SourceDocuments], validation: Sequence[Se
         raise InputError("--data: the validation split has no supervised token; raise --validation-fraction")
     nats = [source.nats for source in sources]
     return None if None in nats else sum(n for n in nats if n is not None) / supervised
-
-
-def describe_sources(specs: Sequence[SourceSpec], notes: Sequence[tuple[int, str, str]]) -> str:
-    """Returns the sources, with what happened to some of their records.
-
-    notes: (number, noun, what happened) for each kind.
-    """
-    names = (TITLES.get(spec.name, spec.name) + ("" if spec.weight is None else f"={spec.weight:g}") for spec in specs)
-    said = [f"{counted(number, noun)} {happened}" for number, noun, happened in notes if number]
-    return " + ".join(names) + (f" ({', '.join(said)})" if said else "")
 
 
 def refuse_short_epoch(data: Data, batch_size: int) -> None:

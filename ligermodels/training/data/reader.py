@@ -7,15 +7,16 @@ import functools
 import hashlib
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from ligermodels.errors import InputError
 from ligermodels.images.inputs import Processor, image_tokens
 from ligermodels.images.processors import MAX_FEATURES, ImageProcessor
 from ligermodels.images.settings import IMAGE_PROCESSOR_FILE, PROCESSOR_FILE
+from ligermodels.layers.decoder import CausalLM
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.tokenizer.files import has_tokenizer
 from ligermodels.training.data.chat import tokenize_records
@@ -29,13 +30,6 @@ from ligermodels.training.data.embedded.embedded import (
     shape_texts,
 )
 from ligermodels.training.data.embedded.embedded_stories import vocabulary_texts
-from ligermodels.training.data.embedded.new_tokenizer import (
-    END_OF_TEXT_ID,
-    NewImages,
-    save_tokenizer,
-    train_image_tokenizer,
-    train_tokenizer,
-)
 from ligermodels.training.data.formats.record_formats import FieldNames, RecordFormats
 from ligermodels.training.data.formats.records import BadLines, Conversation, Record
 from ligermodels.training.data.formats.sources import (
@@ -55,16 +49,24 @@ from ligermodels.training.data.rows.image_documents import ImageDecoder
 from ligermodels.training.data.rows.packing import Selection, all_documents, default_fraction, split_documents
 from ligermodels.training.data.rows.store import TokenStore, cached_folder, cached_folders, open_store, write_store
 from ligermodels.training.data.rows.token_files import described_end, open_indexed, open_tokens, write_index
-from ligermodels.training.data.run_tokenizer import use_template
+from ligermodels.training.data.run_tokenizer import (
+    END_OF_TEXT_ID,
+    NewImages,
+    save_tokenizer,
+    train_image_tokenizer,
+    train_tokenizer,
+    use_template,
+)
 from ligermodels.training.settings.config import TrainConfig
 from ligermodels.training.settings.values import token_range
 from ligermodels.units import counted
+from ligermodels.vision.multimodal import ImageParts
 from ligermodels.weights.config_file import CONFIG_FILE, end_of_text_ids, read_config, read_generation_config
 from ligermodels.weights.reading import read_text
 
-# A new tokenizer is trained on the start of the data: so many characters for each entry, and at most so many.
 MAX_IMAGE_SETTINGS_BYTES = 10**6
 MOST_IMAGE_TOKENS = 1024  # of an image, unless --image-tokens says otherwise; files allow 16,384
+# A new tokenizer is trained on the start of the data: so many characters for each entry, and at most so many.
 CHARACTERS_PER_ENTRY, MAX_CHARACTERS = 10**4, 10**8
 
 ReadRecords: TypeAlias = Callable[[BadLines, ReadingProgress], Iterator[Record]]
@@ -78,6 +80,19 @@ class SourceDocuments:
     validation: list[Selection]
     nats: float | None
     questions: list[Question]
+
+
+def image_options(model: CausalLM, folder: Path | None) -> tuple[NewImages | None, Callable[..., Any] | None]:
+    """Returns the arguments images and prepare_inputs of `open_data` for a model.
+
+    folder: holds the model with its image processor; None for a new model.
+    """
+    if not model.takes_images:
+        return None, None
+    images = None
+    if folder is None and isinstance(model, ImageParts):
+        images = NewImages(model.config.image_token_id, *model.processor_settings)
+    return images, cast(Any, model).prepare_training_images
 
 
 class SourceReader:
@@ -191,7 +206,9 @@ class SourceReader:
     def write(self, records: Iterable[Record], bad_lines: BadLines, progress: ReadingProgress, folder: Path) -> None:
         """Tokenises records, and writes their store and what was counted to an empty folder."""
         kinds = Counter[type]()
-        documents = tokenize_records(count_kinds(records, kinds), *self.tokenizer, bad_lines, lambda: self.processor)
+        documents = tokenize_records(
+            count_kinds(records, kinds), *self.tokenizer, bad_lines, lambda: self.processor, self.image_tokens
+        )
         write_store(progress.track(documents), self.vocab_size, folder)
         (folder / "skipped").write_text(str(bad_lines.skipped))
         (folder / "chats").write_text(str(kinds[Conversation]))
@@ -199,7 +216,7 @@ class SourceReader:
     def token_file_stores(self, files: Sequence[Path]) -> list[TokenStore]:
         arrays, ends = [open_tokens(file) for file in files], [self.end_of_text(file) for file in files]
         # A model without a tokenizer may read token files: then nobody knows which tokens these are.
-        images = image_tokens(lambda: self.processor) if self.folder is not None and self.image_settings else {}
+        images = {} if self.folder is None else self.image_tokens
         requests = [
             (
                 self.cache_key([file], end=end, images=[*images.items()]),
@@ -237,7 +254,7 @@ class SourceReader:
             tokenizer, end = self.trained_tokenizer(names), END_OF_TEXT_ID
             self.new_tokenizer = tokenizer
         if self.config.chat_template is not None:
-            use_template(tokenizer, self.config.chat_template)
+            use_template(tokenizer, self.config.chat_template, "the new tokenizer" if self.new_tokenizer else None)
         self.used_tokenizer = tokenizer
         return tokenizer, end
 
@@ -261,6 +278,11 @@ class SourceReader:
         files = [] if self.folder is None else [self.folder / name for name in (IMAGE_PROCESSOR_FILE, PROCESSOR_FILE)]
         found = [read_text(file, MAX_IMAGE_SETTINGS_BYTES) for file in files if file.exists()]
         return [*found, limit] if found else []
+
+    @functools.cached_property
+    def image_tokens(self) -> Mapping[int, str]:
+        """The tokens that stand for images, by id; none of a model whose image processor is missing or unusable."""
+        return image_tokens(lambda: self.processor) if self.image_settings else {}
 
     def image_decoder(
         self, stores: Sequence[TokenStore], prepare_inputs: Callable[..., Any] | None

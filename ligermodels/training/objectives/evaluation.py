@@ -87,7 +87,10 @@ def correct_answers(model: CausalLM, data: Data) -> tuple[int, int] | None:
 
 
 def greedy_sample(model: CausalLM, data: Data) -> str | None:
-    """The first question, or the beginning of a validation text, and its continuation; None without a tokenizer."""
+    """The first question, or the beginning of a validation text, and its continuation; None without a tokenizer.
+
+    The prompt is the same in all validations of a run, whose samples can be compared. Special tokens are left out.
+    """
     if data.tokenizer is None:
         return None
     if data.questions:

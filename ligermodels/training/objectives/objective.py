@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,13 +15,11 @@ from ligermodels.layers.decoder import CausalLM
 from ligermodels.memory.model import TrainingMemory
 from ligermodels.training.checkpoints import Progress
 from ligermodels.training.data import Data
-from ligermodels.training.data.embedded.new_tokenizer import NewImages
 from ligermodels.training.data.preferences import PreferenceData
 from ligermodels.training.planning.defaults import Choice
 from ligermodels.training.reporting.metrics import Validation
 from ligermodels.training.run.stopping import Stop
 from ligermodels.training.settings.config import RunConfig, TrainConfig
-from ligermodels.vision.multimodal import ImageParts
 
 
 class Work(NamedTuple):
@@ -130,6 +128,11 @@ class Objective(ABC):
     def choices(self, hidden_size: int) -> dict[str, Choice]:
         """Values for settings that were not given, such as the units of a step and the learning rate."""
 
+    @property
+    def passes_beside(self) -> float:
+        """How many forward passes of the model a unit takes beside its own, in training as in a validation."""
+        return 0
+
     def complete(self, config: RunConfig) -> None:
         """Takes the settings with all choices made. Raises InputError where the data are too few for a step."""
         self.config = config
@@ -223,20 +226,3 @@ class Objective(ABC):
 
     def restore(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027
         """Takes back what `state` returned; {} on another number of ranks, where a resume is not bit-exact."""
-
-
-class ImageOptions(NamedTuple):
-    """The arguments of `open_data` for images."""
-
-    images: NewImages | None = None
-    prepare_inputs: Callable[..., Any] | None = None
-
-
-def image_options(model: CausalLM, folder: Path | None) -> ImageOptions:
-    """What `open_data` gets of a model. folder holds the model with its image processor; it is None for a new model."""
-    if not model.takes_images:
-        return ImageOptions()
-    images = None
-    if folder is None and isinstance(model, ImageParts):
-        images = NewImages(model.config.image_token_id, *model.processor_settings)
-    return ImageOptions(images, cast(Any, model).prepare_training_images)

@@ -79,8 +79,11 @@ def precision(config: TrainConfig, world: World) -> dict[str, Choice]:
     return chosen | {"param_dtype": Choice("bfloat16" if half else "float32")}
 
 
-def schedule(config: TrainConfig, data: Data, hidden_size: int, world: World) -> dict[str, Choice]:
-    """The batch, the steps, the learning rate and what follows from them. hidden_size: of the model."""
+def schedule(
+    config: TrainConfig, data: Data, hidden_size: int, world: World, passes_beside: float = 0
+) -> dict[str, Choice]:
+    """The batch, the steps, the learning rate and what follows from them. hidden_size: of the model. passes_beside: of
+    the objective."""
     length, rows, sft = data.training.length, len(data.training), data.training.completion_only
     batch = fitting_batch_size(rows, length, SFT_TOKENS_PER_STEP if sft else TEXT_TOKENS_PER_STEP, world)
     steps = run_length(config, rows, config.batch_size or batch.value, sft=sft)
@@ -94,7 +97,10 @@ def schedule(config: TrainConfig, data: Data, hidden_size: int, world: World) ->
         "learning_rate": Choice(rate, "" if config.is_tiny else trained),
         "warmup": Choice(min(math.ceil(WARMUP_FRACTION * taken), taken - 1), f"{WARMUP_FRACTION:.0%} of the steps"),
         "eval_every": validation_interval(
-            config, taken, TRAINING_PASSES * (config.batch_size or batch.value), len(data.validation)
+            config,
+            taken,
+            (TRAINING_PASSES + passes_beside) * (config.batch_size or batch.value),
+            (1 + passes_beside) * len(data.validation),
         ),
         "activation_checkpointing": Choice("auto", "as much as memory demands"),
     }

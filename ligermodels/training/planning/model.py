@@ -10,7 +10,7 @@ from ligermodels.errors import InputError
 from ligermodels.hub import add_lora_of_adapter, create, quantise_on_meta
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.reward_model import RewardModel
-from ligermodels.training.data.embedded.new_tokenizer import GENERATION_CONFIG, SPECIAL_IDS
+from ligermodels.training.data.run_tokenizer import GENERATION_CONFIG, SPECIAL_IDS
 from ligermodels.training.planning.defaults import TORCH_DTYPES
 from ligermodels.training.settings.config import RunConfig, TrainConfig
 from ligermodels.vision.multimodal import ImageParts
@@ -93,11 +93,16 @@ def train_parts(model: CausalLM, config: TrainConfig, frozen_dtype: torch.dtype)
 
 
 def refuse_parts_without_images(model: CausalLM, config: RunConfig, image_tokens: int) -> None:
-    """Raises InputError for rows without images where they alone would train what is trained, or has a rate of its own.
+    """Raises InputError for rows without images where they alone would train what is trained, or has a rate of its own,
+    and for limits of images that there are not.
 
     image_tokens: those of all rows.
     """
-    if image_tokens or not isinstance(model, ImageParts):
+    if image_tokens:
+        return
+    if config.image_tokens is not None:
+        raise InputError(f"--image-tokens {config.image_tokens}: the data have no images; leave it out")
+    if not isinstance(model, ImageParts):
         return
     if model.trains_images_alone:
         raise InputError("--data: has no images, which alone reach what is trained; name data with images")

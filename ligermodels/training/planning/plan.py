@@ -30,7 +30,7 @@ from ligermodels.memory.model import (
 )
 from ligermodels.training.checkpoints.files import committed_steps
 from ligermodels.training.data.opening import DocumentLengths
-from ligermodels.training.data.rows.batches import split_global_batch
+from ligermodels.training.data.rows.run_rows import split_global_batch
 from ligermodels.training.optimizers.adamw import AdamW
 from ligermodels.training.optimizers.offloaded import bytes_where_offloaded
 from ligermodels.training.parallel.activation_checkpointing import Checkpointing, MemoryEstimator, device_memory

@@ -1,7 +1,8 @@
 """The time of a training step by its parts, about, to choose between settings that differ in speed and memory.
 
-The parts are products, recomputation, accumulation of gradients, the optimizer, and copies to and from host memory. Of
-steps of Llama-3-8B on an H200 the sum is within 3 % of what was measured (tests/training/planning/test_step_time.py).
+The parts are products, recomputation, accumulation of gradients, the optimizer, copies to and from host memory, and
+what FSDP2 sends. Of steps of Llama-3-8B on H200s the sum is within 3 % of what was measured
+(tests/training/planning/test_step_time.py).
 """
 
 from dataclasses import dataclass
@@ -23,21 +24,27 @@ FLOPS_PER_BYTE = 250
 # 11,518 tokens/s on an H100, 2026-11-27. Others have PCIe 4.
 HOST_RATES = {"NVIDIA [HB][0-9]00*": 46e9}
 OTHER_HOST_RATE = 23e9
+# Bytes a second that a rank receives from the others of its host, over NVLink: an all-reduce of 1 GiB on two H100s,
+# 2026-11-13. Others have PCIe 4.
+LINK_RATES = {"NVIDIA [HB][0-9]00*": 330e9}
+OTHER_LINK_RATE = 20e9
 # What a micro-batch takes beside its tokens, in tokens: gemma-4-e4b, 4 x 2048 beside 2 x 2048, H200, 2026-11-26.
 TOKENS_OF_MICRO_BATCH = 200
 # The host's time for a block, forward and backward: SmolLM2-135M, 57 ms a step of 30 blocks, H200, 2026-11-27.
 HOST_SECONDS_OF_BLOCK = 1.9e-3
+BF16_BYTES = 2
 SHARE_OF_8_BITS = 0.77  # of the copy rate that 8-bit AdamW reaches, Llama-3-8B, H200, 2026-11-26; AdamW 0.97
 
 
 @dataclass(frozen=True)
 class Rates:
     """What a device does a second. flops: in the products of a step. copy: bytes of its memory read and written. host:
-    bytes copied to the host, and at the same time from it."""
+    bytes copied to the host, and at the same time from it. link: bytes received from the other ranks."""
 
     flops: float
     copy: float
     host: float
+    link: float
 
 
 def device_rates(name: str, dtype: str) -> Rates:
@@ -45,9 +52,13 @@ def device_rates(name: str, dtype: str) -> Rates:
     half = peak_flops_of_gpu(name, "bfloat16") or peak_flops_of_gpu("NVIDIA H100 80GB HBM3", "bfloat16")
     assert half is not None
     peak = half * FP32_OF_BF16 if dtype == "float32" else peak_flops_of_gpu(name, dtype) or half
-    copy = next((rate for pattern, rate in COPY_RATES.items() if fnmatchcase(name, pattern)), half / FLOPS_PER_BYTE)
-    host = next((rate for pattern, rate in HOST_RATES.items() if fnmatchcase(name, pattern)), OTHER_HOST_RATE)
-    return Rates(UTILISATION * peak, copy, host)
+    copy, host, link = (
+        next((rate for pattern, rate in known.items() if fnmatchcase(name, pattern)), other)
+        for known, other in (
+            (COPY_RATES, half / FLOPS_PER_BYTE), (HOST_RATES, OTHER_HOST_RATE), (LINK_RATES, OTHER_LINK_RATE),
+        )
+    )  # fmt: skip
+    return Rates(UTILISATION * peak, copy, host, link)
 
 
 class StepTime:
@@ -56,7 +67,12 @@ class StepTime:
     def __init__(self, model: CausalLM, sequence_length: int, rates: Rates, shards: int = 1) -> None:
         """Reads a model, which is unsharded, on any device, and is to be sharded over so many ranks."""
         self.rates, self.blocks, self.length = rates, model.blocks, sequence_length
-        self.trained = sum(parameter.nbytes for parameter in trained_parameters(model)) / shards
+        whole = sum(parameter.nbytes for parameter in trained_parameters(model))
+        self.trained = whole / shards
+        # Of a micro-batch: weights are gathered in bf16 before the forward and again before the backward pass, and the
+        # gradients, in the dtype of the parameters, summed. It takes its time: products beside it are slower.
+        gathered = sum(min(parameter.itemsize, BF16_BYTES) * parameter.numel() for parameter in model.parameters())
+        self.sent = (2 * gathered + whole) * (shards - 1) / shards
         self.flops = flops_per_token(model, sequence_length)
         text = decoder_blocks(model)
         towers = [0.0] * (len(self.blocks) - len(text))  # their rows are patches, which are not counted here
@@ -71,7 +87,7 @@ class StepTime:
         rates, trained = self.rates, self.trained
         products = self.flops * (tokens + TOKENS_OF_MICRO_BATCH) / rates.flops
         again = tokens * self.recomputed_by(checkpointed_blocks, kept_tensors) / rates.flops
-        micro_batch = max(products + again, len(self.blocks) * HOST_SECONDS_OF_BLOCK)
+        micro_batch = max(products + again, len(self.blocks) * HOST_SECONDS_OF_BLOCK) + self.sent / rates.link
         accumulation = 3 * trained * (micro_batches - 1) / rates.copy  # two are read, and their sum is written
         states = memory.optimizer_states + memory.offloaded_states
         # Weights, states and, for their norm too, gradients are read; weights and states are written.

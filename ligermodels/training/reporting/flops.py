@@ -81,13 +81,22 @@ def flops_per_token(model: CausalLM, sequence_length: int) -> int:
 
 def matrix_flops(model: CausalLM) -> int:
     """Returns the FLOPs per token of the matrix products. Of a mixture of experts, k of E experts count."""
+    return sum((3 if weight.requires_grad else 2) * flops for weight, flops in text_products(model))
+
+
+def forward_flops(model: CausalLM) -> int:
+    """Returns those of a forward pass."""
+    return sum(flops for _, flops in text_products(model))
+
+
+def text_products(model: CausalLM) -> list[tuple[Tensor, int]]:
+    """The matrices that every token of a text meets, with their FLOPs per token in a forward pass."""
     layers = enumerate(decoder_blocks(model))
     left_out = ("embed_tokens", *(f"layers.{n}." for n, block in layers if isinstance(block.mixer, CrossAttention)))
-    products = [
+    products = (
         (weight, flops) for name, weight, flops in forward_products(model.model) if not name.startswith(left_out)
-    ]
-    products.append((model.head.weight, 2 * model.head.weight.numel()))
-    return sum((3 if weight.requires_grad else 2) * flops for weight, flops in products)
+    )
+    return [*products, (model.head.weight, 2 * model.head.weight.numel())]
 
 
 def forward_products(module: nn.Module) -> Iterator[tuple[str, Tensor, int]]:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Self, TextIO
 import torch
 from tqdm import tqdm
 
-from ligermodels.errors import CheckpointError, InputError, silence_closed_stdout
+from ligermodels.errors import CheckpointError, InputError, shorten, silence_closed_stdout
 from ligermodels.training.reporting.loggers import Logger
 from ligermodels.units import counted, duration, memory_size
 from ligermodels.weights.reading import open_for_reading, parse_json
@@ -38,6 +38,7 @@ SHOWN = {
     "margin": "margin",
     "divergence": "divergence",
 }  # beside the loss
+SAMPLE_CHARACTERS = 400  # of a sample on the console; metrics.jsonl has all of it
 MAX_EXPONENT = 700  # exp() of more than 709 overflows
 
 
@@ -148,7 +149,7 @@ class Metrics:
             record["peak_memory_gib"] = round(self.peak_memory / 2**30, 2)
         self.write(record)
 
-        shown = [f"{words} {values[name]:.2f}" for name, words in SHOWN.items() if name in values]
+        shown = [f"{words} {values[name]:z.2f}" for name, words in SHOWN.items() if name in values]
         short = [*self.time_left(now, self.steps - step), f"loss {loss:z.3f}", *shown]
         status = [*short, f"grad norm {grad_norm:.2f}", f"lr {learning_rate:.1e}", *self.costs()]
         if not self.bar.disable:
@@ -177,7 +178,7 @@ class Metrics:
             record["validation_perplexity"] = perplexity = math.inf if loss > MAX_EXPONENT else math.exp(loss)
             line += f", perplexity {perplexity:.4g}"
         record |= {f"validation_{name}": value for name, value in found.values.items()}
-        shown = [f", {words} {found.values[name]:.2f}" for name, words in SHOWN.items() if name in found.values]
+        shown = [f", {words} {found.values[name]:z.2f}" for name, words in SHOWN.items() if name in found.values]
         lines = ["".join([line, *shown])]
         if floor is not None:
             record["floor"] = floor
@@ -186,7 +187,7 @@ class Metrics:
             lines.append(f"{found.answers[0]} of {found.answers[1]} questions answered correctly")
         if found.sample is not None:
             record["sample"] = found.sample
-            lines.append(found.sample)
+            lines.append(shorten(found.sample, SAMPLE_CHARACTERS))
         self.write(record)
         for line in lines:
             self.say(f"step {step}: {line}")

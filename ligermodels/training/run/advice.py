@@ -13,7 +13,7 @@ import torch
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
 from ligermodels.tokenizer.files import has_tokenizer
-from ligermodels.training.data.rows.batches import split_global_batch
+from ligermodels.training.data.rows.run_rows import split_global_batch
 from ligermodels.training.run.folder import ADAPTER
 from ligermodels.training.settings.config import RunConfig
 from ligermodels.training.settings.settings import SETTINGS_FILE

@@ -10,6 +10,7 @@ from typing import TextIO
 
 from ligermodels.distributed import from_first, is_first, raise_on_all
 from ligermodels.errors import InputError
+from ligermodels.hub.names import ADAPTER, MODEL, SETTINGS_FILE
 from ligermodels.weights.locking import lock_file
 from ligermodels.weights.writing import (
     atomic_folder,
@@ -21,9 +22,9 @@ from ligermodels.weights.writing import (
     write_error,
 )
 
-LOCK, CHECKPOINTS, MODEL, ADAPTER = "lock", "checkpoints", "model", "adapter"  # names in the folder
+LOCK, CHECKPOINTS = "lock", "checkpoints"  # further names in the folder
 # A run writes these before it loads weights or takes a step: a folder that has nothing else holds no work yet.
-FIRST_FILES = {LOCK, ".train.toml", "train.toml"}
+FIRST_FILES = {LOCK, f".{SETTINGS_FILE}", SETTINGS_FILE}
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
 
 

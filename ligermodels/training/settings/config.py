@@ -208,8 +208,8 @@ class TrainConfig:
     prompts: int | None = setting("reinforcement", None, "prompts of a step, over all ranks", POSITIVE,
         shown="16; tiny: 4", objectives=RL)
     generations: int = setting("reinforcement", 8, "completions that are sampled of each prompt", LENGTH, objectives=RL)
-    max_completion_length: int = setting("reinforcement", 512, "most tokens of a completion that is sampled", POSITIVE,
-        objectives=(*RL, *DISTILL_ALONE))
+    max_completion_length: int | None = setting("reinforcement", None, "most tokens of a completion that is sampled",
+        POSITIVE, shown="512; tiny: 64", objectives=(*RL, *DISTILL_ALONE))
     stop: tuple[str, ...] = setting("reinforcement", (), "texts that end a completion, beside the model's stop tokens",
         metavar="TEXT", objectives=RL)
     reward: tuple[str, ...] | None = setting("reinforcement", None, "reward functions, each with a weight or without: "
@@ -336,6 +336,11 @@ class TrainConfig:
     def is_tiny(self) -> bool:
         """Whether the model is a new one of the smallest preset, whose defaults suit the embedded data."""
         return self.has_new_weights and self.size == DEFAULT_SIZE
+
+    @property
+    def longest_completion(self) -> int:
+        """The most tokens of a sampled completion. Tiny models have few positions."""
+        return self.max_completion_length or (64 if self.is_tiny else 512)
 
     @property
     def title(self) -> str:

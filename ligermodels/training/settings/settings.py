@@ -12,11 +12,11 @@ from typing import Any
 
 from ligermodels.aliases import TRAIN_ALIASES, alias_hint
 from ligermodels.errors import InputError, suggest_closest
+from ligermodels.hub.names import SETTINGS_FILE
 from ligermodels.training.settings.config import FIELDS, TrainConfig, type_of
 from ligermodels.training.settings.settings_file import read_settings
 from ligermodels.training.settings.values import parsed_item
 
-SETTINGS_FILE = "train.toml"
 # These tell a process what to do and do not describe the run; a run's folder is the one that holds its train.toml.
 NOT_SETTINGS = ("output", "resume", "allow_changes")
 # These leave a step's result unchanged, except for rounding where sums are taken in another order.

@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from ligermodels.errors import InputError, first_line
+from ligermodels.weights.reading import open_for_reading
 
 MAX_SETTINGS_BYTES = 40_000  # tomllib takes the square of the time for a key of many parts: five seconds for this many
 YAML_SUFFIXES = (".yaml", ".yml")
@@ -16,11 +17,8 @@ RESOLVED_TAGS = ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:null")
 
 def read_settings(file: Path) -> dict[str, Any]:
     """The content of a file: YAML where its name ends so, else TOML. Raises InputError, with the line of the fault."""
-    try:
-        with file.open("rb") as stream:
-            content = stream.read(MAX_SETTINGS_BYTES + 1)
-    except OSError as error:
-        raise InputError(f"{file}: cannot be read: {error.strerror}") from error
+    with open_for_reading(file) as stream:
+        content = stream.read(MAX_SETTINGS_BYTES + 1)
     if len(content) > MAX_SETTINGS_BYTES:
         raise InputError(f"{file}: has more than {MAX_SETTINGS_BYTES:,} bytes; settings are a few lines")
     is_yaml = file.suffix.lower() in YAML_SUFFIXES

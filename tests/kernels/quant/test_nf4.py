@@ -4,6 +4,7 @@ import torch.nn.functional as F
 from bitsandbytes import functional
 
 from ligermodels.kernels.decoding.few_rows_linear import few_rows_gated_linear, few_rows_linear, few_rows_norm_linear
+from ligermodels.kernels.dispatch import autocast
 from ligermodels.kernels.linear.gated_linear import gated_linear
 from ligermodels.kernels.linear.linear import LowRank, low_rank_linear
 from ligermodels.kernels.linear.norm_linear import norm_linear
@@ -138,6 +139,15 @@ def test_results_and_gradients_are_those_of_the_dequantised_weight(name, path, r
         y = node(operand, x, bias, update)
         results.append([y, *torch.autograd.grad(y.sin().sum(), leaves)])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_under_autocast_a_weight_is_dequantised_in_its_dtype():
+    weight, *others = draw_operands()
+    with torch.autocast(torch.device(DEVICE).type, torch.bfloat16):
+        cast, x, bias, update = autocast(weight, *others)
+    assert {y.dtype for y in (cast, cast.dequantize(), x, bias, update.a)} == {torch.bfloat16}
+    assert cast.data is weight.data and torch.equal(cast.dequantize(), weight.dequantize().bfloat16())
+    assert update.columns == others[-1].columns and autocast(weight)[0] is weight
 
 
 @pytest.mark.parametrize("path", ["kernels", "reference"])

@@ -10,7 +10,7 @@ from ligermodels.errors import InputError
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.training.data import chat
 from ligermodels.training.data.chat import tokenize_records
-from ligermodels.training.data.formats import text_files
+from ligermodels.training.data.formats import records, text_files
 from ligermodels.training.data.formats.records import BadLines, Completion, Conversation, Text
 from ligermodels.training.data.rows.store import Document
 from tests.tokenizer.chat_templates import CHAT_TEMPLATES
@@ -322,7 +322,7 @@ def test_a_token_of_both_prompt_and_completion_is_supervised_and_the_end_of_text
 @pytest.mark.parametrize("form", FORMS)
 def test_the_pieces_of_a_long_text_have_the_tokens_of_the_whole_text_each_a_target_once(tmp_path, monkeypatch, form):
     monkeypatch.setattr(text_files, "PIECE_CHARACTERS", 200)
-    monkeypatch.setattr(chat, "TOKENIZATION_RECORDS", 3)
+    monkeypatch.setattr(records, "TOKENIZATION_RECORDS", 3)
     lines = [line for text in TEXTS for line in text.split("\n") if "-" not in line]  # "\n-" is a token of these forms
     text = "".join(f"{line}{'  ' * (n % 3)}\n{chr(10) * (n % 2)}" for n, line in enumerate(lines * 9))
     text += " ".join(lines * 3)  # a line longer than a piece
@@ -359,19 +359,33 @@ def test_records_of_all_kinds_keep_their_order_for_any_batch_size(tmp_path, monk
     ]
     expected = documents_of(tokenizer, *lines)
     assert [document.place for document in expected] == [f"d.jsonl:{line}" for line in range(40)]
-    monkeypatch.setattr(chat, "TOKENIZATION_RECORDS", 2)
+    monkeypatch.setattr(records, "TOKENIZATION_RECORDS", 2)
     assert documents_of(tokenizer, *lines) == expected
-    monkeypatch.setattr(chat, "TOKENIZATION_CHARACTERS", 100)
+    monkeypatch.setattr(records, "TOKENIZATION_CHARACTERS", 100)
     assert documents_of(tokenizer, *lines) == expected
 
 
 def test_records_are_tokenised_as_they_are_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(chat, "TOKENIZATION_RECORDS", 4)
+    monkeypatch.setattr(records, "TOKENIZATION_RECORDS", 4)
     tokenizer = tokenizer_of(tmp_path, "qwen 2")
     taken = []
-    records = (taken.append(line) or Text("a b", f"{line}") for line in range(1000))
-    next(tokenize_records(records, tokenizer, END, BadLines(0)))
-    assert len(taken) == 4
+    texts = (taken.append(line) or Text("a b", f"{line}") for line in range(1000))
+    next(tokenize_records(texts, tokenizer, END, BadLines(0)))
+    assert len(taken) == 5  # the last did not fit into the batch
+
+
+def test_a_conversation_that_would_be_rendered_for_too_many_answers_is_a_bad_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(chat, "MAX_RENDERED_ANSWERS", 1)
+    tokenizer, long, short = tokenizer_of(tmp_path, "qwen 2"), conversation(*TURNS), conversation(ASKED, SAID, line=2)
+    with pytest.raises(InputError, match=r"^d.jsonl:1: field messages: has 2 answers, more than 1; split it, or mark"):
+        documents_of(tokenizer, long)
+    assert [document.place for document in documents_of(tokenizer, long, short, allowed=1)] == ["d.jsonl:2"]
+
+
+def test_a_long_record_is_a_batch_of_its_own(monkeypatch):
+    monkeypatch.setattr(records, "TOKENIZATION_CHARACTERS", 10)
+    batches = list(records.record_batches(Text("x" * size, "a") for size in (4, 6, 1, 30, 10, 2)))
+    assert [[len(text.text) for text in batch] for batch in batches] == [[4, 6], [1], [30], [10], [2]]
 
 
 def test_a_file_becomes_token_ids_and_masks(tmp_path):

@@ -17,8 +17,8 @@ from ligermodels.training import TrainConfig
 from ligermodels.training.data import count_supervised, open_data, reader, refuse_short_epoch
 from ligermodels.training.data.embedded import embedded
 from ligermodels.training.data.embedded.embedded_stories import stories
-from ligermodels.training.data.embedded.new_tokenizer import save_tokenizer, train_tokenizer
 from ligermodels.training.data.rows import packing, token_files
+from ligermodels.training.data.run_tokenizer import save_tokenizer, train_tokenizer
 from tests.training.data.documents import CPU
 
 DEFAULTS = TrainConfig(validation_fraction=0.01, batch_size=2, sequence_length=64)
@@ -284,6 +284,20 @@ def test_too_little_data_and_a_tokenizer_that_does_not_fit_are_refused(settings,
         opened(path, folder=folder, **settings)
     with pytest.raises(InputError, match=r"d\.jsonl: fills \d+ rows of 64 tokens .* but a step takes 5000; lower --b"):
         refuse_short_epoch(opened(path, folder=folder), 5000)
+
+
+def test_a_fault_of_the_validation_data_names_their_flag(texts, folder, tmp_path):
+    path, empty = write(tmp_path / "a.jsonl", texts), tmp_path / "empty.txt"
+    empty.touch()
+    for name, fault in {
+        "gone.txt": "no file, folder or glob",
+        str(empty): "contains no text",
+        "sums": "is for",
+    }.items():
+        with pytest.raises(InputError, match=f"^--validation-data {re.escape(name)}: {fault}"):
+            opened(path, folder=folder, validation_data=(name,))
+        with pytest.raises(InputError, match=f"^--data {re.escape(name)}: {fault}"):
+            opened(name, folder=folder, validation_data=(str(path),))
 
 
 def test_weights_on_only_some_sources_or_on_validation_data_are_refused(texts, folder, tmp_path):

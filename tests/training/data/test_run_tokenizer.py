@@ -8,8 +8,16 @@ from transformers import AutoTokenizer
 from ligermodels.errors import InputError
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.tokenizer.built_in_templates import BUILT_IN_TEMPLATES
-from ligermodels.training.data.embedded.new_tokenizer import GENERATION_CONFIG, train_tokenizer
-from ligermodels.training.data.run_tokenizer import end_of_turn, generation_config, use_template, write_tokenizer
+from ligermodels.training import TrainConfig
+from ligermodels.training.data.reader import SourceReader
+from ligermodels.training.data.run_tokenizer import (
+    GENERATION_CONFIG,
+    end_of_turn,
+    generation_config,
+    train_tokenizer,
+    use_template,
+    write_tokenizer,
+)
 from tests.tokenizer.chat_templates import CHAT_TEMPLATES
 from tests.tokenizer.folders import write_folder
 
@@ -63,6 +71,12 @@ def test_a_template_that_cannot_be_used_is_refused(tokenizer, tmp_path, template
     with pytest.raises(InputError) as refused:
         use_template(tokenizer, name)
     assert str(refused.value).startswith(reason.format(base=tmp_path / "base", file=name))
+
+
+def test_a_template_that_does_not_fit_a_new_tokenizer_names_no_folder_of_the_cache():
+    config = TrainConfig(model="qwen2", chat_template="llama3")
+    with pytest.raises(InputError, match=r"^--chat-template llama3: the new tokenizer has no token <.start_header"):
+        SourceReader(["stories"], None, 1024, config, 64)
 
 
 def test_the_end_of_a_turn_is_the_token_after_an_answer_or_before_the_next_turn(tmp_path):

@@ -22,9 +22,10 @@ from tests.training.small_models import save_model
 PACKAGE = Path(ligermodels.__file__).parent
 DATA_SIDE = ("training", "tokenizer", "images", "losses")
 # At most so many files, of which so many are of the data's side: training, tokenizer, images and losses.
-CHAT, CHAT_DATA_SIDE = 56, 23
-PAIR, PAIR_DATA_SIDE = 67, 34
-BLOCK = 17
+CHAT, CHAT_DATA_SIDE = 47, 17
+PAIR, PAIR_DATA_SIDE = 56, 26
+BLOCK = 14
+DATA_ROOM = 30  # files of training/data and its rooms
 
 
 @contextmanager
@@ -80,6 +81,10 @@ def test_the_walk_of_a_pair_to_the_loss(tmp_path, monkeypatch):
     files = walk("dpo", records, tmp_path, monkeypatch, pairs=4, max_length=64)
     assert len(files) <= PAIR, sorted(files)
     assert len(of_data_side(files)) <= PAIR_DATA_SIDE, of_data_side(files)
+
+
+def test_the_data_room_has_few_files():
+    assert len([*(PACKAGE / "training" / "data").rglob("*.py")]) <= DATA_ROOM
 
 
 def test_the_walk_of_a_hidden_state_through_a_block(monkeypatch):

@@ -5,7 +5,7 @@ import torch
 
 import ligermodels
 from ligermodels.training.data.embedded.embedded_stories import vocabulary_texts
-from ligermodels.training.data.embedded.new_tokenizer import train_tokenizer
+from ligermodels.training.data.run_tokenizer import train_tokenizer
 from ligermodels.training.objectives import questions as module
 from ligermodels.training.objectives.questions import count_correct_answers
 

@@ -11,7 +11,7 @@ from ligermodels.training.planning.defaults import completed, precision, schedul
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
-def fitted(config, rows, length, *, sft=False, longest=None, ranks=1, device=CPU, held_out=10):
+def fitted(config, rows, length, *, sft=False, longest=None, ranks=1, device=CPU, held_out=10, beside=0):
     """The settings, and the lines about them, for data of `rows` rows of `length` tokens."""
 
     class Training(SimpleNamespace):
@@ -23,7 +23,7 @@ def fitted(config, rows, length, *, sft=False, longest=None, ranks=1, device=CPU
     data.validation = range(held_out)
     world = World(device, size=ranks)
     config, chosen = with_choices(config, precision(config, world))
-    config, more = with_choices(config, schedule(config, data, 4096, world))
+    config, more = with_choices(config, schedule(config, data, 4096, world, beside))
     return completed(config), [*chosen, *more]
 
 
@@ -71,6 +71,12 @@ def test_validations_take_at_most_15_percent_of_the_compute():
         assert made == validations and made * held_out <= 0.15 * (passes + made * held_out)
         if validations == 2:
             assert any("--eval-every" in line and "at most 15% of the compute" in line for line in lines)
+
+
+def test_the_passes_of_a_teacher_are_part_of_the_compute():
+    config, _ = fitted(TrainConfig(model="a/folder", epochs=3), rows=100, length=64, sft=True, held_out=12, beside=9.0)
+    made = 1 + -(-config.steps // config.eval_every)
+    assert made == 5 and made * 10 * 12 <= 0.15 * (12 * config.steps * config.batch_size + made * 10 * 12)
 
 
 def test_text_has_one_epoch_of_larger_batches_shared_by_the_ranks():

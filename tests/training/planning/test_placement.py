@@ -96,7 +96,7 @@ TABLE = [
     (("8b", 8, 1), 79.1, 200, (8, "adamw8bit", True, True, 0)),
     (("8b", 8, 1), 139.8, 200, (8, "adamw", False, False, 0)),
     (("1b", 8, 1), 23.6, 60, (4, "adamw", False, False, 0)),
-    (("8b", 8, 2), 79.1, 200, (2, "bfloat16", False, False, 0)),
+    (("8b", 8, 2), 79.1, 200, (8, "adamw8bit", False, False, 13)),
 ]
 SLOW_TABLE = [
     (("8b", 8, 1), 79.1, 60, (2, "adamw8bit", False, False, 0)),

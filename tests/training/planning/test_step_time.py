@@ -23,9 +23,18 @@ MEASURED = [
 ]  # fmt: skip
 
 
+# Milliseconds on H200s of one host under FSDP2, 2026-11-27: ranks, dtype of the parameters, bytes of the states of one,
+# rows of a micro-batch and tokens of one, micro-batches, blocks that are checkpointed.
+SHARDED = [
+    (2, torch.float32, 4, 4, 2048, 1, 0, 742.7), (2, torch.float32, 4, 2, 2048, 4, 0, 1683.7),
+    (4, torch.bfloat16, 6, 2, 4096, 1, 32, 896.6), (4, torch.bfloat16, 6, 2, 8192, 1, 32, 1871.8),
+    (4, torch.float32, 8, 2, 8192, 1, 0, 1522.9),
+]  # fmt: skip
+
+
 @functools.cache
-def llama():
-    return ligermodels.create("llama", size="8b", dtype=torch.bfloat16, device="meta")
+def llama(dtype=torch.bfloat16):
+    return ligermodels.create("llama", size="8b", dtype=dtype, device="meta")
 
 
 @functools.cache
@@ -48,6 +57,17 @@ def milliseconds(blocks, kept, offloads, in_backward, gpu=H200, optimizer="adamw
 @pytest.mark.parametrize(("blocks", "kept", "offloads", "in_backward", "measured"), MEASURED)
 def test_the_time_of_a_step_is_within_three_percent_of_the_measured_one(blocks, kept, offloads, in_backward, measured):
     assert milliseconds(blocks, kept, offloads, in_backward) == pytest.approx(measured, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "dtype", "of_states", "rows", "length", "micro_batches", "blocks", "measured"), SHARDED
+)
+def test_the_time_of_a_sharded_step(ranks, dtype, of_states, rows, length, micro_batches, blocks, measured):
+    model, states = llama(dtype), of_states * sum(parameter.numel() for parameter in llama().parameters())
+    memory = training_memory(model, rows, length, torch.bfloat16, shards=ranks, optimizer_states=states)
+    time = StepTime(model, length, device_rates(H200, "bfloat16"), ranks)
+    seconds = time.seconds(memory, rows * length, micro_batches, blocks, 0, in_backward=False, in_8_bits=False)
+    assert 1e3 * seconds == pytest.approx(measured, rel=0.035)
 
 
 def test_states_that_come_and_go_take_time_where_the_backward_pass_does_not_hide_them():

@@ -59,10 +59,19 @@ def test_a_step_is_one_json_object_and_so_is_a_validation_with_its_sample_and_ac
 def test_a_loss_that_rounds_to_zero_has_no_sign(tmp_path, capsys):
     """The loss of GRPO's validation is a negative mean reward, which may be 0."""
     with run(tmp_path / "run", 1) as metrics:
-        metrics.step(1, loss=-1e-9, grad_norm=1.5, learning_rate=0.1, tokens=100)
-        metrics.validation(1, Validation(loss=-0.0))
+        metrics.step(1, loss=-1e-9, grad_norm=1.5, learning_rate=0.1, tokens=100, values={"rewards/margins": -1e-9})
+        metrics.validation(1, Validation(loss=-0.0, values={"divergence": -1e-9}))
     out = capsys.readouterr().out
-    assert "validation loss 0.000" in out and "-0.000" not in out
+    assert "validation loss 0.000" in out and "divergence 0.00" in out and "-0.0" not in out
+
+
+def test_a_long_sample_is_cut_on_the_console_alone(tmp_path, capsys):
+    sample = "a" * 1700 + " | the end"
+    with run(tmp_path, 1) as metrics:
+        metrics.validation(1, Validation(0.5, sample=sample))
+    assert records(tmp_path)[0]["sample"] == sample
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith("step 1: aaa") and line.endswith("aaa | the end") and len(line) == len("step 1: ") + 400
 
 
 def test_other_ranks_write_and_print_nothing(tmp_path, capsys):

@@ -7,7 +7,7 @@ format, takes it out of the loss: it is context only. Errors name the field.
 
 import difflib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from ligermodels.errors import InputError
@@ -18,6 +18,8 @@ from ligermodels.weights.reading import has_more_values
 MAX_RECORD_BYTES = 2**26  # of a JSON line, decompressed; for an array element and a CSV row, characters
 MAX_RECORD_VALUES = 2_000_000  # JSON values of a record; one that Python has parsed takes 50 to 250 bytes
 IMAGES_BESIDE_TEXT = "has images beside a text; give them in messages, or name the text alone with --text-field"
+TOKENIZATION_RECORDS = 1024  # tokenised at a time
+TOKENIZATION_CHARACTERS = 2**22  # likewise; `tokenizers` needs about a hundred bytes a token
 RENDER_ARGUMENTS = (
     "messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize",
 )  # fmt: skip
@@ -129,6 +131,7 @@ def content_text(content: Any) -> str:
 
 Record: TypeAlias = Text | Conversation | Completion | GroupRecord | TeacherRecord
 Made = TypeVar("Made")
+OneKind = TypeVar("OneKind", Text, Completion, Conversation, GroupRecord)
 
 
 class BadLines:
@@ -147,6 +150,21 @@ class BadLines:
                 return None
             earlier = f", {self.skipped} skipped before" if self.skipped else ""
             raise InputError(f"{error} (--allow-bad-lines {self.allowed}{earlier})") from error
+
+
+def record_batches(records: Iterable[OneKind]) -> Iterator[list[OneKind]]:
+    """Yields batches of records to tokenise at once, on all cores."""
+    batch: list[OneKind] = []
+    characters = 0
+    for record in records:
+        new = sum(map(len, record.texts))
+        if batch and (len(batch) == TOKENIZATION_RECORDS or characters + new > TOKENIZATION_CHARACTERS):
+            yield batch
+            batch, characters = [], 0
+        batch.append(record)
+        characters += new
+    if batch:
+        yield batch
 
 
 def parse_messages(value: Any, field: str, *, images: bool = False) -> list[dict[str, Any]]:

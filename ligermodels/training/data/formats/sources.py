@@ -16,8 +16,17 @@ from typing import TypeAlias
 
 from ligermodels.errors import InputError, first_line
 from ligermodels.images.reading import ImageSource
+from ligermodels.tokenizer.tokenizer import is_long, refuse_long
 from ligermodels.training.data.formats.record_formats import KNOWN_FIELDS, RecordFormats
-from ligermodels.training.data.formats.records import BadLines, Completion, Conversation, GroupRecord, Record, Text
+from ligermodels.training.data.formats.records import (
+    BadLines,
+    Completion,
+    Conversation,
+    GroupRecord,
+    Record,
+    TeacherRecord,
+    Text,
+)
 from ligermodels.training.data.formats.specs import BUILT_IN_SOURCES
 from ligermodels.training.data.formats.streams import DECOMPRESSORS, ReadingProgress
 from ligermodels.training.data.formats.tables import HUB_PREFIX, SAVE_AGAIN, read_arrow, read_hub_dataset, read_parquet
@@ -35,7 +44,6 @@ SPLIT_WORDS = {
 SPLIT_OF_WORD = {word: split for split, words in SPLIT_WORDS.items() for word in words}
 ANY_SPLIT_WORD = "|".join(SPLIT_OF_WORD)
 SPLIT_NAME = re.compile(rf"({ANY_SPLIT_WORD})(?:[-_.0-9].*)?|.*[-_.]({ANY_SPLIT_WORD})", re.DOTALL)
-LONG_CHARACTERS = 2**22  # a longer text in a record is split into pieces
 
 
 def find_files(name: str) -> list[Path]:
@@ -174,7 +182,7 @@ def read_records(
     """
     if name.startswith(HUB_PREFIX):
         read = read_hub_dataset(name, fields, bad_lines, progress)
-        records = attempt_all(read, lambda record: with_image_paths(record, None), bad_lines)
+        records = attempt_all(read, lambda record: checked_record(record, None), bad_lines)
     else:
         records = read_files(find_files(name), fields, bad_lines, progress)
     empty = True
@@ -188,11 +196,11 @@ def read_records(
 
 
 def split_long_text(text: Text) -> Iterator[Text]:
-    """Yields the text itself, or its pieces if it is very long: tokenising needs a hundred times its memory."""
-    if len(text.text) <= LONG_CHARACTERS:
-        yield text
-    else:
+    """Yields the text itself, or its pieces if it is too long to be tokenised at once."""
+    if is_long(text.text):
         yield from (piece._replace(place=text.place) for piece in text_pieces(io.StringIO(text.text)))
+    else:
+        yield text
 
 
 def read_files(
@@ -202,7 +210,7 @@ def read_files(
         if suffix_of(file) in TOKEN_SUFFIXES:
             raise InputError(f"{file}: contains token ids, but text is expected; do not mix the two in one source")
         records = READERS[suffix_of(file)](file, fields, bad_lines, progress)
-        yield from attempt_all(records, functools.partial(with_image_paths, folder=file.parent), bad_lines)
+        yield from attempt_all(records, functools.partial(checked_record, folder=file.parent), bad_lines)
         progress.finish(file.stat().st_size)
 
 
@@ -231,6 +239,16 @@ FILE_KINDS = (
     f"{', '.join(STREAMED)} (also with {' or '.join(DECOMPRESSORS)}), "
     f"{', '.join(TABLES)}, {' or '.join(TOKEN_SUFFIXES)}"
 )
+
+
+def checked_record(record: Record, folder: Path | None) -> Record:
+    """Returns the record as `with_image_paths` does.
+
+    Raises InputError also for one that is too long to be tokenised at once, unless it is a text, which can be split.
+    """
+    if not isinstance(record, Text):
+        refuse_long("".join(record.texts), (record.record if isinstance(record, TeacherRecord) else record).place)
+    return with_image_paths(record, folder)
 
 
 def with_image_paths(record: Record, folder: Path | None) -> Record:

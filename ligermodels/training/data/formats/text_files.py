@@ -36,6 +36,7 @@ from ligermodels.weights.reading import has_more_values
 PIECE_CHARACTERS = 2**18  # of one piece of a long text
 CONTEXT_CHARACTERS = 64  # of the text before a piece; more than a token or two
 CHUNK_CHARACTERS = 2**16
+MAX_BLANK_LINES = 10**6  # in a row: a compressed file of kilobytes may have billions
 DECODER = json.JSONDecoder()
 JSON_WHITESPACE = re.compile(r"[ \t\n\r]*")
 SURROGATE_ESCAPE, SURROGATE = re.compile(r"\\u[dD][89a-fA-F]"), re.compile("[\ud800-\udfff]")
@@ -109,14 +110,17 @@ def numbered_lines(file: Path, progress: ReadingProgress) -> Iterator[tuple[int,
 
 def stream_lines(stream: BinaryIO, name: str) -> Iterator[tuple[int, bytes]]:
     """Yields the lines of a stream that are not blank, with their numbers. name: stands for the stream in errors."""
-    number = 0
+    number = last = 0
     while line := stream.readline(MAX_RECORD_BYTES + 1):
         number += 1
         if len(line) > MAX_RECORD_BYTES:
             raise InputError(f"{name}:{number}: has more than {MAX_RECORD_BYTES:,} bytes; {JSON_LAYOUTS}")
         line = (line.removeprefix(codecs.BOM_UTF8) if number == 1 else line).rstrip()
         if line:
+            last = number
             yield number, line
+        elif number - last > MAX_BLANK_LINES:
+            raise InputError(f"{name}:{last + 1}: more than {MAX_BLANK_LINES:,} blank lines in a row; remove them")
 
 
 def parse_json_line(line: bytes, place: str, fields: RecordFormats) -> Record:

@@ -230,9 +230,9 @@ class PreferenceBatch:
         return {name: getattr(self, name) for name in names} | dict(self.images)
 
     @property
-    def balance_mask(self) -> Tensor:
-        """What is no padding, for `forward`: bool [1, T]."""
-        return (torch.arange(self.input_ids.shape[1], device=self.input_ids.device) < self.tokens)[None]
+    def row_lengths(self) -> Tensor:
+        """The tokens of the row without padding, for `forward`: int64 [1]."""
+        return self.rows.new_full((1,), self.tokens)
 
     def to(self, device: torch.device) -> "PreferenceBatch":
         """Copies the batch to a device; copies from pinned memory do not block the host."""

@@ -24,18 +24,23 @@ from ligermodels.errors import InputError
 from ligermodels.images.inputs import Processor
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.training.data.embedded.embedded import EMBEDDED_GROUPS, VALIDATION_QUESTIONS, Question
-from ligermodels.training.data.embedded.new_tokenizer import NewImages
 from ligermodels.training.data.formats.records import BadLines, GroupRecord, Record, TeacherRecord
 from ligermodels.training.data.formats.sources import TOKEN_SUFFIXES, read_records, suffix_of
-from ligermodels.training.data.formats.specs import BUILT_IN_SOURCES
+from ligermodels.training.data.formats.specs import (
+    BUILT_IN_SOURCES,
+    describe_sources,
+    open_validation,
+    parse_sources,
+)
 from ligermodels.training.data.formats.streams import ReadingProgress
-from ligermodels.training.data.opening import describe_sources, parse_sources, sample_pictures
+from ligermodels.training.data.opening import sample_pictures
 from ligermodels.training.data.preferences.formats import GroupFormats
 from ligermodels.training.data.preferences.steps import GroupSelection, TrainingGroups, ValidationGroups
 from ligermodels.training.data.preferences.store import GroupOptions, GroupStore, open_groups, write_groups
 from ligermodels.training.data.preferences.tokenization import GroupTokenizer, Lengths
 from ligermodels.training.data.reader import ReadRecords, SourceReader, hub_names, input_files, total_bytes
 from ligermodels.training.data.rows.packing import default_fraction, is_member
+from ligermodels.training.data.run_tokenizer import NewImages
 from ligermodels.training.settings.config import TrainConfig
 from ligermodels.units import counted
 
@@ -79,7 +84,7 @@ class GroupReader(SourceReader):
         return open_groups(folder)
 
     def write(self, records: Iterable[Record], bad_lines: BadLines, progress: ReadingProgress, folder: Path) -> None:
-        grouping = GroupTokenizer(*self.tokenizer, self.options, bad_lines, lambda: self.processor)
+        grouping = GroupTokenizer(*self.tokenizer, self.options, bad_lines, lambda: self.processor, self.image_tokens)
         units = cast(Iterable[GroupRecord | TeacherRecord], records)
         write_groups(progress.track(grouping.groups(units)), self.vocab_size, folder)
         counts = {"skipped": bad_lines.skipped, "lengths": dataclasses.asdict(grouping.lengths)}
@@ -155,7 +160,8 @@ def open_preferences(
     split = [split_source(reader, name, config, split=not separate) for name in names]
     held_out = [part for _, validation in split for part in validation]
     if separate:
-        held_out = [part for name in separate for part in validation_source(reader, name)]
+        read_whole = functools.partial(validation_source, reader)
+        held_out = [part for name in separate for part in open_validation(name, read_whole)]
         refuse_no_groups("--validation-data", separate, [held_out], reader)
     reader.refuse_too_many_bad_lines()
     refuse_no_groups("--data", names, [training for training, _ in split], reader)

@@ -16,8 +16,7 @@ import numpy as np
 
 from ligermodels.errors import InputError
 from ligermodels.training.data.preferences.formats import GroupKind
-from ligermodels.training.data.rows.image_store import DocumentImage
-from ligermodels.training.data.rows.store import Document, TokenStore, map_file, open_store, write_store
+from ligermodels.training.data.rows.store import Document, DocumentImage, TokenStore, map_file, open_store, write_store
 
 # Arrays of U groups, each in a file of that name: the first document of each, its value (NaN for none), where its
 # columns begin among the bytes of `columns`, and where its rows begin in `teacher_ids` and `teacher_logprobs`.

@@ -11,7 +11,7 @@ never supervised. A group with images is dropped where it would have to be cut.
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -19,22 +19,22 @@ import numpy as np
 from tokenizers import Encoding
 
 from ligermodels.errors import InputError
-from ligermodels.images.inputs import image_tokens, refuse_image_tokens
+from ligermodels.images.inputs import refuse_image_tokens
 from ligermodels.tokenizer import Tokenizer
+from ligermodels.tokenizer.tokenizer import overlap_mask
 from ligermodels.training.data.chat import (
+    NO_TOKENS,
     ReadProcessor,
     RenderedChat,
     no_images,
-    overlap_mask,
-    record_batches,
     render,
     render_conversation,
     tokenize_records,
 )
-from ligermodels.training.data.formats.records import BadLines, Conversation, GroupRecord, TeacherRecord
+from ligermodels.training.data.formats.records import BadLines, Conversation, GroupRecord, TeacherRecord, record_batches
 from ligermodels.training.data.preferences.store import GroupOptions, TokenGroup
 from ligermodels.training.data.rows.image_documents import ImageChats, plan_images
-from ligermodels.training.data.rows.image_store import DocumentImage
+from ligermodels.training.data.rows.store import DocumentImage
 from ligermodels.training.data.run_tokenizer import template_advice
 
 
@@ -59,15 +59,15 @@ class GroupTokenizer:
     """Tokenises records as groups.
 
     end: the end-of-text token. bad_lines: counts records that cannot be used. lengths: counts those too long.
-    processor: reads the image processor of a model that has one.
+    processor, image_tokens: as for `tokenize_records`.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, end: int, options: GroupOptions, bad_lines: BadLines,
-        processor: ReadProcessor = no_images,
+        processor: ReadProcessor = no_images, image_tokens: Mapping[int, str] = NO_TOKENS,
     ) -> None:  # fmt: skip
         self.tokenizer, self.end, self.options, self.bad_lines = tokenizer, end, options, bad_lines
-        self.processor, self.image_tokens = processor, image_tokens(processor)
+        self.processor, self.image_tokens = processor, image_tokens
         self.lengths = Lengths()
         added = tokenizer.tokenizer.get_added_tokens_decoder().items()
         self.special = {token: entry.content for token, entry in added if entry.special}
@@ -213,7 +213,7 @@ class GroupTokenizer:
                 images = chat.images.locate(ids)
             except InputError as error:
                 raise InputError(f"{chat.place}: {error}") from None
-        else:
+        elif self.image_tokens:
             refuse_image_tokens(ids, self.image_tokens, f"{chat.place}:")
         if chat.complete or not chat.answers:
             return Side(ids, mask, images)

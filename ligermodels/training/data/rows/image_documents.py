@@ -24,9 +24,8 @@ from ligermodels.images.reading import ImageSource, image_size
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.tokenizer.chat_template import Rendered
 from ligermodels.training.data.formats.records import IMAGES_BESIDE_TEXT, Completion, Conversation
-from ligermodels.training.data.rows.image_store import DocumentImage
 from ligermodels.training.data.rows.packing import Segment
-from ligermodels.training.data.rows.store import Document, TokenStore, cache_folder
+from ligermodels.training.data.rows.store import Document, DocumentImage, TokenStore, cache_folder
 
 MAX_THREADS = 16  # of a rank; hosts with many GPUs share their cores among as many ranks
 StoredImage: TypeAlias = tuple[TokenStore, int]  # an image by its number in a store

@@ -1,4 +1,4 @@
-"""The rows of a run: shuffled and mixed for training, in order for validation, and collated ahead of their turn.
+"""The rows of a run, shuffled and mixed for training, in order for validation, and the batches collated of them ahead.
 
 The order depends only on the seed, the sizes of the sources and their weights. The rows of a step, over all ranks and
 micro-batches, depend only on the order and on the cursor, the number of rows taken before the step. Any part of the
@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import zip_longest
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -18,13 +18,14 @@ from torch import Tensor, distributed
 
 from ligermodels.distributed import World, raise_on_all
 from ligermodels.errors import InputError
-from ligermodels.training.data.rows.batches import Batch, collate, split_global_batch
+from ligermodels.layers.decoder import IGNORE_INDEX, next_tokens
 from ligermodels.training.data.rows.image_documents import ImageDecoder, images_of
 from ligermodels.training.data.rows.packing import Concatenated, ConcatenatedRows, Segment
-from ligermodels.training.data.rows.stored_states import StoredStates
+from ligermodels.units import counted
 
 PROMPT_TOKENS = 16  # of a text, as the prompt of a sample
 MIXTURE_BLOCK = 10_000  # entries; weights hold exactly within each block, so 1 / MIXTURE_BLOCK is the smallest weight
+ROWS_MULTIPLE = 128  # a GEMM tile: the head's products are slower with other numbers of rows
 
 PrefetchRequest = TypeVar("PrefetchRequest")
 Prefetched = TypeVar("Prefetched")
@@ -212,10 +213,133 @@ class HeldOutRows(Generic[Sequenced, Prefetched]):
         return self.collate(range(start, start + size), *options)
 
 
-class TrainingRows(MixedRows[ConcatenatedRows, list[Batch]]):
-    """Rows of documents. stored: what a teacher has stored for them, None without."""
+class Batch(NamedTuple):
+    """B rows of T tokens, as `CausalLM.forward` takes them.
 
-    stored: StoredStates | None = None
+    With packing: input_ids, labels int64 [1, B * T], cu_seqlens int32 [documents + 1] for document masking, in which
+    the padding of a row counts as a document, and max_seqlen = T. Without packing: input_ids, labels int64 [B, T], and
+    None. labels: -100 for tokens that are not supervised. row_lengths: int64 [B], tokens without padding.
+    rows: int64 [N], the places in the flattened batch whose next token is supervised, and padding: see
+    `supervised_rows`. None where documents have no mask. Where ranks share rows, each has those of its part alone.
+    images: those of the rows, in order, under the names of arguments of `forward`; empty if there are none. Each has a
+    method `to`, as tensors have.
+    teacher_states: what a teacher has stored for the rows (`StoredStates.of_rows`); they stay in host memory.
+    """
+
+    input_ids: Tensor
+    labels: Tensor
+    cu_seqlens: Tensor | None
+    max_seqlen: int | None
+    row_lengths: Tensor
+    rows: Tensor | None = None
+    images: Mapping[str, Any] = {}  # never changed
+    teacher_states: Tensor | None = None
+
+    def to(self, device: torch.device) -> "Batch":
+        """Copies the batch to a device; copies from pinned memory do not block the host."""
+        copied = self.input_ids, self.labels, self.row_lengths
+        input_ids, labels, lengths = (x.to(device, non_blocking=True) for x in copied)
+        offsets, rows = (None if x is None else x.to(device, non_blocking=True) for x in (self.cu_seqlens, self.rows))
+        images = {name: values.to(device, non_blocking=True) for name, values in self.images.items()}
+        return Batch(input_ids, labels, offsets, self.max_seqlen, lengths, rows, images, self.teacher_states)
+
+    def arguments(self) -> dict[str, Any]:
+        """Returns the arguments of `forward`."""
+        fields = self._asdict()
+        del fields["teacher_states"]
+        return fields | fields.pop("images")
+
+
+def count_supervised(batch: Batch) -> Tensor:
+    """Returns the number of supervised tokens of whole rows: a scalar on the batch's device."""
+    return (next_tokens(batch.labels, batch.cu_seqlens) != IGNORE_INDEX).sum()
+
+
+def collate(
+    rows: Sequence[Sequence[Segment]], length: int, packing: bool, world: World,
+    decoder: ImageDecoder | None = None,
+) -> Batch:  # fmt: skip
+    """Returns a batch in host memory, pinned if the device is a GPU.
+
+    rows: the segments of each row; an empty row is padding. decoder: decodes the images of documents; None if none has
+    any. Raises InputError as `ImageDecoder.prepare` does.
+    """
+    pinned = world.device.type == "cuda"
+    input_ids = torch.zeros(len(rows), length, dtype=torch.int64, pin_memory=pinned)
+    labels = torch.full((len(rows), length), IGNORE_INDEX, dtype=torch.int64, pin_memory=pinned)
+    lengths = torch.zeros(len(rows), dtype=torch.int64, pin_memory=pinned)
+    ids, targets, offsets = input_ids.numpy(), labels.numpy(), [0]
+    for number, row in enumerate(rows):
+        end = 0
+        for store, start, size in row:
+            begin, end = end, end + size
+            ids[number, begin:end] = store.tokens[start : start + size]
+            targets[number, begin + 1 : end] = ids[number, begin + 1 : end]
+            if store.supervised is not None:
+                targets[number, begin:end][~store.supervised[start : start + size]] = IGNORE_INDEX
+            offsets.append(number * length + end)
+        lengths[number] = end
+        if end < length:
+            offsets.append((number + 1) * length)
+    masked = any(store.supervised is not None for row in rows for store, _, _ in row)
+    places = supervised_rows(labels, pinned, world.context_rank, world.context) if masked else None
+    if not packing:
+        images = decoder.arguments([*map(images_of, rows)], input_ids, labels, None, pinned) if decoder else {}
+        return Batch(input_ids, labels, None, None, lengths, places, images)
+    input_ids, labels = input_ids.view(1, -1), labels.view(1, -1)
+    cu_seqlens = torch.tensor(offsets, dtype=torch.int32, pin_memory=pinned)
+    images = (
+        decoder.arguments([images_of(itertools.chain(*rows))], input_ids, labels, cu_seqlens, pinned) if decoder else {}
+    )
+    return Batch(input_ids, labels, cu_seqlens, length, lengths, places, images)
+
+
+def supervised_rows(labels: Tensor, pinned: bool, part: int = 0, parts: int = 1) -> Tensor | None:
+    """Returns the places of labels [B, T] whose next token is supervised: int64 [N], N a multiple of ROWS_MULTIPLE.
+
+    Of the batch in equal parts, the places in number `part`. The padding is the last place whose next token is not
+    supervised. None where N would not be smaller than the part. The head then computes these rows alone, and the host
+    does not have to ask the device where they are. A document's first label is IGNORE_INDEX, so that no place is
+    supervised by the next row or document.
+    """
+    supervised = np.split(is_supervised(labels), parts)[part]
+    places = np.flatnonzero(supervised)
+    count = max(1, -(-len(places) // ROWS_MULTIPLE)) * ROWS_MULTIPLE
+    if count >= len(supervised):
+        return None
+    rows = torch.full((count,), np.flatnonzero(~supervised)[-1], dtype=torch.int64, pin_memory=pinned)
+    rows.numpy()[: len(places)] = places
+    return rows
+
+
+def is_supervised(labels: Tensor) -> np.ndarray:
+    """Returns whether the next token of each place of flattened labels is supervised. A row's first label never is."""
+    return np.append(labels.numpy().reshape(-1)[1:], IGNORE_INDEX) != IGNORE_INDEX
+
+
+def split_global_batch(batch_size: int, micro_batch_size: int | None, world: World) -> tuple[int, int]:
+    """Returns (gradient accumulation steps, micro-batch size) of each rank, for a global batch of `batch_size` rows.
+
+    micro_batch_size: None for a single micro-batch per rank and step. Raises InputError if the global batch cannot be
+    divided equally.
+    """
+    size = micro_batch_size or max(1, batch_size // world.data_size)
+    accumulation_steps, remainder = divmod(batch_size, world.data_size * size)
+    if remainder or not accumulation_steps:
+        given = "" if micro_batch_size is None else f" x --micro-batch-size {size}"
+        ranks = counted(world.size, "rank") + ("" if world.context == 1 else f" / --context-parallel {world.context}")
+        raise InputError(f"--batch-size {batch_size} is not a multiple of {ranks}{given}: change one of them")
+    return accumulation_steps, size
+
+
+# Adds a teacher's states to a batch, given the numbers of its rows; None for one of padding.
+StatesBeside: TypeAlias = Callable[[Batch, Sequence[int | None], World], Batch]
+
+
+class TrainingRows(MixedRows[ConcatenatedRows, list[Batch]]):
+    """Rows of documents. states_beside: adds what a teacher has stored for these rows; None without."""
+
+    states_beside: StatesBeside | None = None
 
     def __init__(
         self, sources: Sequence[ConcatenatedRows], weights: Sequence[float], seed: int, packing: bool,
@@ -261,16 +385,16 @@ class TrainingRows(MixedRows[ConcatenatedRows, list[Batch]]):
     def batch(self, numbers: Sequence[int], world: World) -> Batch:
         rows = [self.rows.segments(number) for number in numbers]
         batch = collate(rows, self.length, self.packing, world, self.decoder)
-        return batch if self.stored is None else self.stored.beside(batch, numbers, world)
+        return batch if self.states_beside is None else self.states_beside(batch, numbers, world)
 
 
 class ValidationRows(HeldOutRows[ConcatenatedRows, Batch]):
     """Rows of documents.
 
-    stored: what a teacher has stored, None without; first: the number that the first row has there.
+    states_beside: as in `TrainingRows`; first: the number that the first row has there.
     """
 
-    stored: StoredStates | None = None
+    states_beside: StatesBeside | None = None
     first = 0
 
     def __init__(self, rows: ConcatenatedRows, packing: bool, decoder: ImageDecoder | None = None) -> None:
@@ -291,9 +415,9 @@ class ValidationRows(HeldOutRows[ConcatenatedRows, Batch]):
         mine = numbers[world.data_rank * micro_batch_size :][:micro_batch_size]
         rows = [self.rows.segments(row) if row < len(self) else [] for row in mine]
         batch = collate(rows, self.rows.length, self.packing, world, self.decoder)
-        if self.stored is None:
+        if self.states_beside is None:
             return batch
-        return self.stored.beside(batch, [self.first + row if row < len(self) else None for row in mine], world)
+        return self.states_beside(batch, [self.first + row if row < len(self) else None for row in mine], world)
 
     def sample_prompt(self) -> list[int]:
         """Returns a prompt to generate a sample from: the first that has more than one token."""

@@ -16,7 +16,7 @@ from ligermodels.losses.divergences import KINDS
 from ligermodels.memory.model import TrainingMemory
 from ligermodels.training.data.preferences import GroupOptions, PreferenceBatch, open_preferences
 from ligermodels.training.data.preferences.formats import GroupKind
-from ligermodels.training.data.rows.batches import Batch, count_supervised
+from ligermodels.training.data.rows.run_rows import Batch, count_supervised
 from ligermodels.training.objectives.distillation.teachers import StoredTeacher, TeacherModel, common_vocabulary
 from ligermodels.training.objectives.evaluation import answers_and_sample, start_stop_check
 from ligermodels.training.objectives.objective import Objective, RunSetup, Share, Work
@@ -24,9 +24,10 @@ from ligermodels.training.objectives.preference.groups import GroupObjective
 from ligermodels.training.objectives.sft import SFT
 from ligermodels.training.parallel.fsdp import dp_shard_size
 from ligermodels.training.planning.defaults import Choice
+from ligermodels.training.reporting.flops import forward_flops
 from ligermodels.training.reporting.metrics import Validation
 from ligermodels.training.run.stopping import Stop
-from ligermodels.training.settings.config import FIELDS, RunConfig, TrainConfig
+from ligermodels.training.settings.config import RunConfig, TrainConfig
 
 DEFAULT_JSD = 0.5
 DEFAULT_LENGTH = 2048  # of a packed row of documents
@@ -36,10 +37,12 @@ class TeacherObjective(Objective):
     """An objective with a model as the teacher.
 
     Its metrics are `divergence` and `entropy` per token, of the student at the temperature, and `nll` with a ce_weight.
-    vocab is the number of classes that are compared; None for all.
+    vocab is the number of classes that are compared; None for all. teacher_passes is what a pass of the teacher costs,
+    in passes of the student.
     """
 
     teacher: TeacherModel
+    teacher_passes: float
     vocab: int | None
 
     def __init__(self, config: TrainConfig, world: World) -> None:
@@ -57,6 +60,7 @@ class TeacherObjective(Objective):
                 f"--data {self.data.names}: has images, which a teacher does not see; take text for --objective distill"
             )
         self.teacher = self.make_teacher()
+        self.teacher_passes = forward_flops(self.teacher.model) / forward_flops(model)
         names = self.config.title, str(self.config.teacher)
         self.vocab = common_vocabulary(model, self.teacher.model, names, (self.data.tokenizer, self.teacher.tokenizer))
 
@@ -66,6 +70,10 @@ class TeacherObjective(Objective):
     def complete(self, config: RunConfig) -> None:
         super().complete(config)
         self.teacher.model.to(torch.bfloat16 if config.dtype == "bfloat16" else torch.float32)
+
+    @property
+    def passes_beside(self) -> float:
+        return super().passes_beside + (0 if isinstance(self.teacher, StoredTeacher) else self.teacher_passes)
 
     @property
     def load(self) -> tuple[int, int]:
@@ -100,7 +108,7 @@ class Distill(TeacherObjective, SFT):
 
     def __init__(self, config: TrainConfig, world: World) -> None:
         super().__init__(config, world)
-        if config.max_completion_length != FIELDS["max_completion_length"].default:
+        if config.max_completion_length is not None:
             raise InputError("--max-completion-length goes with --on-policy, which is missing")
 
     def make_teacher(self) -> TeacherModel:
@@ -124,7 +132,7 @@ class Distill(TeacherObjective, SFT):
     def loss(self, model: CausalLM, batch: Batch, work: Work) -> Share:
         with self.teacher.read(batch) as teacher:
             options = {"teacher": teacher} | self.options(self.config.ce_weight)
-            found = model(**batch.arguments(), num_items_in_batch=work.counts.clamp_min(1), divergence=options)
+            found = model(**self.arguments(batch, work), divergence=options)
         return Share(found.loss, divergence_sums(found.divergence, count_supervised(batch)))
 
     @torch.no_grad()
@@ -190,6 +198,12 @@ class GroupDistill(GroupObjective):
 
     def count(self, batch: PreferenceBatch) -> Tensor:
         return batch.rows.new_full((1,), batch.supervised)
+
+    def arguments(self, batch: PreferenceBatch, work: Work) -> dict[str, Any]:
+        """The arguments of `forward` for one of the step's micro-batches."""
+        lengths, share = batch.row_lengths, batch.tokens / work.tokens
+        shares = {"row_lengths": lengths, "num_items_in_batch": work.counts[0], "balance_share": share}
+        return batch.model_inputs | shares
 
 
 def divergence_sums(found: DivergenceOutput, tokens: Tensor) -> dict[str, Tensor]:

@@ -51,10 +51,10 @@ class OnPolicyDistill(TeacherObjective, GroupDistill):
     def group_options(self, length: int, positions: int) -> GroupOptions:
         if self.kind == "distillation":
             return replace(super().group_options(length, positions), needs_prompts=True)
-        longest = positions - self.config.max_completion_length
+        longest = positions - self.config.longest_completion
         if longest < 2:
             raise InputError(
-                f"--max-completion-length {self.config.max_completion_length}: leaves no room for a prompt in the "
+                f"--max-completion-length {self.config.longest_completion}: leaves no room for a prompt in the "
                 f"{positions} positions of the model; lower it"
             )
         return GroupOptions(kind=self.kind, max_length=longest, row_length=length)
@@ -63,14 +63,14 @@ class OnPolicyDistill(TeacherObjective, GroupDistill):
         super().open(folder, model, adapter)
         self.longest_prompt = max(self.data.training.groups.longest_prompt, self.data.validation.groups.longest_prompt)
         positions = model.config.max_position_embeddings
-        if self.longest_prompt + self.config.max_completion_length > positions:
+        if self.longest_prompt + self.config.longest_completion > positions:
             raise InputError(
-                f"--max-completion-length {self.config.max_completion_length}: with the longest prompt, of "
+                f"--max-completion-length {self.config.longest_completion}: with the longest prompt, of "
                 f"{self.longest_prompt} tokens, more than the {positions} positions of the model; lower it"
             )
 
     def plan(self, temperature: float) -> SamplingPlan:
-        return SamplingPlan(1, temperature, self.config.max_completion_length, seed=self.config.seed)
+        return SamplingPlan(1, temperature, self.config.longest_completion, seed=self.config.seed)
 
     def complete(self, config: RunConfig) -> None:
         super().complete(config)
@@ -82,7 +82,7 @@ class OnPolicyDistill(TeacherObjective, GroupDistill):
     @property
     def tokens_per_step(self) -> int:
         """An upper bound: every completion of a prompt has its full length."""
-        sampled = self.config.max_completion_length if self.kind == "prompts" else 0
+        sampled = self.config.longest_completion if self.kind == "prompts" else 0
         return super().tokens_per_step + self.config.units * sampled
 
     def bytes_beside(self, model: CausalLM) -> int:
@@ -124,10 +124,7 @@ class OnPolicyDistill(TeacherObjective, GroupDistill):
     def loss(self, model: CausalLM, batch: PreferenceBatch, work: Work) -> Share:
         with self.teacher.read(batch) as teacher:
             options = {"teacher": teacher} | self.options(0.0)
-            found = model(
-            **batch.model_inputs, balance_mask=batch.balance_mask, num_items_in_batch=work.counts[0],
-            divergence=options, skip_logits=True,
-        )  # fmt: skip
+            found = model(**self.arguments(batch, work), divergence=options, skip_logits=True)
         return Share(found.loss, divergence_sums(found.divergence, work.counts.new_full((), batch.supervised)))
 
     def validation_steps(self, model: CausalLM) -> Iterator[Step]:

@@ -57,10 +57,7 @@ class TopKDistill(GroupDistill):
             "teacher": teacher_of(batch), "kind": self.divergence, "temperature": self.config.temperature or 1.0,
             "ce_weight": self.config.ce_weight,
         }  # fmt: skip
-        found = model(
-            **batch.model_inputs, balance_mask=batch.balance_mask, num_items_in_batch=work.counts[0],
-            divergence=options, skip_logits=True,
-        )  # fmt: skip
+        found = model(**self.arguments(batch, work), divergence=options, skip_logits=True)
         tokens = work.counts.new_full((), batch.supervised)
         return Share(found.loss, divergence_sums(found.divergence, tokens))
 

@@ -24,8 +24,9 @@ from ligermodels.memory.model import decoder_blocks, gathered_bytes, held_bytes,
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.training.data import Data
 from ligermodels.training.data.preferences import PreferenceBatch
-from ligermodels.training.data.rows.batches import Batch, collate
-from ligermodels.training.data.rows.stored_states import (
+from ligermodels.training.data.rows.run_rows import Batch, collate
+from ligermodels.training.data.run_tokenizer import refuse_other_tokens, tokenizer_of
+from ligermodels.training.objectives.distillation.stored_states import (
     StoredStates,
     described_as,
     offsets_of_rows,
@@ -33,7 +34,6 @@ from ligermodels.training.data.rows.stored_states import (
     supervised_places,
     write_states,
 )
-from ligermodels.training.data.run_tokenizer import refuse_other_tokens, tokenizer_of
 from ligermodels.training.parallel import fsdp
 from ligermodels.training.planning.plan import free_space
 from ligermodels.training.settings.config import RunConfig
@@ -178,7 +178,7 @@ class StoredTeacher(TeacherModel):
             gc.collect()
         self.head = read_head(self.states_folder, world.device)
         stored = StoredStates.map(self.states_folder, self.offsets, self.width, self.head.dtype, writes=False)
-        self.data.training.stored = self.data.validation.stored = stored
+        self.data.training.states_beside = self.data.validation.states_beside = stored.beside
         self.data.validation.first = len(self.data.training)
 
     def write(self, world: World, micro_batch_size: int) -> None:

@@ -15,6 +15,12 @@ NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?")
 BUILT_IN_REWARDS = ("exact", "number", "format:REGEX", "length", "length:TOKENS")
 
 
+def is_built_in(name: str) -> bool:
+    """Whether a name is one of `BUILT_IN_REWARDS`, with any argument."""
+    kind, colon, _ = name.partition(":")
+    return any((kind, bool(colon)) == (known.partition(":")[0], ":" in known) for known in BUILT_IN_REWARDS)
+
+
 def built_in_reward(name: str, max_completion_length: int) -> RewardCallable:
     """The function of this name. Raises InputError for an argument that it cannot have."""
     kind, colon, argument = name.partition(":")

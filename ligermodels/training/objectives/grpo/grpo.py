@@ -97,7 +97,7 @@ class GRPO(Objective):
         super().__init__(config, world)
         self.policy = policy_options(config)
         self.entropy = EntropyControl(config.entropy_coef, config.entropy_target)
-        self.rewards = open_rewards(config.reward or (), config.max_completion_length, config.reward_timeout)
+        self.rewards = open_rewards(config.reward or (), config.longest_completion, config.reward_timeout)
         self.weights = [function.weight for function in self.rewards]
         self.reward_models = [made.function for made in self.rewards if isinstance(made.function, ModelReward)]
         if config.lora_dropout:
@@ -120,10 +120,10 @@ class GRPO(Objective):
     def open(self, folder: Path | None, model: CausalLM, adapter: Path | None) -> None:
         config = self.config
         self.share_prompts = config.share_prompts and model.shares_keys
-        longest = model.config.max_position_embeddings - config.max_completion_length
+        longest = model.config.max_position_embeddings - config.longest_completion
         if longest < 2:
             raise InputError(
-                f"--max-completion-length {config.max_completion_length}: leaves no room for a prompt in the "
+                f"--max-completion-length {config.longest_completion}: leaves no room for a prompt in the "
                 f"{model.config.max_position_embeddings} positions of the model; lower it"
             )
         if self.spec is not None and self.spec.kind == "base":
@@ -181,7 +181,7 @@ class GRPO(Objective):
     def tokens_per_step(self) -> int:
         """An upper bound: every completion has its full length."""
         config = self.config
-        group = self.longest_prompt - 1 + config.generations * (config.max_completion_length + 1)
+        group = self.longest_prompt - 1 + config.generations * (config.longest_completion + 1)
         return config.units * group
 
     def bytes_beside(self, model: CausalLM) -> int:
@@ -219,7 +219,7 @@ class GRPO(Objective):
     def sampling_plan(self, temperature: float) -> SamplingPlan:
         config = self.config
         count = config.generations if temperature else 1
-        return SamplingPlan(count, temperature, config.max_completion_length, tuple(config.stop), config.seed)
+        return SamplingPlan(count, temperature, config.longest_completion, tuple(config.stop), config.seed)
 
     @property
     def scores(self) -> bool:
@@ -437,8 +437,8 @@ def grpo_choices(
     rate = LEARNING_RATE * 10 if config.with_lora else LEARNING_RATE
     if config.has_new_weights:
         rate = default_learning_rate(hidden_size, pretrained=False, lora=config.with_lora)
-    group = longest_prompt - 1 + config.generations * (config.max_completion_length + 1)
-    length = max(longest_prompt + config.max_completion_length, min(group, MOST_ROW_TOKENS))
+    group = longest_prompt - 1 + config.generations * (config.longest_completion + 1)
+    length = max(longest_prompt + config.longest_completion, min(group, MOST_ROW_TOKENS))
     return {
         "sequence_length": Choice(length, "a group of the longest prompt" if length == group else ""),
         "prompts": Choice(prompts),

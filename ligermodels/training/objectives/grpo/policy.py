@@ -141,7 +141,7 @@ def policy_options(config: TrainConfig) -> PolicyOptions:
         raise InputError("--kl-correction off goes with --beta, which is missing")
     refuse_unused_clips(config)
     return PolicyOptions(
-        name=names[0], longest=config.max_completion_length, epsilon=config.epsilon, epsilon_high=config.epsilon_high,
+        name=names[0], longest=config.longest_completion, epsilon=config.epsilon, epsilon_high=config.epsilon_high,
         delta=config.delta, importance_sampling_level=config.importance_sampling_level, beta=config.beta or 0.0,
         use_bias_correction_kl=config.kl_correction, sampler_correction=sampler_correction(config),
         sampler_clip=config.sampler_clip, sampler_clip_min=config.sampler_clip_min,

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ligermodels.errors import InputError
-from ligermodels.training.objectives.grpo.built_in_rewards import BUILT_IN_REWARDS
+from ligermodels.training.objectives.grpo.built_in_rewards import BUILT_IN_REWARDS, is_built_in
 from ligermodels.training.reward_function import REWARD_MODEL
 
 REWARD_KINDS = f"FILE.py:FUNCTION, {REWARD_MODEL}FOLDER of a reward model, or one of {', '.join(BUILT_IN_REWARDS)}"
@@ -39,11 +39,6 @@ def parse_reward(text: str) -> RewardSpec:
     if not colon or not path.endswith(".py"):
         raise InputError(f"--reward {spec}: must be {REWARD_KINDS}")
     return RewardSpec(spec, weight, file=Path(path), function=function)
-
-
-def is_built_in(spec: str) -> bool:
-    kind, colon, _ = spec.partition(":")
-    return spec in ("exact", "number") or kind == "length" or (kind == "format" and bool(colon))
 
 
 def split_weight(text: str) -> tuple[str, float]:

@@ -23,8 +23,9 @@ from ligermodels.losses import segment_sums
 from ligermodels.training.checkpoints import Progress
 from ligermodels.training.data.preferences import GroupOptions, PreferenceBatch, PreferenceData, Step, open_preferences
 from ligermodels.training.data.preferences.formats import GroupKind
+from ligermodels.training.data.reader import image_options
 from ligermodels.training.objectives.evaluation import start_stop_check
-from ligermodels.training.objectives.objective import Objective, StepTotals, Work, image_options
+from ligermodels.training.objectives.objective import Objective, StepTotals, Work
 from ligermodels.training.planning.defaults import (
     MIN_STEPS_PER_EPOCH,
     TRAINING_PASSES,
@@ -54,11 +55,6 @@ class GroupObjective(Objective):
     learning_rate: ClassVar[float]
     data: PreferenceData
     config: RunConfig
-
-    @property
-    def passes_beside(self) -> int:
-        """How many forward passes without a gradient a group takes, in training as in a validation."""
-        return 0
 
     @property
     def unit(self) -> str:
@@ -149,7 +145,7 @@ class GroupObjective(Objective):
         routers). extras are those of `ops.linear_logprobs`, beside what is always measured."""
         more = ["mean_logit"] if self.config.mean_logits else []
         options = {"entropy": True, "extras": (*MEASURED, *more, *extras)}
-        output = model(**batch.model_inputs, balance_mask=batch.balance_mask, logprobs=options)
+        output = model(**batch.model_inputs, row_lengths=batch.row_lengths, logprobs=options)
         found = output.logprobs.map(lambda x: x[: batch.supervised])
         if output.aux_loss is None:
             return found, None
@@ -212,9 +208,9 @@ def mean_logits(sums: Mapping[str, float]) -> dict[str, float]:
     return {f"logits/{side}": sums[f"logits/{side}"] / count for side, count in counts.items() if count}
 
 
-def balance_share(balance: Tensor | None, batch: PreferenceBatch, supervised: Tensor) -> Tensor | float:
-    """The micro-batch's part of the routers' balance loss: its share of the step's supervised tokens."""
-    return 0.0 if balance is None else balance * batch.supervised / supervised
+def balance_share(balance: Tensor | None, batch: PreferenceBatch, work: Work) -> Tensor | float:
+    """The micro-batch's part of the routers' balance loss: its share of the step's tokens, which routers see."""
+    return 0.0 if balance is None else balance * (batch.tokens / work.tokens)
 
 
 def given(**options: Any) -> dict[str, Any]:

@@ -21,7 +21,7 @@ NO_EXAMPLE = torch.zeros(1), torch.tensor([0, 1], dtype=torch.int32), torch.zero
 
 
 class KTO(ReferenceObjective):
-    """Kahneman-Tversky optimisation. `counts` of a step: examples, supervised tokens, z.
+    """Kahneman-Tversky optimisation. `counts` of a step: examples, z.
 
     z, the estimate of the divergence from the reference, is of the whole step: two passes without a gradient over its
     prompts with other examples' completions. With the loss apo_zero_unpaired it is 0.
@@ -46,7 +46,7 @@ class KTO(ReferenceObjective):
         losses.kto(*NO_EXAMPLE, **self.options)
 
     @property
-    def passes_beside(self) -> int:
+    def passes_beside(self) -> float:
         return super().passes_beside + (2 if self.name == "kto" else 0)  # z takes two
 
     def default_reference(self) -> str:
@@ -68,8 +68,7 @@ class KTO(ReferenceObjective):
         return [f"{weighed}; the paper takes 1 to 1.33: {flag} {value:.2f}"]
 
     def count(self, batch: PreferenceBatch) -> Tensor:
-        lengths = batch.completions.diff()
-        return torch.stack([(lengths > 0).sum(), lengths.sum()])
+        return (batch.completions.diff() > 0).sum()[None]
 
     def assemble(self, model: CausalLM, step: Step, mismatched: Callable[[], Step]) -> Work:
         work = super().assemble(model, step, mismatched)
@@ -87,12 +86,12 @@ class KTO(ReferenceObjective):
         return losses.kto_z(*distributed.total(torch.stack(sums).sum(0)).unbind())
 
     def loss(self, model: CausalLM, batch: PreferenceBatch, work: Work) -> Share:
-        examples, supervised, z = work.counts.unbind()
+        examples, z = work.counts.unbind()
         reference = self.reference.sums(model, batch, None)  # before the policy's pass: it may exchange weights
         found, balance = self.policy(model, batch)
         assert batch.desirable is not None  # of judged completions
         result = losses.kto(found.logprobs, batch.completions, reference, batch.desirable, z, **self.options)
-        loss = result.loss / examples + balance_share(balance, batch, supervised) + 0.0 * found.logprobs.sum()
+        loss = result.loss / examples + balance_share(balance, batch, work) + 0.0 * found.logprobs.sum()
         sums = {"examples": result.examples, "kl": z * result.examples, **result.metrics, **token_sums(found)}
         sums |= logit_sums(found, batch.completions, batch.desirable)
         return Share(loss, sums)

@@ -35,7 +35,7 @@ FALL = 10.0  # nats that the chosen side's log-probability has fallen by, where 
 
 
 class PairObjective(GroupObjective):
-    """A loss of pairs. `counts` of a step: pairs, tokens of the chosen sides, supervised tokens."""
+    """A loss of pairs. `counts` of a step: pairs, tokens of the chosen sides."""
 
     kind = "pairs"
 
@@ -57,14 +57,14 @@ class PairObjective(GroupObjective):
 
     def count(self, batch: PreferenceBatch) -> Tensor:
         lengths = batch.completions.diff().view(-1, 2)
-        return torch.stack([(lengths.amin(1) > 0).sum(), lengths[:, 0].sum(), lengths.sum()])
+        return torch.stack([(lengths.amin(1) > 0).sum(), lengths[:, 0].sum()])
 
     def loss(self, model: CausalLM, batch: PreferenceBatch, work: Work) -> Share:
-        pairs, chosen, supervised = work.counts.unbind()
+        pairs, chosen = work.counts.unbind()
         reference = self.reference_sums(model, batch)  # before the policy's pass: it may exchange weights
         found, balance = self.policy(model, batch)
         result = self.pair_loss(found.logprobs, batch.completions, **reference, **self.options_with(found))
-        loss = result.loss / pairs + result.nll / chosen + balance_share(balance, batch, supervised)
+        loss = result.loss / pairs + result.nll / chosen + balance_share(balance, batch, work)
         sums = {"pairs": result.pairs, "tokens": result.tokens, **result.metrics, **token_sums(found)}
         chosen = torch.arange(len(batch.completions) - 1, device=batch.completions.device) % 2 == 0
         sums |= logit_sums(found, batch.completions, chosen)

@@ -448,7 +448,7 @@ class ReferenceObjective(GroupObjective):
             make_reference(self.spec, config, world)
 
     @property
-    def passes_beside(self) -> int:
+    def passes_beside(self) -> float:
         return int(self.spec.kind != "precomputed")
 
     @property

@@ -18,7 +18,7 @@ from ligermodels.training.data.embedded.embedded import (
     shape_dataset,
     shape_question,
 )
-from ligermodels.training.data.embedded.new_tokenizer import NewImages, save_tokenizer, train_image_tokenizer
+from ligermodels.training.data.run_tokenizer import NewImages, save_tokenizer, train_image_tokenizer
 
 SETTINGS = {
     "image_processor_type": "Qwen2VLImageProcessor", "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2,
@@ -82,6 +82,13 @@ def test_a_new_tokenizer_has_the_tokens_of_images(tmp_path):
     assert text.startswith("<|im_start|>user\n<|vision_start|>" + "<|image_pad|>" * 4 + "<|vision_end|>What ")
     assert text.endswith("<|im_end|>\n<|im_start|>assistant\n") and answer.startswith("It is ")
     assert inputs["image_grid_thw"].tolist() == [[1, 4, 4]]
+
+
+def test_a_new_tokenizer_of_little_text_has_the_tokens_of_images_at_their_ids():
+    tokenizer = train_image_tokenizer(["red", "blue"], 1000, NewImages(998, SETTINGS))
+    assert tokenizer.tokenizer.token_to_id("<|image_pad|>") == 998 and tokenizer.vocab_size == 1000
+    ids = tokenizer.encode("red <|image_pad|>")
+    assert ids[-1] == 998 and tokenizer.tokenizer.id_to_token(995) == "<|unused_731|>"
 
 
 def test_questions_are_about_unseen_pictures():

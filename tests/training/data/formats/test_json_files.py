@@ -108,6 +108,15 @@ def test_the_error_for_truncated_or_invalid_json_names_the_element(tmp_path, mon
     assert str(refused.value).startswith(f"{name}{complaint}")
 
 
+def test_endless_blank_lines_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_files, "MAX_BLANK_LINES", 3)
+    name = write(tmp_path / "a.jsonl", {"text": "a"}, b"", b" ", b"", {"text": "b"})
+    assert [record.place for record in read(name)] == [f"{name}:1", f"{name}:5"]
+    name = write(tmp_path / "b.jsonl", {"text": "a"}, b"", b" ", b"", b"", {"text": "b"})
+    with pytest.raises(InputError, match=rf"^{name}:2: more than 3 blank lines in a row; remove them$"):
+        read(name)
+
+
 def test_a_line_that_is_too_long_is_refused_before_it_is_read_as_a_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(text_files, "MAX_RECORD_BYTES", 20)
     assert len(read(write(tmp_path / "a.jsonl", b'{"text": "a2345678"}'))) == 1

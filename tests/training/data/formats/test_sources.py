@@ -6,8 +6,9 @@ import json
 import pytest
 
 from ligermodels.errors import InputError
+from ligermodels.tokenizer import tokenizer
 from ligermodels.training.data.formats import sources, specs, text_files
-from ligermodels.training.data.formats.records import Text
+from ligermodels.training.data.formats.records import Completion, Text
 from tests.training.data.source_files import read, write
 
 
@@ -178,9 +179,28 @@ def test_a_weight_must_be_above_zero(text):
         specs.parse_spec(text)
 
 
+LONG = "long " * 30
+LONG_RECORDS = {
+    "a prompt": {"prompt": LONG, "completion": "c"},
+    "an answer": {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": LONG}]},
+    "many messages": {"messages": [{"role": "user", "content": "long "}] * 30},
+    "of few characters": {"prompt": "é" * 60, "completion": "c"},
+}
+
+
+@pytest.mark.parametrize("kind", LONG_RECORDS)
+def test_a_record_of_which_tokens_would_fill_the_memory_is_a_bad_line(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenizer, "MAX_TEXT_BYTES", 100)
+    lines = [{"prompt": "p" * 99, "completion": "c"}, LONG_RECORDS[kind]]
+    name = write(tmp_path / "a.jsonl", *lines)
+    with pytest.raises(InputError, match=rf"^{name}:2: has a text of more than 100 bytes; make it shorter \(--allow"):
+        read(name)
+    assert read(name, allowed=1) == [Completion("p" * 99, "c", f"{name}:1")]
+
+
 def test_a_very_long_text_in_json_is_split_like_a_text_file(tmp_path, monkeypatch):
     monkeypatch.setattr(text_files, "PIECE_CHARACTERS", 20)
-    monkeypatch.setattr(sources, "LONG_CHARACTERS", 100)
+    monkeypatch.setattr(tokenizer, "MAX_TEXT_BYTES", 100)
     long, short = "\n".join(f"line {number}\r" for number in range(40)), "x" * 100
     name = write(tmp_path / "a.jsonl", json.dumps({"text": short}).encode(), json.dumps({"text": long}).encode())
     whole, *pieces = read(name)

@@ -180,7 +180,8 @@ def test_bad_records_are_refused_or_counted(fault, folder, tmp_path):
 def test_a_token_of_images_in_a_record_for_distillation_is_refused(folder):
     processor = ligermodels.load_processor(folder)
     options = GroupOptions(kind="distillation", max_length=200)
-    grouping = GroupTokenizer(processor.tokenizer, VOCABULARY - 1, options, BadLines(0), lambda: processor)
+    images = (lambda: processor), processor.image_tokens
+    grouping = GroupTokenizer(processor.tokenizer, VOCABULARY - 1, options, BadLines(0), *images)
     with pytest.raises(
         InputError, match=r"^d:1: has <\|image_pad\|> in its text, which stands for an image; remove it"
     ):

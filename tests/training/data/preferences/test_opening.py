@@ -141,6 +141,11 @@ def test_files_are_split_by_prompt(tmp_path):
     assert sum(step.units for step in steps) == len(data.validation)
 
 
+def test_a_fault_of_the_validation_data_names_their_flag():
+    with pytest.raises(InputError, match=r"^--validation-data gone.jsonl: no file, folder or glob"):
+        opened("preferences", validation_data=("gone.jsonl",))
+
+
 def test_validation_data_take_their_prompts_out_of_training_and_counts_are_said(tmp_path):
     records = pairs(12)
     training = write(

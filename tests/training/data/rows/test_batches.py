@@ -7,8 +7,7 @@ import torch
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
 from ligermodels.layers.decoder import next_tokens
-from ligermodels.training.data.rows.batches import count_supervised, split_global_batch
-from ligermodels.training.data.rows.run_rows import TrainingRows
+from ligermodels.training.data.rows.run_rows import TrainingRows, count_supervised, split_global_batch
 from tests.conftest import DEVICE
 from tests.training.data.documents import CPU, distinct, document, rows, training, validation
 

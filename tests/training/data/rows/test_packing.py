@@ -8,8 +8,8 @@ import torch
 
 import ligermodels
 from ligermodels.training.data.rows import packing
-from ligermodels.training.data.rows.batches import count_supervised
 from ligermodels.training.data.rows.packing import best_fit, split_documents
+from ligermodels.training.data.rows.run_rows import count_supervised
 from tests.training.data.documents import CPU, distinct, document, rows, stored, validation
 
 LENGTHS = (3, 7, 8, 9, 15, 22, 2, 2, 5, 1, 30)

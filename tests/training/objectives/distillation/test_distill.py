@@ -21,6 +21,7 @@ from ligermodels.training.objectives import RunSetup
 from ligermodels.training.objectives.distillation import teachers
 from ligermodels.training.objectives.distillation.distill import parse_divergence
 from ligermodels.training.preparing import prepare
+from ligermodels.training.reporting.flops import forward_flops
 from tests.training.small_models import RAW, save_model, validations
 
 NAMES, PLACES, THINGS = (
@@ -231,6 +232,7 @@ def test_a_sampled_step_is_a_loop_over_completions(folder, kind):
     run = prepare(on_policy(folder, steps=1, divergence=kind, temperature=0.7), World(torch.device("cpu")))
     objective, student = run.objective, ligermodels.load(folder / "student")
     teacher = ligermodels.load(folder / "taught/model")
+    assert objective.passes_beside == forward_flops(teacher) / forward_flops(student) > 1
     objective.prepare(student, RunSetup(Path()))
     work = objective.work(student, Progress())
     loss = sum(objective.loss(student, batch, work).loss for batch in work.batches)

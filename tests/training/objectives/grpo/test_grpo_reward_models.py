@@ -9,7 +9,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 import ligermodels
 from ligermodels.errors import InputError
 from ligermodels.training import TrainConfig, plan, train
-from ligermodels.training.data.embedded.new_tokenizer import save_tokenizer, train_tokenizer
+from ligermodels.training.data.run_tokenizer import save_tokenizer, train_tokenizer
 from ligermodels.training.reward_function import RewardModelFunction
 from tests.training.small_models import RAW
 

@@ -138,9 +138,14 @@ def test_the_sampler_is_corrected_by_default(config):
     assert sampler_correction(config(sampler_correction="token_mask")) == "token_mask"
 
 
-def test_one_line_where_vllm_is_not_installed_or_cannot_start(config, monkeypatch):
+def test_one_line_where_vllm_is_not_installed_or_cannot_start(config, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "vllm", None)  # import fails
     with pytest.raises(InputError, match=r"^--sampler vllm: needs vllm, but cannot import it: .*; pip install vllm$"):
+        grpo.GRPO(config(), World(torch.device("cpu")))
+    (tmp_path / "vllm.py").write_text("raise OSError('libcudart.so: cannot open shared object file')")
+    monkeypatch.delitem(sys.modules, "vllm")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(InputError, match=r"cannot import it: libcudart.so: cannot open shared object file; pip"):
         grpo.GRPO(config(), World(torch.device("cpu")))
     module = make_module()
     monkeypatch.setitem(sys.modules, "vllm", module)

@@ -20,8 +20,8 @@ from torch import Tensor
 from ligermodels import distributed
 from ligermodels.distributed import World
 from ligermodels.errors import CheckpointError, InputError
-from ligermodels.training.data.rows.batches import Batch, is_supervised
 from ligermodels.training.data.rows.packing import ConcatenatedRows, Segment
+from ligermodels.training.data.rows.run_rows import Batch, is_supervised
 from ligermodels.weights.reading import read_json
 from ligermodels.weights.writing import Entry, failure, write_json, write_safetensors
 
