@@ -76,7 +76,8 @@ def test_the_wheel_is_the_package_with_a_description_that_renders_anywhere(unpac
     assert fields["Description-Content-Type"] == "text/markdown"
     description = fields.get_payload()
     assert description.startswith("# ligermodels\n") and "![" not in description
-    assert "described in docs/kernels.md |" in description and "](https://github.com/linkedin/Liger-Kernel)" in description
+    assert "described in docs/kernels.md |" in description
+    assert "](https://github.com/linkedin/Liger-Kernel)" in description
     assert not re.findall(r"\]\((?!https://)[^)]*\)", description)
 
 
