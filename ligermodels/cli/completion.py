@@ -22,7 +22,7 @@ def add_completion_command(commands: Commands) -> None:
 def run(args: argparse.Namespace) -> None:
     shtab = import_package("shtab", "completion")
     root = cli.build_parser()
-    (commands,) = (action.choices for action in root._actions if action.choices)
+    (commands,) = (action.choices for action in root._actions if isinstance(action.choices, dict))
     for parser in commands.values():
         for action in parser._actions:
             action.choices = action.choices or shown_choices(action)
