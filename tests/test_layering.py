@@ -51,9 +51,9 @@ MAY_IMPORT = {
     },
     "board": {"errors", "aliases", "weights", "generation", "layers", "tokenizer", "hub", "training"},
     "cli": {
-        *("errors", "units", "aliases", "plot_style", "distributed", "kernels", "configs", "weights", "generation"),
-        *("layers", "adapters", "memory", "architectures", "tokenizer", "images", "hub", "training", "verify", "board"),
-        "__version__",
+        *("errors", "units", "aliases", "plot_style", "optional_packages", "distributed", "kernels", "configs"),
+        *("weights", "generation", "layers", "adapters", "memory", "architectures", "tokenizer", "images", "hub"),
+        *("training", "verify", "board", "__version__"),
     },
     "integrations": {"errors", "distributed", "architectures", "generation", "hub", "layers", "weights"},
     "__main__": {"cli"},

@@ -22,7 +22,7 @@ INTERRUPTED = 130  # the exit status that a shell reports for SIGINT
 # Command -> its file. Only the file of the given command is imported: `list` waits for no torch.
 COMMANDS = {
     "train": "train", "list": "info", "info": "info", "generate": "generate", "export": "export", "verify": "verify",
-    "board": "board",
+    "board": "board", "completion": "completion",
 }  # fmt: skip
 
 

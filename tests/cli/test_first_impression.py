@@ -49,6 +49,7 @@ def ran(script, *arguments):
         ("export Lama-3.1-8B out", 2, "did you mean 'meta-llama/Llama-3.1-8B'?"),
         ("export x out --max-shard-size 5", 2, "must be a number of bytes above zero"),
         ("verify qwem2", 2, "did you mean 'qwen2'?"),
+        ("completion bash", 0, "complete -o bashdefault"),
         ("board --port x", 2, "must be a port"),
     ],
 )

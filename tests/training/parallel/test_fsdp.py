@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from ligermodels.distributed import World
 from ligermodels.errors import InputError
 from ligermodels.memory.model import training_memory
 from ligermodels.training.parallel import fsdp
-from tests.training.launching import Launcher
+from tests.training.launching import TIMEOUT, Launcher, losses
 from tests.training.parallel.worker import train, whole
 
 ROOT = Path(__file__).parents[3]
@@ -288,3 +289,32 @@ def test_without_torchrun_nothing_is_summed_or_sharded():
     fsdp.shard(model, World(CPU), torch.float32)
     assert fsdp.fsdp_modules(model) == []
     assert distributed.total(x) == 3.0 and distributed.total(x) is not x
+
+
+HSDP = ["--steps", 3, "--batch-size", 8, "--sequence-length", 64, "--checkpoint-every", 2]
+
+
+def test_two_hosts_meet_and_share_the_folder_of_a_run(launcher):
+    """As docs/clusters.md starts them: each torchrun is a host of two ranks, which keep a replica of the model."""
+    folder = launcher.folder
+    with socket.create_server(("localhost", 0)) as free:
+        endpoint = f"localhost:{free.getsockname()[1]}"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
+    command += ["--rdzv-backend=c10d", "--rdzv-endpoint", endpoint, "--local-addr=localhost", ROOT / "train.py"]
+    command += ["--model", "qwen2", "--data", "own.txt", *HSDP, "--dp-replicate", 2, "--output", "two-hosts"]
+    command = [str(word) for word in command]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo", "XDG_CACHE_HOME": str(folder)}
+    environment |= {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
+    hosts = [
+        subprocess.Popen(
+            command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        for _ in range(2)
+    ]
+    said = [host.communicate(timeout=TIMEOUT) for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0], said
+    assert sorted(file.name for file in (folder / "two-hosts/checkpoints/step-000002").glob("rank-*")) == [
+        f"rank-{rank:05}.safetensors" for rank in range(4)
+    ]
+    launcher.succeed("--model", "qwen2", "--data", "own.txt", *HSDP, "--output", "alone")
+    torch.testing.assert_close(losses(folder / "two-hosts"), losses(folder / "alone"), rtol=1e-5, atol=0)
