@@ -22,7 +22,8 @@ MAY_IMPORT = {
     "plot_style": set(),
     "lazy_names": set(),
     "optional_packages": {"errors"},
-    "distributed": {"errors"},
+    "gpus": {"errors", "units"},
+    "distributed": {"errors", "gpus"},
     "losses": {"errors"},
     "kernels": {"losses"},  # a fused op's reference is the loss of the logits
     "ops": {"kernels"},
@@ -51,9 +52,9 @@ MAY_IMPORT = {
     },
     "board": {"errors", "aliases", "weights", "generation", "layers", "tokenizer", "hub", "training"},
     "cli": {
-        *("errors", "units", "aliases", "plot_style", "distributed", "kernels", "configs", "weights", "generation"),
-        *("layers", "adapters", "memory", "architectures", "tokenizer", "images", "hub", "training", "verify", "board"),
-        "__version__",
+        *("errors", "units", "aliases", "plot_style", "gpus", "distributed", "kernels", "configs", "weights"),
+        *("generation", "layers", "adapters", "memory", "architectures", "tokenizer", "images", "hub", "training"),
+        *("verify", "board", "__version__"),
     },
     "integrations": {"errors", "distributed", "architectures", "generation", "hub", "layers", "weights"},
     "__main__": {"cli"},
