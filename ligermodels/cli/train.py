@@ -17,7 +17,6 @@ from ligermodels.training.settings.fields import help_text
 from ligermodels.training.settings.settings import config_from_file, config_of_run
 from ligermodels.training.settings.values import choices_of, parsed_item
 
-SIGNALLED = 128  # added to a signal's number, the exit status that a shell reports for it
 EXAMPLES = """\
 examples:
   ligermodels train --model qwen2                          a million parameters on the embedded stories, on a CPU
@@ -100,10 +99,11 @@ def run(args: argparse.Namespace) -> int | None:
 
 
 def make_run(config: TrainConfig, dry_run: bool, for_gpu: str | None) -> int | None:
-    """Trains, or prints the plan, for these GPUs if there are some. Returns the exit status of a run that a signal stopped, or of a rank whose error
-    another one reports."""
+    """Trains, or prints the plan, perhaps for other GPUs. Returns the exit status of a run that a signal stopped, or of
+    a rank whose error another one reports."""
     from ligermodels import distributed  # imports torch, as training does
     from ligermodels.training import plan, train
+    from ligermodels.training.run.stopping import SIGNALLED
 
     distributed.refuse_unfit_environment()  # told by every rank: none may be the first
     try:

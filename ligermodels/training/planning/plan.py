@@ -17,6 +17,7 @@ import torch
 
 from ligermodels.aliases import flag_of
 from ligermodels.distributed import World, gather_objects, ranks_of_host
+from ligermodels.errors import InputError
 from ligermodels.layers.checkpointing.host_memory import available_host_memory
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.memory.model import (
@@ -73,10 +74,11 @@ class Plan:
 
     micro_batch_size counts the sequences of a forward pass of a rank. tokens_per_step is over all ranks, and about
     right for groups. chosen has a line for each setting that was not given. dtype is that of computation. attention
-    names what computes it, empty for a GPU that this machine need not have. checkpointing says which of the model's `blocks` have activation checkpointing. memory is
-    that of one rank. phases has the peak bytes of a rank in each phase of the run. facts and advice are further lines
-    and warnings of the objective. flops are per token, with those of the images. positions is the model's
-    max_position_embeddings. checkpoint is about the bytes of one checkpoint.
+    names what computes it; it is empty for a GPU that this machine need not have. checkpointing says which of the
+    model's `blocks` have activation checkpointing. memory is that of one rank. phases has the peak bytes of a rank in
+    each phase of the run. facts and advice are further lines and warnings of the objective. flops are per token, with
+    those of the images. positions is the model's max_position_embeddings. checkpoint is about the bytes of one
+    checkpoint.
     """
 
     config: RunConfig
@@ -271,6 +273,8 @@ class Plan:
                 where = f"{phase}: " if len(self.phases) > 1 else ""
                 yield f"{where}{memory_size(size)} is more than the GPU has; {', '.join(self.remedies())} or more ranks"
         yield from self.advice
+        if lacking := self.lacking_host_memory():
+            yield lacking
         if self.world.planned_for is None:  # neither the memory nor the disk of its host is known
             yield from self.host_memory_warnings()
             yield from self.disk_warnings()
@@ -278,13 +282,34 @@ class Plan:
     def remedies(self) -> Iterator[str]:
         """What makes a step smaller that is not chosen by itself, with most effect first."""
         config = self.config
-        if config.activation_checkpointing != "auto":
-            yield "use --activation-checkpointing auto"
+        checkpointing = "full" if self.world.device.type == "cpu" else "auto"
+        if config.activation_checkpointing not in (checkpointing, "full"):
+            yield f"use --activation-checkpointing {checkpointing}"
         if not config.with_lora:
             yield "use --lora-rank 16"
         if config.quantize is None and not config.has_new_weights:
             yield "with LoRA --quantize nf4"
         yield f"lower {'--micro-batch-size, ' * bool(config.micro_batch_size)}--sequence-length"
+
+    def lacking_host_memory(self) -> str:
+        """What a run on CPUs lacks, and the remedy; empty for one that fits into the memory of the host. The same on
+        every rank."""
+        if self.world.device.type != "cpu":
+            return ""
+        available, needed = min(gather_objects(available_host_memory())), ranks_of_host() * self.needed
+        if needed <= available:
+            return ""
+        remedies = [*self.remedies(), "or take a GPU"]
+        size = f"a smaller --size than {self.config.size}, " if self.config.has_new_weights else ""
+        return (
+            f"the run takes {memory_size(needed)} of host memory, of which {memory_size(available)} are available; "
+            f"{size}{', '.join(remedies)}"
+        )
+
+    @property
+    def needed(self) -> int:
+        """Bytes of a rank in the phase that takes most, with what is offloaded to the host."""
+        return max(self.phases.values()) + self.memory.host
 
     def host_memory_warnings(self) -> Iterator[str]:
         """Warns where the host has no room for the copy that each rank makes of its part of a checkpoint."""
@@ -366,6 +391,12 @@ def placement_text(config: RunConfig, checkpointed: int, blocks: int) -> str:
     }
     named = [part for part, there in parts.items() if there]
     return f", with {', '.join(named)}" if named else ""
+
+
+def refuse_without_host_memory(plan: Plan) -> None:
+    """Raises InputError for a run on CPUs that the system would end when the memory of the host is used up."""
+    if lacking := plan.lacking_host_memory():
+        raise InputError(f"--model {plan.config.model}: {lacking}")
 
 
 def as_text(epochs: float) -> str:
