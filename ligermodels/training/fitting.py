@@ -66,7 +66,7 @@ def fit_of(model: CausalLM, name: str, training: Training, world: World) -> Memo
     """The plan of the memory of a model on the meta device, called `name`; it is not changed. Raises InputError where
     the GPUs do not divide the rows of a step."""
     given = TrainConfig(
-        model=name, data=(RANDOM,), sequence_length=training.length, batch_size=training.rows,
+        model=name, data=(RANDOM,), dtype="bfloat16", sequence_length=training.length, batch_size=training.rows,
         lora_rank=None if training.way == "full" else training.rank, activation_checkpointing=training.checkpointing,
         micro_batch_size=training.micro_batch_size,
     )  # fmt: skip

@@ -5,9 +5,10 @@ import re
 import pytest
 
 from ligermodels.cli import main
-from ligermodels.distributed import World, planned_world
+from ligermodels.distributed import planned_world
 from ligermodels.hub.description import describe
-from ligermodels.training.fitting import Training, fit_of, fits, rows_of_step, verdict
+from ligermodels.training import fitting
+from ligermodels.training.fitting import Training, fit_of, remedy, rows_of_step, trainings
 from ligermodels.training.parallel.activation_checkpointing import usable_memory
 from tests.pages import ROOT
 
@@ -18,22 +19,57 @@ HEADER, _, *ROWS = [
     if line.startswith("|")
 ]
 SIZES = HEADER[1:]
-QUICK = "llama:1b"
-MARKED = [pytest.param(*row, marks=() if row[0] == QUICK else pytest.mark.slow, id=row[0]) for row in ROWS]
 
 
-def largest_that_fit(name: str) -> list[str]:
-    """For each memory of the page the way that needs most of those that fit."""
-    model, world = describe(name).model, planned_world("2GB")  # where nothing fits, so that the plan takes the least
-    needed = {
-        way: fit_of(model, name, Training(way, LENGTH, rows_of_step(LENGTH, world)), world).memory.peak
-        for way in ("full", "LoRA", "QLoRA")
-    }
+def ways_that_fit(name):
+    """For each memory of the page the way that needs most, of those that fit."""
+    model, world = describe(name).model, planned_world("1100MB")  # where nothing fits, and the plan takes the least
+    ways = trainings(model, LENGTH, rows_of_step(LENGTH, world), 16, None)
+    needed = {training.way: fit_of(model, name, training, world).memory.peak for training in ways}
     usable = [usable_memory(planned_world(f"{size}GB")) for size in SIZES]
     return [next((way for way, peak in needed.items() if peak <= memory), "–") for memory in usable]
 
 
-@pytest.mark.parametrize("row", [pytest.param(row, marks=each.marks, id=each.id) for row, each in zip(ROWS, MARKED)])
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
 def test_the_page_of_hardware_has_what_the_planner_says(row):
     name, *cells = row
-    assert largest_that_fit(name) == cells
+    assert ways_that_fit(name) == cells
+
+
+def test_the_report_says_what_fits_how_and_what_would_make_it_fit(capsys):
+    def lines(gpus):
+        assert main(["info", "llama:tiny", "--for-gpu", gpus, "--batch-size", "8", "--sequence-length", "512"]) == 0
+        return capsys.readouterr().out.splitlines()[-4:]
+
+    assert lines("2GB,2") == [
+        "  for a GPU    2 x GPU, 1.9 GiB, for steps of 8 × 512 tokens, bfloat16",
+        "    full       fits: 34.4 MiB, micro-batches of 4 x 512",
+    ]
+    title, *rows = lines("1100MB")
+    assert title == "  for a GPU    1 x GPU, 1.0 GiB, for steps of 8 × 512 tokens, bfloat16"
+    assert all(
+        re.fullmatch(r"    \w+ +does not fit: \d+\.\d MiB; take a larger GPU or a smaller model", row) for row in rows
+    )
+    assert main(["info", "llama:tiny", "--for-gpu", "h100", "--dtype", "float16"]) == 2
+    assert main(["train", "--model", "llama", "--for-gpu", "h100"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "ligermodels: --dtype float16: --for-gpu plans in bfloat16; leave one of them out",
+        "ligermodels: --for-gpu h100 plans a run, and makes none: add --dry-run",
+    ]
+
+
+def test_the_remedy_is_a_smaller_step_else_more_gpus(monkeypatch):
+    room = {}
+    monkeypatch.setattr(fitting, "fit_of", lambda model, name, training, world: (training, world))
+    monkeypatch.setattr(fitting, "fits", lambda fit, world: room["fits"](*fit))
+    given, world = Training("LoRA", 2048, 16), planned_world("24GB")
+
+    def found(rule):
+        room["fits"] = rule
+        return remedy(None, "llama:8b", given, world)
+
+    assert found(lambda training, world: training.rows == 1) == "--batch-size 1 --sequence-length 2048 fits"
+    assert found(lambda training, world: training.length <= 600) == "--batch-size 1 --sequence-length 512 fits"
+    assert found(lambda training, world: world.size >= 3 and training.rows == 16) == "4 of them have room for it"
+    assert found(lambda training, world: False) == "take a larger GPU or a smaller model"
