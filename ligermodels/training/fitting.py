@@ -98,10 +98,10 @@ def verdict(model: CausalLM, name: str, training: Training, world: World) -> str
     if fits(fit, world):
         size = f"micro-batches of {placement.micro_batch_size} x {training.length}"
         return f"fits: {peak}, {size}{placement_text(fit.config, placement.checkpointing.blocks, len(model.blocks))}"
-    return f"does not fit: {peak}; {remedy(model, name, training, world)}"
+    return f"does not fit: {peak}; {what_fits_instead(model, name, training, world)}"
 
 
-def remedy(model: CausalLM, name: str, training: Training, world: World) -> str:
+def what_fits_instead(model: CausalLM, name: str, training: Training, world: World) -> str:
     """What makes a way of training fit: a smaller step, else more GPUs."""
 
     def fitting(changed: Training, gpus: World) -> bool:

@@ -8,7 +8,7 @@ from ligermodels.cli import main
 from ligermodels.distributed import planned_world
 from ligermodels.hub.description import describe
 from ligermodels.training import fitting
-from ligermodels.training.fitting import Training, fit_of, remedy, rows_of_step, trainings
+from ligermodels.training.fitting import Training, fit_of, rows_of_step, trainings, what_fits_instead
 from ligermodels.training.parallel.activation_checkpointing import usable_memory
 from tests.pages import ROOT
 
@@ -44,13 +44,15 @@ def test_the_report_says_what_fits_how_and_what_would_make_it_fit(capsys):
 
     assert lines("2GB,2") == [
         "  for a GPU    2 x GPU, 1.9 GiB, for steps of 8 × 512 tokens, bfloat16",
-        "    full       fits: 34.4 MiB, micro-batches of 4 x 512",
+        "    full       fits: 36.2 MiB, micro-batches of 4 x 512",
+        "    LoRA       fits: 33.6 MiB, micro-batches of 4 x 512",
+        "    QLoRA      fits: 32.1 MiB, micro-batches of 4 x 512",
     ]
     title, *rows = lines("1100MB")
     assert title == "  for a GPU    1 x GPU, 1.0 GiB, for steps of 8 × 512 tokens, bfloat16"
-    assert all(
-        re.fullmatch(r"    \w+ +does not fit: \d+\.\d MiB; take a larger GPU or a smaller model", row) for row in rows
-    )
+    assert [re.sub(r"\d+\.\d", "N", row) for row in rows] == [
+        f"    {way:10} does not fit: N MiB; take a larger GPU or a smaller model" for way in ("full", "LoRA", "QLoRA")
+    ]
     assert main(["info", "llama:tiny", "--for-gpu", "h100", "--dtype", "float16"]) == 2
     assert main(["train", "--model", "llama", "--for-gpu", "h100"]) == 2
     assert capsys.readouterr().err.splitlines() == [
@@ -67,7 +69,7 @@ def test_the_remedy_is_a_smaller_step_else_more_gpus(monkeypatch):
 
     def found(rule):
         room["fits"] = rule
-        return remedy(None, "llama:8b", given, world)
+        return what_fits_instead(None, "llama:8b", given, world)
 
     assert found(lambda training, world: training.rows == 1) == "--batch-size 1 --sequence-length 2048 fits"
     assert found(lambda training, world: training.length <= 600) == "--batch-size 1 --sequence-length 512 fits"

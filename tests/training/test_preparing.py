@@ -201,8 +201,8 @@ def test_a_run_that_the_host_of_a_cpu_has_no_memory_for_is_refused(monkeypatch, 
     monkeypatch.setattr(plan, "available_host_memory", lambda: needed - 1)
     lacking = (
         f"the run takes {memory_size(needed)} of host memory, of which {memory_size(needed - 1)} are available; a "
-        "smaller --size than tiny, use --activation-checkpointing full, use --lora-rank 16, lower --sequence-length, or "
-        "take a GPU"
+        "smaller --size than tiny, use --activation-checkpointing full, use --lora-rank 16, lower --sequence-length, "
+        "or take a GPU"
     )
     assert lacking in prepared(**SETTINGS).plan.warnings
     with pytest.raises(InputError, match=f"--model llama: {lacking}"):

@@ -282,7 +282,7 @@ class Plan:
     def remedies(self) -> Iterator[str]:
         """What makes a step smaller that is not chosen by itself, with most effect first."""
         config = self.config
-        checkpointing = "full" if self.world.device.type == "cpu" else "auto"
+        checkpointing = "auto" if self.total else "full"  # on a CPU "auto" is for nothing
         if config.activation_checkpointing not in (checkpointing, "full"):
             yield f"use --activation-checkpointing {checkpointing}"
         if not config.with_lora:

@@ -1,4 +1,4 @@
-"""Signals are noted and handed back, and end a run that has taken no step; one run holds a folder, until it is done or dead."""
+"""Signals are noted and handed back, and end a run without a step; one run holds a folder, until it is done or dead."""
 
 import os
 import pty
