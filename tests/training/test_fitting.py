@@ -46,7 +46,7 @@ def test_the_report_says_what_fits_how_and_what_would_make_it_fit(capsys):
         "  for a GPU    2 x GPU, 1.9 GiB, for steps of 8 × 512 tokens, bfloat16",
         "    full       fits: 36.2 MiB, micro-batches of 4 x 512",
         "    LoRA       fits: 33.6 MiB, micro-batches of 4 x 512",
-        "    QLoRA      fits: 32.1 MiB, micro-batches of 4 x 512",
+        "    QLoRA      fits: 31.8 MiB, micro-batches of 4 x 512",
     ]
     title, *rows = lines("1100MB")
     assert title == "  for a GPU    1 x GPU, 1.0 GiB, for steps of 8 × 512 tokens, bfloat16"
