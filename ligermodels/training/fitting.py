@@ -32,7 +32,7 @@ SHORTEST = 256  # tokens of a row that is still proposed
 MORE_GPUS = 2, 4, 8  # of a host
 WAYS = ("full", "LoRA", "QLoRA")
 # What a run without data cannot choose, and the memory does not depend on.
-WITHOUT_DATA = {"steps": 1, "learning_rate": 1.0, "warmup": 0, "eval_every": 1, "activation_checkpointing": "auto"}
+WITHOUT_DATA = {"steps": 1, "learning_rate": 1.0, "warmup": 0, "eval_every": 1}
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,10 @@ def fit_of(model: CausalLM, name: str, training: Training, world: World) -> Memo
     the GPUs do not divide the rows of a step."""
     given = TrainConfig(
         model=name, data=(RANDOM,), dtype="bfloat16", sequence_length=training.length, batch_size=training.rows,
-        lora_rank=None if training.way == "full" else training.rank, activation_checkpointing=training.checkpointing,
-        micro_batch_size=training.micro_batch_size,
+        lora_rank=None if training.way == "full" else training.rank, micro_batch_size=training.micro_batch_size,
     )  # fmt: skip
     choices = precision(given, world) | {name: Choice(value) for name, value in WITHOUT_DATA.items()}
+    choices["activation_checkpointing"] = Choice(training.checkpointing or "auto")
     config = completed(with_choices(given, choices)[0])
     compute_dtype, param_dtype = TORCH_DTYPES[config.dtype], TORCH_DTYPES[config.param_dtype]
     fp32 = set(model.fp32_parameters())
