@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ligermodels.errors import InputError
+from ligermodels.gpus import Gpu, parse_gpus
 
 TIMEOUT = timedelta(minutes=10)  # of a collective: if one rank dies or hangs, the others end after this time
 LAST_PORT = 65535
@@ -29,12 +30,14 @@ class World:
     """This process's device and rank, and the number of ranks. Without torchrun: rank 0 of 1.
 
     context: how many neighbouring ranks share each row of tokens (context parallelism).
+    planned_for: the GPU of every rank where a run is planned and not made; None for those of this machine.
     """
 
     device: torch.device
     rank: int = 0
     size: int = 1
     context: int = 1
+    planned_for: Gpu | None = None
 
     @property
     def is_first(self) -> bool:
@@ -69,6 +72,12 @@ def start(timeout: timedelta = TIMEOUT) -> World:
         device_id = device if device.type == "cuda" else None
         dist.init_process_group(backend_of(device), timeout=timeout, device_id=device_id)
     return World(device, rank(), world_size())
+
+
+def planned_world(gpus: str) -> World:
+    """The first rank on GPUs that this machine need not have, such as "24GB" or "h100,4". Raises InputError."""
+    gpu, number = parse_gpus(gpus)
+    return World(torch.device("cuda"), size=number, planned_for=gpu)
 
 
 def refuse_unfit_environment() -> None:
@@ -163,11 +172,6 @@ def reduced_over_ranks(x: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
 def total(x: Tensor) -> Tensor:
     """The sum of `x` over all ranks, as a new tensor on every rank."""
     return reduced_over_ranks(x, dist.ReduceOp.SUM)
-
-
-def smallest(x: Tensor) -> Tensor:
-    """The minimum of `x` over all ranks, as a new tensor on every rank."""
-    return reduced_over_ranks(x, dist.ReduceOp.MIN)
 
 
 def largest(x: Tensor) -> Tensor:

@@ -22,7 +22,8 @@ MAY_IMPORT = {
     "plot_style": set(),
     "lazy_names": set(),
     "optional_packages": {"errors"},
-    "distributed": {"errors"},
+    "gpus": {"errors", "units"},
+    "distributed": {"errors", "gpus"},
     "losses": {"errors"},
     "kernels": {"losses"},  # a fused op's reference is the loss of the logits
     "ops": {"kernels"},
@@ -51,7 +52,7 @@ MAY_IMPORT = {
     },
     "board": {"errors", "aliases", "weights", "generation", "layers", "tokenizer", "hub", "training"},
     "cli": {
-        *("errors", "units", "aliases", "plot_style", "optional_packages", "distributed", "kernels", "configs"),
+        *("errors", "units", "aliases", "plot_style", "gpus", "optional_packages", "distributed", "kernels", "configs"),
         *("weights", "generation", "layers", "adapters", "memory", "architectures", "tokenizer", "images", "hub"),
         *("training", "verify", "board", "__version__"),
     },

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from ligermodels.aliases import Alias, alias_hint, flag_of
 from ligermodels.errors import InputError, suggest_closest
+from ligermodels.gpus import parse_gpus
 from ligermodels.units import is_whole_number
 
 UNUSABLE_INPUT = 2  # exit status
@@ -89,6 +90,20 @@ def add_command(
     )  # fmt: skip
     parser.set_defaults(run=run, parser=parser)
     return parser
+
+
+def add_for_gpu(parser: argparse.ArgumentParser, meaning: str) -> None:
+    """Adds --for-gpu, GPUs that this machine need not have. meaning: its help."""
+    parser.add_argument("--for-gpu", type=gpus, metavar="24GB|h100[,N]", help=meaning)
+
+
+def gpus(text: str) -> str:
+    """GPUs as `parse_gpus` reads them."""
+    try:
+        parse_gpus(text)
+    except InputError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
 
 
 def whole_number(least: int, rule: str) -> Callable[[str], int]:

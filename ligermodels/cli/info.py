@@ -4,7 +4,7 @@ architectures and their presets with numbers of parameters."""
 import argparse
 from pathlib import Path
 
-from ligermodels.cli.flags import Commands, add_command, positive
+from ligermodels.cli.flags import Commands, add_command, add_for_gpu, positive
 from ligermodels.cli.parsing import add_dtype, add_revision
 from ligermodels.errors import InputError
 from ligermodels.hub.names import architecture_list, refuse_mistyped
@@ -18,23 +18,26 @@ def add_info_command(commands: Commands) -> None:
         "Qwen/Qwen3-8B --batch-size 8 --sequence-length 4096",
     )  # fmt: skip
     parser.add_argument("model", help="a folder, a Hub id, or a preset such as qwen2:tiny; no weights are downloaded")
-    parser.add_argument("--batch-size", type=positive, default=1, help="rows per batch")
+    parser.add_argument("--batch-size", type=positive, help="rows per batch (default: 1), with --for-gpu of a step")
     parser.add_argument("--sequence-length", type=positive, default=2048, help="tokens per row")
     add_dtype(parser, "dtype of weights, gradients, AdamW states and activations (default: that of the weights)")
     parser.add_argument(
         "--activation-checkpointing",
         choices=["none", "selective", "full"],
-        default="none",
-        help="full: keep only block inputs; selective: attention and the products around it too",
+        help="full: keep only block inputs; selective: attention and the products around it too (default: none, with "
+        "--for-gpu as much as memory demands)",
     )
     parser.add_argument("--lora-rank", type=positive, default=16, help="rank of LoRA on all projections")
     parser.add_argument("--plot", type=Path, metavar="PICTURE", help="draw the memory too: a new .png, .svg or .pdf")
+    add_for_gpu(parser, "say what fits there of full fine-tuning, LoRA and QLoRA, in bfloat16, and what would make it")
     add_revision(parser)
 
 
 def run(args: argparse.Namespace) -> None:
     if args.plot is not None and args.plot.suffix.lower() not in PICTURES:
         raise InputError(f"--plot {args.plot}: must end with {', '.join(PICTURES)}")
+    if args.for_gpu and args.dtype not in (None, "bfloat16"):
+        raise InputError(f"--dtype {args.dtype}: --for-gpu plans in bfloat16; leave one of them out")
     refuse_mistyped(args.model)
     from ligermodels.cli.info_report import print_report  # imports torch
 

@@ -14,6 +14,7 @@ from ligermodels.adapters.lora_targets import add_lora
 from ligermodels.adapters.quantising import quantisable, quantise
 from ligermodels.cli.parsing import print_line
 from ligermodels.configs.features import MoEConfig
+from ligermodels.distributed import planned_world
 from ligermodels.errors import InputError
 from ligermodels.hub.description import Description, describe
 from ligermodels.memory.model import (
@@ -25,6 +26,8 @@ from ligermodels.memory.model import (
     training_memory,
 )
 from ligermodels.plot_style import BLUE, GREEN, GREY, INK, OCHRE, ORANGE, PINK, PLOT_STYLE, PURPLE, TEAL
+from ligermodels.training.fitting import rows_of_step, trainings, verdict
+from ligermodels.training.parallel.activation_checkpointing import device_memory, device_name
 from ligermodels.units import byte_size, counted, memory_size
 
 PART_COLOURS = {
@@ -41,7 +44,8 @@ def print_report(args: argparse.Namespace) -> None:
     print_line(args.model)
     attention = "attention", attention_line(described, dtype)
     memory = memory_of(described, args)
-    for label, value in (*fact_lines(described), attention, *memory_lines(described, args, memory)):
+    for_gpu = for_gpu_lines(described, args) if args.for_gpu else ()
+    for label, value in (*fact_lines(described), attention, *memory_lines(described, args, memory), *for_gpu):
         print_line(f"  {label:12} {value}".rstrip())
     if args.plot is not None:
         draw_memory(memory.peaks, args.plot, f"{args.model}: {setting_of(described, args)}")
@@ -98,15 +102,15 @@ def at_peak(step: TrainingMemory) -> dict[str, int]:
 
 
 def setting_of(described: Description, args: argparse.Namespace) -> str:
-    return f"{args.batch_size} × {args.sequence_length} tokens, {described.dtype}".replace("torch.", "")
+    return f"{args.batch_size or 1} × {args.sequence_length} tokens, {described.dtype}".replace("torch.", "")
 
 
 def memory_of(described: Description, args: argparse.Namespace) -> Memory:
-    batch = args.batch_size, args.sequence_length, described.dtype
+    batch = args.batch_size or 1, args.sequence_length, described.dtype
     model = copy.deepcopy(described.model).to(described.dtype)
     needs = partial(
         training_memory,
-        checkpointed_blocks=0 if args.activation_checkpointing == "none" else len(model.blocks),
+        checkpointed_blocks=0 if args.activation_checkpointing in (None, "none") else len(model.blocks),
         kept_tensors=None if args.activation_checkpointing == "selective" else 0,
     )
     generating = inference_memory(model, *batch)
@@ -123,7 +127,7 @@ def memory_of(described: Description, args: argparse.Namespace) -> Memory:
 
 def memory_lines(described: Description, args: argparse.Namespace, memory: Memory) -> Iterator[tuple[str, str]]:
     """(label, value) of the memory for full training, LoRA training and generation."""
-    checkpointing = "no" if args.activation_checkpointing == "none" else args.activation_checkpointing
+    checkpointing = "no" if args.activation_checkpointing in (None, "none") else args.activation_checkpointing
     yield "memory", f"for {setting_of(described, args)}, {checkpointing} activation checkpointing"
     for label, step in memory.training.items():
         at_loss = f"activations {memory_size(step.activations)} + loss {memory_size(step.loss)}"
@@ -132,6 +136,16 @@ def memory_lines(described: Description, args: argparse.Namespace, memory: Memor
         yield f"  {label}", f"{memory_size(step.peak):>10} = {lasting} + max({at_loss}, {at_end})"
     parts = " + ".join(f"{name} {memory_size(size)}" for name, size in vars(memory.generating).items())
     yield "  generate", f"{memory_size(memory.generating.peak):>10} = {parts}"
+
+
+def for_gpu_lines(described: Description, args: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """(label, value) of each way of training on the GPUs of --for-gpu."""
+    world, length = planned_world(args.for_gpu), args.sequence_length
+    rows = args.batch_size or rows_of_step(length, world)
+    devices = f"{world.size} x {device_name(world)}, {memory_size(device_memory(world))}"
+    yield "for a GPU", f"{devices}, for steps of {rows} × {length} tokens, bfloat16"
+    for training in trainings(described.model, length, rows, args.lora_rank, args.activation_checkpointing):
+        yield f"  {training.way}", verdict(described.model, args.model, training, world)
 
 
 def draw_memory(peaks: Mapping[str, Mapping[str, int]], picture: Path, title: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ligermodels.aliases import TRAIN_ALIASES, flag_of
-from ligermodels.cli.flags import NAMES_OF_VALUES, UNUSABLE_INPUT, Commands
+from ligermodels.cli.flags import NAMES_OF_VALUES, UNUSABLE_INPUT, Commands, add_for_gpu
 from ligermodels.errors import InputError
 from ligermodels.hub.names import architecture_list
 from ligermodels.training.planning.contradictions import refuse_contradictions
@@ -17,7 +17,6 @@ from ligermodels.training.settings.fields import help_text
 from ligermodels.training.settings.settings import config_from_file, config_of_run
 from ligermodels.training.settings.values import choices_of, parsed_item
 
-SIGNALLED = 128  # added to a signal's number, the exit status that a shell reports for it
 EXAMPLES = """\
 examples:
   ligermodels train --model qwen2                          a million parameters on the embedded stories, on a CPU
@@ -48,6 +47,7 @@ def add_train_command(commands: Commands) -> None:
     add = groups["run"].add_argument
     add("--config", type=Path, metavar="FILE", help="TOML or YAML with any of these flags; flags come first")
     add("--dry-run", action="store_true", help="print the plan (parameters, memory, tokens, steps) and stop")
+    add_for_gpu(parser, "with --dry-run: plan for these GPUs instead of this machine")
     parser.set_defaults(run=run, parser=parser)
     parser.flag_aliases = TRAIN_ALIASES
 
@@ -83,6 +83,8 @@ def run(args: argparse.Namespace) -> int | None:
     if getattr(args, "model", None) == "list":
         print(architecture_list(), end="", flush=True)
         return None
+    if args.for_gpu and not args.dry_run:
+        raise InputError(f"--for-gpu {args.for_gpu} plans a run, and makes none: add --dry-run")
     try:
         config = config_from_flags(args)
         if config.adapter is None:  # which may name the model
@@ -93,21 +95,22 @@ def run(args: argparse.Namespace) -> int | None:
                 raise InputError(f"{args.config}: {error}") from error
             raise
         return UNUSABLE_INPUT  # a rank of torchrun, of which the first reports the error
-    return make_run(config, args.dry_run)
+    return make_run(config, args.dry_run, args.for_gpu)
 
 
-def make_run(config: TrainConfig, dry_run: bool) -> int | None:
-    """Trains, or prints the plan. Returns the exit status of a run that a signal stopped, or of a rank whose error
-    another one reports."""
+def make_run(config: TrainConfig, dry_run: bool, for_gpu: str | None) -> int | None:
+    """Trains, or prints the plan, perhaps for other GPUs. Returns the exit status of a run that a signal stopped, or of
+    a rank whose error another one reports."""
     from ligermodels import distributed  # imports torch, as training does
     from ligermodels.training import plan, train
+    from ligermodels.training.run.stopping import SIGNALLED
 
     distributed.refuse_unfit_environment()  # told by every rank: none may be the first
     try:
         if not dry_run:
             result = train(config)
             return SIGNALLED + result.signal if result.signal else None
-        text = plan(config).text()
+        text = plan(config, for_gpu).text()
         if distributed.is_first():
             print(text)
     except InputError:

@@ -35,6 +35,7 @@ from ligermodels.training.parallel import float8, fsdp
 from ligermodels.training.parallel.compilation import compile_blocks, deterministic_algorithms
 from ligermodels.training.parallel.context_parallel import context_group
 from ligermodels.training.parallel.out_of_memory import out_of_memory_advice
+from ligermodels.training.planning.plan import refuse_without_host_memory
 from ligermodels.training.preparing import Run, make_optimizer, prepare
 from ligermodels.training.reporting.curves import draw_curves
 from ligermodels.training.reporting.flops import peak_flops
@@ -122,12 +123,16 @@ def train(config: TrainConfig) -> TrainResult:
     """Makes a run: trains, validates, saves checkpoints, exports. Under torchrun every rank calls.
 
     Everything is written into the run's folder (docs/training.md). SIGTERM, SIGINT and SIGHUP end it after its
-    current step, with a checkpoint. A process group that it starts stays: `ligermodels.distributed.stop()` leaves it.
+    current step, with a checkpoint; before its first step at once. A process group that it starts stays:
+    `ligermodels.distributed.stop()` leaves it.
     Raises InputError for what cannot be run, before memory is allocated where that is known by then.
     """
-    run = prepare(config, distributed.start())
     with ExitStack() as held:
-        session, progress = open_session(run, held)
+        stop = held.enter_context(signals())
+        run = prepare(config, distributed.start())
+        refuse_without_host_memory(run.plan)
+        session, progress = open_session(run, stop, held)
+        stop.takes_steps = True
         metrics, validations = session.metrics, session.validations
         expected = validation_due(run.config, progress.step) if progress.step else run.pretrained is not None
         stopped = expected and progress.step not in validations.losses and not validate(session, progress)
@@ -156,7 +161,7 @@ def train(config: TrainConfig) -> TrainResult:
     return TrainResult(run.model, step, records, session.output, exported, signal)
 
 
-def open_session(run: Run, held: ExitStack) -> tuple[Session, Progress]:
+def open_session(run: Run, stop: Stop, held: ExitStack) -> tuple[Session, Progress]:
     """Opens the run's folder, gives the model its weights, and restores the newest checkpoint of a run to resume.
 
     What must be closed again is entered into `held`.
@@ -168,7 +173,6 @@ def open_session(run: Run, held: ExitStack) -> tuple[Session, Progress]:
     held.enter_context(locked(output, None if config.resume else partial(write_first_files, config)))
     micro_batch_size, checkpointed = run.plan.micro_batch_size, run.plan.checkpointing.blocks
     held.enter_context(out_of_memory_advice(config, run.estimate, micro_batch_size, checkpointed, run.plan.blocks))
-    stop = held.enter_context(signals())
     fingerprint = run.objective.data.training.fingerprint
     described = settings(config) | {"data_fingerprint": fingerprint}
     checkpoints = held.enter_context(

@@ -139,12 +139,14 @@ class Run:
         )  # fmt: skip
 
 
-def plan(config: TrainConfig) -> Plan:
+def plan(config: TrainConfig, for_gpu: str | None = None) -> Plan:
     """What a run of these settings would do and need: parameters, memory, tokens, steps. It writes nothing.
 
+    for_gpu: the GPUs to plan for, such as "24GB" or "h100,4"; None for the devices of this machine.
     Raises InputError for settings that contradict each other, data that cannot be read, a model that does not exist.
     """
-    return prepare(config, distributed.start()).plan
+    world = distributed.start() if for_gpu is None else distributed.planned_world(for_gpu)
+    return prepare(config, world).plan
 
 
 def prepare(config: TrainConfig, world: World) -> Run:
@@ -171,7 +173,7 @@ def choose(given: TrainConfig, world: World) -> Start:
     config, chosen = with_choices(named, precision(named, sharing))
     objective = make_objective(config, sharing)
     check_logger_packages(config.log_to)
-    if config.float8:
+    if config.float8 and world.planned_for is None:
         float8.import_torchao(world.device)
     refuse_other_settings(named)
     check_hub_access(config, sharing)

@@ -52,7 +52,7 @@ FLAGS = {
     "sampler_clip": 3.0, "top_entropy": 1.0, "entropy_coef": 0.0, "mask_truncated": False, "keep_zero_spread": False,
     "completions_every": 1, "mean_logits": False, "on_policy": 0.0, "sampler": "own", "teacher_states": None,
 }  # fmt: skip
-OF_THE_COMMAND = ("config", "dry_run")
+OF_THE_COMMAND = ("config", "dry_run", "for_gpu")
 
 
 def parse_arguments(argv):

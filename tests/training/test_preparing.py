@@ -10,7 +10,7 @@ from ligermodels import distributed
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
 from ligermodels.layers.checkpointing import host_memory
-from ligermodels.training import TrainConfig, preparing
+from ligermodels.training import TrainConfig, preparing, train
 from ligermodels.training.objectives import Objective
 from ligermodels.training.planning import plan
 from ligermodels.training.planning.contradictions import refuse_unfit_offload
@@ -168,3 +168,48 @@ def test_what_is_chosen_to_fit_is_a_setting_of_the_run_and_said(monkeypatch):
     given = prepared(batch_size=4, activation_checkpointing="auto", optimizer="adamw", offload=("none",))
     assert (given.config.optimizer, given.config.offload) == ("adamw", ())
     assert "micro_batch_size" not in settings(run.config)
+
+
+def test_a_plan_for_a_gpu_that_is_not_there_knows_its_memory_and_nothing_of_its_host(monkeypatch):
+    monkeypatch.setattr(plan.Plan, "disk_warnings", lambda plan: ["of this machine"])
+    monkeypatch.setattr(TrainConfig, "is_tiny", False)
+    config = TrainConfig(**SETTINGS | {"batch_size": 4, "activation_checkpointing": "auto"})
+    one, pair, small = (preparing.plan(config, gpus) for gpus in ("h100", "2GB,2", "1100MB"))
+    assert (one.world.size, one.total, one.config.dtype) == (1, round(79.1 * 2**30), "bfloat16")
+    assert "of a NVIDIA H100 80GB HBM3, not all" in one.text() and "attention" not in one.text()
+    assert one.placement == "" and "of this machine" not in one.warnings
+    assert (pair.world.size, pair.total, pair.micro_batch_size) == (2, 2_000_000_000, 2)
+    assert "= 1 batch of 2 x 32 on 2 x cuda" in pair.step and "of a GPU, not all" in pair.text()
+    blocks = one.blocks  # beside the libraries nothing fits; states are not offloaded to a host that is not known
+    assert small.placement == (
+        f", with 8-bit moments, the update in the backward pass, {blocks} of {blocks} blocks checkpointed"
+    )
+
+
+@pytest.mark.parametrize("text", ["24", "24GB,", "24GB,0", "h1000", "", "0GB", "h100,2,2"])
+def test_gpus_are_a_memory_or_a_name_and_their_number(text):
+    with pytest.raises(InputError, match=rf"is '{text}'; must be a memory such as 24GB or one of t4, .*h100,4"):
+        distributed.planned_world(text)
+    assert distributed.planned_world("A100,4").planned_for.name == "NVIDIA A100-SXM4-80GB"
+
+
+def test_a_run_that_the_host_of_a_cpu_has_no_memory_for_is_refused(monkeypatch, tmp_path):
+    given = SETTINGS | {"output": tmp_path / "run"}
+    needed = prepared(**SETTINGS).plan.needed
+    monkeypatch.setattr(plan, "available_host_memory", lambda: needed)
+    assert not prepared(**SETTINGS).plan.lacking_host_memory()
+    monkeypatch.setattr(plan, "available_host_memory", lambda: needed - 1)
+    lacking = (
+        f"the run takes {memory_size(needed)} of host memory, of which {memory_size(needed - 1)} are available; a "
+        "smaller --size than tiny, use --activation-checkpointing full, use --lora-rank 16, lower --sequence-length, "
+        "or take a GPU"
+    )
+    assert lacking in prepared(**SETTINGS).plan.warnings
+    with pytest.raises(InputError, match=f"--model llama: {lacking}"):
+        train(TrainConfig(**given))
+    assert not (tmp_path / "run").exists()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(plan, "available_host_memory", lambda: 2 * needed - 1)
+    assert prepared(**SETTINGS).plan.lacking_host_memory()
+    monkeypatch.setattr(plan, "available_host_memory", lambda: 1)
+    assert preparing.plan(TrainConfig(**SETTINGS), "h100").lacking_host_memory() == ""

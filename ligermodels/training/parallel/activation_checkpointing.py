@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from ligermodels.distributed import World, smallest
+from ligermodels.distributed import World, gather_objects
 from ligermodels.layers.checkpointing.kept_tensors import choose_kept
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.memory.model import TrainingMemory
@@ -109,18 +109,29 @@ def usable_memory(world: World) -> float:
     """
     if world.device.type != "cuda":
         return float("inf")
+    if world.planned_for is not None:
+        return usable_share(world.planned_for.memory, world)
     free, _ = torch.cuda.mem_get_info(world.device)
     cached = torch.cuda.memory_reserved(world.device) - torch.cuda.memory_allocated(world.device)
-    return usable_share(min(free + cached, device_memory(world.device)), world)
+    return usable_share(min(free + cached, device_memory(world)), world)
 
 
-def device_memory(device: torch.device) -> int:
+def device_memory(world: World) -> int:
     """Bytes of a GPU's memory that this process may allocate: all, or `set_per_process_memory_fraction`'s part."""
-    total = torch.cuda.get_device_properties(device).total_memory
-    return round(total * torch.cuda.get_per_process_memory_fraction(device))
+    if world.planned_for is not None:
+        return world.planned_for.memory
+    total = torch.cuda.get_device_properties(world.device).total_memory
+    return round(total * torch.cuda.get_per_process_memory_fraction(world.device))
+
+
+def device_name(world: World) -> str:
+    """The name of a rank's GPU by its driver; "CPU process" for a CPU."""
+    if world.planned_for is not None:
+        return world.planned_for.name
+    return torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "CPU process"
 
 
 def usable_share(memory: int, world: World) -> float:
     """Returns the bytes that a step can use on every rank. memory: bytes of this rank's GPU."""
-    least = smallest(torch.tensor(float(memory), dtype=torch.float64, device=world.device))
-    return (USABLE_MEMORY if world.size == 1 else USABLE_MEMORY_SHARDED) * least.item() - LIBRARY_BYTES
+    share = USABLE_MEMORY if world.size == 1 else USABLE_MEMORY_SHARDED
+    return share * min(gather_objects(memory)) - LIBRARY_BYTES

@@ -17,8 +17,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
-
 from ligermodels.distributed import World
 from ligermodels.layers.checkpointing.host_memory import available_host_memory
 from ligermodels.layers.decoder import CausalLM
@@ -28,6 +26,7 @@ from ligermodels.training.parallel.activation_checkpointing import (
     MemoryEstimator,
     checkpointing_of,
     device_memory,
+    device_name,
     usable_share,
 )
 from ligermodels.training.parallel.fsdp import dp_shard_size
@@ -95,10 +94,11 @@ def find_device(config: RunConfig, model: CausalLM, world: World) -> Device | No
     """The device of every rank; None for a CPU, whose memory other processes share."""
     if world.device.type != "cuda":
         return None
-    rates = device_rates(torch.cuda.get_device_name(world.device), config.dtype)
+    rates = device_rates(device_name(world), config.dtype)
     time = StepTime(model, config.sequence_length, rates, dp_shard_size(world, config.dp_replicate))
-    total = device_memory(world.device)
-    return Device(usable_share(total, world), total, available_host_memory(), time)
+    total = device_memory(world)
+    host = available_host_memory() if world.planned_for is None else 0  # its host is not known
+    return Device(usable_share(total, world), total, host, time)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from typing import NamedTuple
 import torch
 
 from ligermodels.aliases import flag_of
-from ligermodels.distributed import World, ranks_of_host, smallest
+from ligermodels.distributed import World, gather_objects, ranks_of_host
+from ligermodels.errors import InputError
 from ligermodels.layers.checkpointing.host_memory import available_host_memory
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.memory.model import (
@@ -33,7 +34,12 @@ from ligermodels.training.data.opening import DocumentLengths
 from ligermodels.training.data.rows.run_rows import split_global_batch
 from ligermodels.training.optimizers.adamw import AdamW
 from ligermodels.training.optimizers.offloaded import bytes_where_offloaded
-from ligermodels.training.parallel.activation_checkpointing import Checkpointing, MemoryEstimator, device_memory
+from ligermodels.training.parallel.activation_checkpointing import (
+    Checkpointing,
+    MemoryEstimator,
+    device_memory,
+    device_name,
+)
 from ligermodels.training.parallel.fsdp import dp_shard_size
 from ligermodels.training.planning.defaults import TORCH_DTYPES
 from ligermodels.training.planning.image_load import NO_IMAGES, ImageLoad
@@ -68,10 +74,11 @@ class Plan:
 
     micro_batch_size counts the sequences of a forward pass of a rank. tokens_per_step is over all ranks, and about
     right for groups. chosen has a line for each setting that was not given. dtype is that of computation. attention
-    names what computes it. checkpointing says which of the model's `blocks` have activation checkpointing. memory is
-    that of one rank. phases has the peak bytes of a rank in each phase of the run. facts and advice are further lines
-    and warnings of the objective. flops are per token, with those of the images. positions is the model's
-    max_position_embeddings. checkpoint is about the bytes of one checkpoint.
+    names what computes it; it is empty for a GPU that this machine need not have. checkpointing says which of the
+    model's `blocks` have activation checkpointing. memory is that of one rank. phases has the peak bytes of a rank in
+    each phase of the run. facts and advice are further lines and warnings of the objective. flops are per token, with
+    those of the images. positions is the model's max_position_embeddings. checkpoint is about the bytes of one
+    checkpoint.
     """
 
     config: RunConfig
@@ -97,7 +104,7 @@ class Plan:
     @property
     def total(self) -> int | None:
         """Bytes of the GPU's memory; None for a CPU, which other processes share."""
-        return device_memory(self.world.device) if self.world.device.type == "cuda" else None
+        return device_memory(self.world) if self.world.device.type == "cuda" else None
 
     @property
     def accumulated(self) -> int:
@@ -126,15 +133,7 @@ class Plan:
     @property
     def placement(self) -> str:
         """What a step does to fit into memory."""
-        config, blocks = self.config, self.checkpointing.blocks
-        parts = {
-            "8-bit moments": config.optimizer == "adamw8bit",
-            "the update in the backward pass": config.optimizer_in_backward,
-            f"{' and '.join(OFFLOADED[name] for name in config.offload)} in host memory": config.offload,
-            f"{blocks} of {self.blocks} blocks checkpointed": blocks,
-        }
-        named = [part for part, there in parts.items() if there]
-        return f", with {', '.join(named)}" if named else ""
+        return placement_text(self.config, self.checkpointing.blocks, self.blocks)
 
     @property
     def training_data(self) -> str:
@@ -184,13 +183,13 @@ class Plan:
             of_flops = self.data.images.flops / self.flops
             share = f"{self.data.images.share:.0%} of the tokens of the rows, {of_flops:.0%} of the FLOPs"
             yield "images", f"{share}; at most {self.data.images.most_patches:,} patches in a row"
-        if self.config.packing:
+        if self.config.packing and self.attention:
             yield "attention", self.attention
         yield from self.facts.items()
         recomputed, kept = self.checkpointing
         checkpointed = f", {recomputed} of {self.blocks} blocks checkpointed" if recomputed else ""
         checkpointed += f" with {kept} results kept" if kept else ""
-        yield "memory", f"of a {device_name(self.world.device)}, not all at the same time{checkpointed}"
+        yield "memory", f"of a {device_name(self.world)}, not all at the same time{checkpointed}"
         for part, size in self.memory.parts.items():
             if size:
                 yield f"  {part}", f"{memory_size(size):>10}"
@@ -274,19 +273,43 @@ class Plan:
                 where = f"{phase}: " if len(self.phases) > 1 else ""
                 yield f"{where}{memory_size(size)} is more than the GPU has; {', '.join(self.remedies())} or more ranks"
         yield from self.advice
-        yield from self.host_memory_warnings()
-        yield from self.disk_warnings()
+        if lacking := self.lacking_host_memory():
+            yield lacking
+        if self.world.planned_for is None:  # neither the memory nor the disk of its host is known
+            yield from self.host_memory_warnings()
+            yield from self.disk_warnings()
 
     def remedies(self) -> Iterator[str]:
         """What makes a step smaller that is not chosen by itself, with most effect first."""
         config = self.config
-        if config.activation_checkpointing != "auto":
-            yield "use --activation-checkpointing auto"
+        checkpointing = "auto" if self.total else "full"  # on a CPU "auto" is for nothing
+        if config.activation_checkpointing not in (checkpointing, "full"):
+            yield f"use --activation-checkpointing {checkpointing}"
         if not config.with_lora:
             yield "use --lora-rank 16"
         if config.quantize is None and not config.has_new_weights:
             yield "with LoRA --quantize nf4"
         yield f"lower {'--micro-batch-size, ' * bool(config.micro_batch_size)}--sequence-length"
+
+    def lacking_host_memory(self) -> str:
+        """What a run on CPUs lacks, and the remedy; empty for one that fits into the memory of the host. The same on
+        every rank."""
+        if self.world.device.type != "cpu":
+            return ""
+        available, needed = min(gather_objects(available_host_memory())), ranks_of_host() * self.needed
+        if needed <= available:
+            return ""
+        remedies = [*self.remedies(), "or take a GPU"]
+        size = f"a smaller --size than {self.config.size}, " if self.config.has_new_weights else ""
+        return (
+            f"the run takes {memory_size(needed)} of host memory, of which {memory_size(available)} are available; "
+            f"{size}{', '.join(remedies)}"
+        )
+
+    @property
+    def needed(self) -> int:
+        """Bytes of a rank in the phase that takes most, with what is offloaded to the host."""
+        return max(self.phases.values()) + self.memory.host
 
     def host_memory_warnings(self) -> Iterator[str]:
         """Warns where the host has no room for the copy that each rank makes of its part of a checkpoint."""
@@ -345,7 +368,7 @@ def make_plan(
         tokens_per_step=tokens_per_step,
         chosen=chosen,
         dtype=dtype,
-        attention=model.attention_implementation(world.device, dtype),
+        attention="" if world.planned_for else model.attention_implementation(world.device, dtype),
         flops=round(flops_per_token(model, config.sequence_length) + data.images.flops),
         memory=memory,
         phases=phases,
@@ -356,6 +379,24 @@ def make_plan(
         positions=model.config.max_position_embeddings,
         checkpoint=sum(parameter.nbytes for parameter in trained) + states,
     )
+
+
+def placement_text(config: RunConfig, checkpointed: int, blocks: int) -> str:
+    """What a step does to fit into memory, of a model with so many blocks; empty for nothing."""
+    parts = {
+        "8-bit moments": config.optimizer == "adamw8bit",
+        "the update in the backward pass": config.optimizer_in_backward,
+        f"{' and '.join(OFFLOADED[name] for name in config.offload)} in host memory": config.offload,
+        f"{checkpointed} of {blocks} blocks checkpointed": checkpointed,
+    }
+    named = [part for part, there in parts.items() if there]
+    return f", with {', '.join(named)}" if named else ""
+
+
+def refuse_without_host_memory(plan: Plan) -> None:
+    """Raises InputError for a run on CPUs that the system would end when the memory of the host is used up."""
+    if lacking := plan.lacking_host_memory():
+        raise InputError(f"--model {plan.config.model}: {lacking}")
 
 
 def as_text(epochs: float) -> str:
@@ -382,10 +423,6 @@ def computes_in_bfloat16() -> bool:
     if platform.machine().lower() in ("x86_64", "amd64"):
         return torch.cpu._is_avx512_bf16_supported()
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-
-
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU process"
 
 
 class StateBytes(NamedTuple):
@@ -418,8 +455,8 @@ def memory_needs(
     if "optimizer" in config.offload:
         _, on_device, on_host = states
     if "activations" in config.offload:
-        free = torch.tensor(available_host_memory() // ranks_of_host(), dtype=torch.float64, device=world.device)
-        room = max(0, int(smallest(free).item()) - copied - on_host)
+        free = min(gather_objects(available_host_memory() // ranks_of_host()))
+        room = max(0, free - copied - on_host)
     estimate = functools.partial(
         training_memory, model, sequence_length=config.sequence_length, dtype=dtype,
         shards=dp_shard_size(world, config.dp_replicate), optimizer_states=on_device, offloaded_states=on_host,

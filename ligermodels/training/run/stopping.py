@@ -1,4 +1,5 @@
 """Signals that stop a run: after SIGTERM, Ctrl-C or a closed terminal (SIGHUP) it finishes its step, saves and exits.
+Before its first step there is nothing to save, and it ends at once.
 
 torchrun passes a signal on to every rank and kills them 30 seconds later; a scheduler may signal one rank alone. So
 each rank records its own signal, and the ranks sum them up. torchrun also signals the remaining ranks when one is lost:
@@ -12,18 +13,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from types import FrameType
+from typing import NoReturn
 
 from ligermodels.distributed import is_first, rank, under_torchrun
 
 PATIENCE = 20  # seconds that a signalled rank may spend in one library call: torchrun kills it after 30
+SIGNALLED = 128  # added to a signal's number, the exit status that a shell reports for it
 OVER = 0  # written to the watcher to end it; no signal has this number
 
 
 @dataclass
 class Stop:
-    """Says which signal told this rank to stop, the first one; 0 for none."""
+    """Says which signal told this rank to stop, the first one; 0 for none. takes_steps: whether the run has a state to
+    save, or ends at once."""
 
     signal: int = 0
+    takes_steps: bool = False
 
     @property
     def requested(self) -> bool:
@@ -33,6 +38,8 @@ class Stop:
 @contextmanager
 def signals() -> Iterator[Stop]:
     """Records SIGTERM, SIGINT and SIGHUP, in the main thread. A second SIGINT ends the process at once.
+
+    Before the run takes steps, SIGINT raises KeyboardInterrupt, and the others SystemExit with the status of a shell.
 
     A SIGHUP that is ignored stays ignored, as under nohup. Under torchrun, a signalled rank that waits longer than
     PATIENCE for the others ends with status 1.
@@ -49,6 +56,8 @@ def signals() -> Iterator[Stop]:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # the default handler also ends a wait inside a library
         if number == signal.SIGHUP:
             redirect_to_devnull(terminals)
+        if not stop.takes_steps:
+            end_at_once(number)
         if is_first():
             again = "; press Ctrl-C again to exit at once" if number == signal.SIGINT else ""
             tell(f"\n{signal.Signals(number).name}: stopping after this step{again}\n")
@@ -63,6 +72,15 @@ def signals() -> Iterator[Stop]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def end_at_once(number: int) -> NoReturn:
+    """Ends the process by an exception, so that temporary files are removed and other processes ended."""
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    if is_first():
+        tell(f"ligermodels: {signal.Signals(number).name}: ended before the first step\n")
+    raise SystemExit(SIGNALLED + number)
 
 
 @contextmanager

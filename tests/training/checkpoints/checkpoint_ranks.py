@@ -162,6 +162,7 @@ def check_that_fingerprints_do_not_depend_on_sharding(mesh):
 
 def check_that_a_signal_to_one_rank_reaches_all():
     with signals() as stop:
+        stop.takes_steps = True
         if distributed.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         asked = torch.tensor(float(stop.requested))

@@ -1,4 +1,4 @@
-"""Signals are noted and handed back; one run holds a folder, until it is done or dead."""
+"""Signals are noted and handed back, and end a run without a step; one run holds a folder, until it is done or dead."""
 
 import os
 import pty
@@ -7,7 +7,9 @@ import socket
 
 import pytest
 
+from ligermodels import cli
 from ligermodels.errors import InputError
+from ligermodels.training import loop
 from ligermodels.training.run.folder import locked
 from ligermodels.training.run.stopping import signals
 from tests.forking import start
@@ -28,6 +30,7 @@ def not_under_nohup():
 def test_a_signal_is_recorded_and_the_handlers_are_restored(number, capfd):
     before = [signal.getsignal(n) for n in NOTED]
     with signals() as stop:
+        stop.takes_steps = True
         assert not stop.requested
         os.kill(os.getpid(), number)
         assert stop.requested
@@ -35,10 +38,38 @@ def test_a_signal_is_recorded_and_the_handlers_are_restored(number, capfd):
     assert f"{number.name}: stopping after this step" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("place", ["prepare", "place_model"])
+@pytest.mark.parametrize(
+    ("number", "status", "line"),
+    [
+        (signal.SIGTERM, 143, "ligermodels: SIGTERM: ended before the first step\n"),
+        (signal.SIGINT, 130, "ligermodels: interrupted\n"),
+    ],
+)
+def test_a_run_that_has_taken_no_step_ends_at_once(place, number, status, line, monkeypatch, tmp_path, capfd):
+    """While it tokenises, and while it loads weights."""
+    usual, before = getattr(loop, place), [signal.getsignal(n) for n in NOTED]
+
+    def signalled(*arguments):
+        os.kill(os.getpid(), number)
+        return usual(*arguments)
+
+    monkeypatch.setattr(loop, place, signalled)
+    flags = ["--model", "llama", "--data", "random", "--steps", "2", "--output", str(tmp_path / "run")]
+    try:
+        found = cli.main(["train", *flags])
+    except SystemExit as end:
+        found = end.code
+    assert found == status and [signal.getsignal(n) for n in NOTED] == before
+    assert capfd.readouterr().err == line
+    assert [*(tmp_path / "run").glob("checkpoints/*")] == []
+
+
 def test_a_signal_is_recorded_when_the_reader_of_stderr_has_left(monkeypatch):
     """As in `python train.py … 2>&1 | tee log`, where Ctrl-C ends both."""
     monkeypatch.setattr(os, "write", lambda *_: (_ for _ in ()).throw(BrokenPipeError()).send(None))
     with signals() as stop:
+        stop.takes_steps = True
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.requested
 
@@ -46,6 +77,7 @@ def test_a_signal_is_recorded_when_the_reader_of_stderr_has_left(monkeypatch):
 def test_under_nohup_a_closed_terminal_stops_nothing():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with signals() as stop:
+        stop.takes_steps = True
         os.kill(os.getpid(), signal.SIGHUP)
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     assert not stop.requested
@@ -55,6 +87,7 @@ def print_after_a_hangup(ready, terminal):
     signal.alarm(GIVE_UP)  # otherwise a child that notes no signal would outlive the tests
     os.login_tty(os.open(terminal, os.O_RDWR))
     with signals() as stop:
+        stop.takes_steps = True
         os.write(1, b".")
         ready()
         while not stop.requested:
@@ -76,12 +109,14 @@ def test_a_run_whose_terminal_is_closed_can_still_print():
 def test_only_rank_0_prints(monkeypatch, capfd):
     monkeypatch.setenv("RANK", "1")
     with signals() as stop:
+        stop.takes_steps = True
         os.kill(os.getpid(), signal.SIGTERM)
     assert stop.requested and capfd.readouterr().err == ""
 
 
 def be_interrupted(ready):
     with signals() as stop:
+        stop.takes_steps = True
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)
         if stop.requested:
