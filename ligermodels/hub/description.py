@@ -33,8 +33,8 @@ class Description:
 
 
 def describe(name: str, *, dtype: torch.dtype | None = None, revision: str | None = None) -> Description:
-    """Describes a family such as "qwen2" or "qwen2:0.5b", a folder, a GGUF file, or a Hub id (downloads its config.json and
-    index, or the GGUF file that it names).
+    """Describes a family such as "qwen2" or "qwen2:0.5b", a folder, a GGUF file, or a Hub id (downloads its config.json
+    and index, or the GGUF file that it names).
 
     dtype: None for the checkpoint's dtype. Raises HubError, ConfigError or CheckpointError.
     """

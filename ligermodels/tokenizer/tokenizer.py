@@ -114,7 +114,7 @@ class Tokenizer:
             raise InputError(f"return_tensors: is {return_tensors!r}; must be 'pt' or None")
         limited = truncation or padding == "max_length"
         if max_length is not None and not limited:
-            raise InputError(f"max_length: is {max_length}, without effect; give truncation=True or padding='max_length'")
+            raise InputError(f"max_length: is {max_length}; it goes with truncation=True or padding='max_length'")
         length = self.model_max_length if max_length is None else max_length
         if limited and length is None:
             raise InputError(f"max_length: is missing, and {self.file.parent} has no model_max_length; give it")

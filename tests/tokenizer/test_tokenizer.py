@@ -533,7 +533,7 @@ def test_a_call_gives_the_arguments_of_a_model(tmp_path):
     [
         ({"padding": "longst"}, "padding: is 'longst'; must be True, False, 'longest' or 'max_length'"),
         ({"return_tensors": "np"}, "return_tensors: is 'np'; must be 'pt' or None"),
-        ({"max_length": 4}, "max_length: is 4, without effect; give truncation=True or padding='max_length'"),
+        ({"max_length": 4}, "max_length: is 4; it goes with truncation=True or padding='max_length'"),
         ({"return_tensors": "pt"}, "return_tensors: the texts have different numbers of tokens; give padding=True"),
         ({"padding": "max_length", "max_length": 1}, "length: is 1, but a row has"),
     ],
@@ -543,5 +543,5 @@ def test_a_call_refuses_what_it_cannot_do(tmp_path, options, message):
     with pytest.raises(InputError, match=message.replace("[", r"\[")):
         tokenizer(["a", "b c d e"], **options)
     tokenizer.model_max_length = None
-    with pytest.raises(InputError, match="max_length: is missing, and .* has no model_max_length; give it"):
+    with pytest.raises(InputError, match=r"max_length: is missing, and .* has no model_max_length; give it"):
         tokenizer("a", truncation=True)

@@ -9,7 +9,6 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, Self
 
 from ligermodels.errors import InputError
@@ -54,7 +53,8 @@ from ligermodels.training.settings.values import (
     hint_of_key,
 )
 
-Offloaded, Part = Literal["none", "optimizer", "activations"], Literal["vision", "projector", "text"]
+Offloaded = Literal["none", "optimizer", "activations"]
+Part = Literal["vision", "projector", "text"]
 LoggerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 
 
@@ -315,6 +315,8 @@ class TrainConfig:
 
     eval_every: int | None = setting("monitoring", None, "steps between validations", POSITIVE,
         shown="a tenth of the steps; tiny: 400")
+    log_every: int = setting("monitoring", 1, "steps between lines where there is no progress bar, with one at the "
+        "end; 0: no lines, no bar", COUNT)
     log_to: Values[LoggerName] = setting("monitoring", (), "loggers beside "
         "metrics.jsonl; without it nothing is sent anywhere")
     profile: int | None = setting("monitoring", None, "trace three steps from this one on", POSITIVE, metavar="STEP")
@@ -373,7 +375,6 @@ class TrainConfig:
         return self.with_lora and (self.lora_export or ("adapter" if self.adapter else "merged")) == "adapter"
 
 
-@dataclass(frozen=True, kw_only=True)
 class RunConfig(TrainConfig):
     """The settings of a run, with those chosen that were not given (planning/defaults.py).
 
@@ -391,7 +392,7 @@ class RunConfig(TrainConfig):
     eval_every: int
     optimizer: Literal["adamw", "adamw8bit", "muon"]
     optimizer_in_backward: bool
-    offload: Values[Offloaded]  # empty for none
+    offload: tuple[Offloaded, ...]  # empty for none
 
     @property
     def loses_updates(self) -> bool:

@@ -22,7 +22,7 @@ NOT_SETTINGS = ("output", "resume", "allow_changes")
 WITHOUT_EFFECT_ON_RESULT = (
     *("allow_bad_lines", "micro_batch_size", "activation_checkpointing", "compile", "lora_export", "checkpoint_every"),
     *("checkpoint_minutes", "keep_checkpoints", "best_checkpoint", "early_stopping", "no_export", "push_to_hub"),
-    *("on_nan", "dp_replicate", "context_parallel", "expert_parallel", "eval_every", "log_to", "profile"),
+    *("on_nan", "dp_replicate", "context_parallel", "expert_parallel", "eval_every", "log_every", "log_to", "profile"),
     *("deterministic", "offload"),
 )
 # A run may be lengthened. Its number of steps is known, and compared, once the data are open: run/resuming.py.
