@@ -157,7 +157,7 @@ def test_the_training_page_has_every_flag_of_train_with_its_default():
     rows = dict(re.findall(r"^\| `(--[a-z0-9-]+)` \| (.*?) \|", TRAINING.read_text(encoding="utf-8"), re.M))
     fields = {f"--{name.replace('_', '-')}": field for name, field in FIELDS.items()}
     flags = {flag: field.default for flag, field in fields.items() if "sft" in field.metadata["objectives"]}
-    assert set(rows) == {*flags, "--config", "--dry-run"} - ({"--objective"} - set(rows))
+    assert set(rows) == {*flags, "--config", "--dry-run", "--json", "--quiet"} - ({"--objective"} - set(rows))
     assert [flag for flag in fields if flag not in flags and flag not in others] == []
     flags = {flag: default for flag, default in flags.items() if flag in rows}
     for flag, default in flags.items():

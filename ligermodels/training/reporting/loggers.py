@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from ligermodels.errors import InputError, first_line
+from ligermodels.errors import InputError, first_line, shorten
 from ligermodels.optional_packages import import_package
+
+MAX_PARAMETER = 6000  # characters of a parameter of MLflow
 
 
 class Logger(Protocol):
@@ -136,7 +138,7 @@ class MLflow:
             experiment = found.experiment_id if found else self.client.create_experiment(name)
             self.run_id = self.client.create_run(experiment, run_name=folder.name).info.run_id
             for setting, value in settings.items():
-                self.client.log_param(self.run_id, setting, value)
+                self.client.log_param(self.run_id, setting, shorten(str(value), MAX_PARAMETER))
         except (MlflowException, OSError) as error:
             raise InputError(
                 f"--log-to mlflow: {first_line(error)}; MLFLOW_TRACKING_URI says where it is kept"
