@@ -74,6 +74,17 @@ def test_the_python_snippets_of_a_page_run_one_after_the_other_on_a_cpu(page, sc
     assert status == 0, output
 
 
+@pytest.mark.slow
+def test_the_python_snippets_of_the_readme_pass_mypy(tmp_path):
+    script = tmp_path / "snippets.py"
+    more = 'TrainConfig(model="qwen2", data="x.jsonl", log_to="wandb", offload=["optimizer"], resume=result.folder)\n'
+    script.write_text("\n".join(block.code for block in python_blocks(README)) + f"\n{more}", encoding="utf-8")
+    flags = ["--config-file", str(ROOT / "pyproject.toml"), "--num-workers", "0", "--follow-imports", "silent"]
+    command = [sys.executable, "-m", "mypy", *flags, "--cache-dir", str(tmp_path / "cache"), str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"MYPYPATH": str(ROOT)})
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("page", PAGES, ids=names)
 def test_every_block_has_a_language_and_every_python_block_compiles(page):
     text = page.read_text(encoding="utf-8")

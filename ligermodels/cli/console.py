@@ -13,7 +13,7 @@ from contextlib import contextmanager, redirect_stdout
 from typing import Any, TextIO
 
 from ligermodels.errors import print_to_stderr, printable, silence_closed
-from ligermodels.units import counted, duration
+from ligermodels.units import counted
 
 WARNING = "warning: "  # begins a line of a run that --quiet does not leave out
 
@@ -85,4 +85,4 @@ class TokenCount:
 
     def __str__(self) -> str:
         speed = self.tokens / max(self.seconds, 1e-9)
-        return f"{counted(self.tokens, 'new token')} in {duration(self.seconds)}, {speed:,.0f} tokens/s"
+        return f"{counted(self.tokens, 'new token')} in {self.seconds:.1f} s, {speed:,.0f} tokens/s"

@@ -107,8 +107,8 @@ def record_of(name: str, described: Description, memory: Memory) -> dict[str, An
     config = described.model.config
     return {
         "model": name, "family": config.raw["model_type"], "layers": config.num_hidden_layers,
-        "parameters": dict(vars(count_parameters(described.model))), "dtype": str(described.dtype).removeprefix("torch."),
-        "files": dict(described.files), "memory": memory.peaks,
+        "parameters": dict(vars(count_parameters(described.model))), "memory": memory.peaks,
+        "dtype": str(described.dtype).removeprefix("torch."), "files": dict(described.files),
     }  # fmt: skip
 
 

@@ -56,7 +56,7 @@ class TokenizedTexts(dict[str, Any]):
         return self["attention_mask"]
 
     def to(self, device: int | str | torch.device) -> "TokenizedTexts":
-        """The same with its tensors on a device."""
+        """Copies the tensors to a device."""
         return TokenizedTexts({name: x.to(device) if isinstance(x, Tensor) else x for name, x in self.items()})
 
 

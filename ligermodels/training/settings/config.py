@@ -54,7 +54,7 @@ from ligermodels.training.settings.values import (
 )
 
 Offloaded = Literal["none", "optimizer", "activations"]
-Part = Literal["vision", "projector", "text"]
+TrainedPart = Literal["vision", "projector", "text"]
 LoggerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 
 
@@ -128,7 +128,7 @@ class TrainConfig:
     learning_rate: float | None = setting("training", None, "peak learning rate", ABOVE_ZERO,
         shown="2e-5; LoRA: 2e-4; new weights: 4.5e-3 at width 128, with images 1e-3, 1/width; of preferences and "
         "rewards a quarter to a half of these")
-    train_parts: OptionalValues[Part] = setting("training", None, "parts of a "
+    train_parts: OptionalValues[TrainedPart] = setting("training", None, "parts of a "
         "model with images that are trained; the others are frozen", shown="all; with LoRA its updates alone",
         objectives=WITH_IMAGES)
     vision_learning_rate: float | None = setting("training", None, "peak learning rate of the vision tower", ABOVE_ZERO,

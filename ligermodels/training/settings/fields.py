@@ -23,19 +23,19 @@ UNIT_SETTINGS = {  # the setting that says how many units a step takes
 }  # fmt: skip
 
 T = TypeVar("T")
-Kept = TypeVar("Kept", covariant=True)
-Accepted = TypeVar("Accepted", contravariant=True)
+KeptType = TypeVar("KeptType", covariant=True)
+AcceptedType = TypeVar("AcceptedType", contravariant=True)
 
 
-class Given(Generic[Kept, Accepted]):
+class Given(Generic[KeptType, AcceptedType]):
     """The type of a field that takes more types than it keeps: `TrainConfig(output="runs/x").output` is a Path. To type
     checkers a descriptor, whose methods say both; none exists at run time."""
 
     if TYPE_CHECKING:
 
-        def __get__(self, instance: object, owner: object) -> Kept: ...
+        def __get__(self, instance: object, owner: object) -> KeptType: ...
 
-        def __set__(self, instance: object, value: Accepted) -> None: ...
+        def __set__(self, instance: object, value: AcceptedType) -> None: ...
 
 
 OptionalPath = Given[Path | None, str | Path | None]
