@@ -5,7 +5,10 @@ that cannot run here has an HTML comment with the reason in the line above it: <
 commands of docs/recipes.md run in test_recipes.py.
 """
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
