@@ -188,6 +188,8 @@ def test_an_error_of_mlflow_is_one_line_that_says_where_its_place_is_set(tmp_pat
         raise sys.modules["mlflow.exceptions"].MlflowException("no such place\nmore")
 
     mlflow.MlflowClient = fail
-    with pytest.raises(InputError, match=r"^--log-to mlflow: no such place; MLFLOW_TRACKING_URI says where it is kept$"):
+    with pytest.raises(
+        InputError, match=r"^--log-to mlflow: no such place; MLFLOW_TRACKING_URI says where it is kept$"
+    ):
         open_loggers(["mlflow"], tmp_path, {})
     assert not any(tmp_path.iterdir())
