@@ -88,7 +88,7 @@ def backward_op(name, activation):
         from ligermodels.kernels.activations.gated_activation import gated_activation_backward
 
         def backward(dy, gate_up):
-            dgate_up, product = gated_activation_backward(dy, gate_up, activation, True)
+            dgate_up, product, _ = gated_activation_backward(dy, gate_up, activation, True)
             return *dgate_up.chunk(2, -1), product
 
         return backward

@@ -1,4 +1,5 @@
-"""Draws the newest results: for each op, speed and memory against size; for training steps, one bar per provider.
+"""Draws the newest results: speed and memory of each op against its size, and of training on several GPUs against the
+length of the rows.
 
 python -m benchmarks.plot [--results FOLDER] [--output FOLDER]
 """
@@ -14,16 +15,14 @@ COLOURS = {provider: f"C{index}" for index, provider in enumerate(PROVIDERS)}  #
 PANELS = {"share": "% of the limit", "peak_mib": "peak memory, MiB"}
 SCALE = {"share": 100.0, "peak_mib": 1.0}
 
-STEP_MODEL = "llama-3-8b"
-STEP_PROVIDERS = {  # and what their charts call them: bf16 weights that are rounded to nearest lose small updates
-    "hugging face": "Hugging Face, bf16 weights",
-    "hugging face + liger": "+ Liger, bf16 weights",
-    "hugging face + liger, fp32 weights": "+ Liger, fp32 weights",
-    "ligermodels and its AdamW": "ligermodels, exact bf16 weights",
+SHARDED = "*-sharded-step-llama-3-8b-2x*-4-gpus.json"
+BY_AUTO = "*-train-py-llama-3-8b-4-gpus.json"
+SHARDED_LINES = {  # with every block checkpointed, and what the chart calls them
+    "hugging face": ("Hugging Face", "C6"),
+    "hugging face + liger": ("Hugging Face + Liger-Kernel", "C0"),
+    "bf16 weights": ("ligermodels", "C1"),
 }
-STEP_COLOURS = ("C6", "C0", "C9", "C1")
-STEP_PANELS = {"tokens_per_second": "tokens/s (higher is better)", "peak_gib": "peak memory, GiB (lower is better)"}
-CHECKPOINTING = {"none": "no activation checkpointing", "full": "every block checkpointed"}
+SHARDED_PANELS = {"tokens_per_second": "tokens/s of four GPUs", "peak_gib": "peak memory of a GPU, GiB"}
 
 
 def timed_rows(report: dict) -> list[dict]:
@@ -66,42 +65,36 @@ def draw(report: dict, path: Path) -> None:
     figure.savefig(path, dpi=90)
 
 
-def training_step_report(folder: Path) -> dict | None:
-    """The newest report of whole training steps of STEP_MODEL in which every provider of the chart ran, if any."""
-    complete = [
-        report
-        for report in results.reports(folder)
-        if report.get("model") == STEP_MODEL and {row.get("provider") for row in report["rows"]} >= set(STEP_PROVIDERS)
-    ]
-    return max(complete, key=lambda report: report["date"], default=None)
+def sharded_rows(folder: Path) -> dict[str, dict[int, dict]]:
+    """{line: {tokens of a row: row}} of training on four GPUs, from the newest report of each length."""
+    found: dict[str, dict[int, dict]] = {}
+    for report in results.reports(folder, SHARDED):
+        for row in report["rows"]:
+            total = row.get("tokens_per_second_per_gpu", 0) * row.get("gpus", 1)
+            found.setdefault(row["weights"], {})[report["length"]] = row | {"tokens_per_second": total}
+    lines = {name: found[weights] for weights, (name, _) in SHARDED_LINES.items() if weights in found}
+    for report in results.reports(folder, BY_AUTO):
+        lines["ligermodels, what it chooses itself"] = {row["length"]: row for row in report["rows"]}
+    return lines
 
 
-def draw_training_step(report: dict, path: Path) -> None:
-    """Two panels of grouped bars, speed and memory. A provider without a result gets a label and no bar."""
+def draw_sharded(lines: dict[str, dict[int, dict]], path: Path) -> None:
+    """Two panels, speed and memory, against the length of the rows."""
     from matplotlib.figure import Figure
 
-    rows = {(row["provider"], row["recompute"]): row for row in report["rows"]}
-    width = 0.8 / len(STEP_PROVIDERS)
+    colours = dict(SHARDED_LINES.values())
     figure = Figure(figsize=(9, 3.4), layout="constrained")
-    for axes, (quantity, title) in zip(figure.subplots(1, 2), STEP_PANELS.items(), strict=True):
-        for index, provider in enumerate(STEP_PROVIDERS):
-            measured = [rows.get((provider, mode)) for mode in CHECKPOINTING]
-            values = [row and row.get(quantity) for row in measured]
-            places = [group + (index - (len(STEP_PROVIDERS) - 1) / 2) * width for group in range(len(CHECKPOINTING))]
-            heights, colour = [value or 0 for value in values], STEP_COLOURS[index]
-            bars = axes.bar(places, heights, width, label=STEP_PROVIDERS[provider], color=colour)
-            missing = ["not run" if row is None else "out of\nmemory" for row in measured]
-            labels = [f"{value:,}" if value else text for value, text in zip(values, missing, strict=True)]
-            axes.bar_label(bars, labels, fontsize=7, padding=2)
-        axes.set_xticks(range(len(CHECKPOINTING)), CHECKPOINTING.values(), fontsize=8)
+    for axes, (quantity, title) in zip(figure.subplots(1, 2), SHARDED_PANELS.items(), strict=True):
+        for name, rows in lines.items():
+            style = {"color": colours[name]} if name in colours else {"color": "C1", "linestyle": "--"}
+            places = [f"{length:,}" for length in sorted(rows)]
+            axes.plot(places, [rows[length][quantity] for length in sorted(rows)], marker="o", label=name, **style)
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("tokens of a row, 8 rows a step", fontsize=8)
         axes.set_title(title, fontsize=9)
-        axes.margins(y=0.12)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(STEP_PROVIDERS), fontsize=8)
-    shape = f"{report['batch']} × {report['length']} tokens a step, computed in bf16"
-    figure.suptitle(
-        f"Full fine-tuning of {report['model']}, {shape} ({report['gpu']}, {report['date'][:10]})", fontsize=10
-    )
+        axes.grid(alpha=0.3)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=len(lines), fontsize=8)
+    figure.suptitle("Full fine-tuning of Llama-3-8B, FSDP2 on four H200s; solid: every block checkpointed", fontsize=10)
     figure.savefig(path, dpi=120)
 
 
@@ -114,9 +107,9 @@ def main() -> None:
     for op, report in results.latest(args.results).items():
         draw(report, args.output / f"{op}.png")
         print(args.output / f"{op}.png")
-    if training_step := training_step_report(args.results):
-        path = args.output / f"train-step-{STEP_MODEL}.png"
-        draw_training_step(training_step, path)
+    if lines := sharded_rows(args.results):
+        path = args.output / "sharded-step-llama-3-8b.png"
+        draw_sharded(lines, path)
         print(path)
 
 

@@ -52,10 +52,10 @@ def save(folder: Path, name: str, report: dict) -> Path:
 
 def latest(folder: Path) -> dict[str, dict]:
     """The newest report of each op."""
-    found = [report for report in reports(folder) if "op" in report]
-    return {report["op"]: report for report in sorted(found, key=lambda report: report["date"])}
+    return {report["op"]: report for report in reports(folder) if "op" in report}
 
 
-def reports(folder: Path) -> Iterator[dict]:
-    for path in folder.glob("*.json"):
+def reports(folder: Path, pattern: str = "*.json") -> Iterator[dict]:
+    """The reports in files of such names, from the oldest to the newest."""
+    for path in sorted(folder.glob(pattern)):
         yield json.loads(path.read_text())

@@ -393,26 +393,22 @@ def test_plots_are_drawn_from_the_newest_report_of_each_op(op, tmp_path, monkeyp
     assert path.name == "double.png" and width > 2 * height > 600
 
 
-def test_the_training_step_chart_takes_the_newest_report_with_every_provider_and_draws_one_that_failed(tmp_path):
-    def report(date, providers):
-        ran = {"tokens_per_second": 1000, "peak_gib": 10.0}
-        rows = [
-            {"provider": name, "recompute": mode} | ({"error": "out of memory"} if name == "hugging face" else ran)
-            for name in providers
-            for mode in plot.CHECKPOINTING
-        ]
-        name = {"date": date, "gpu": "a GPU", "model": plot.STEP_MODEL, "batch": 8, "length": 2048}
-        return name | {"rows": rows}
+def test_the_chart_of_several_gpus_takes_the_newest_report_of_each_length(tmp_path):
+    def save(date, length, rate):
+        rows = [{"weights": name, "gpus": 4, "tokens_per_second_per_gpu": rate, "peak_gib": 9.0} for name in lines]
+        report = {"date": date, "length": length, "rows": [*rows, {"weights": "fp32 weights"}]}
+        results.save(tmp_path, f"sharded-step-llama-3-8b-2x{length}-4-gpus", report)
 
-    for date, providers in (
-        ("2026-01-02T03:04:05", plot.STEP_PROVIDERS),
-        ("2026-01-03T00:00:00", plot.STEP_PROVIDERS),
-        ("2026-01-04T00:00:00", list(plot.STEP_PROVIDERS)[1:]),
-    ):
-        results.save(tmp_path, "train-step", report(date, providers))
-    chosen = plot.training_step_report(tmp_path)
-    assert chosen["date"] == "2026-01-03T00:00:00"
-    plot.draw_training_step(chosen, tmp_path / "chart.png")
+    lines = list(plot.SHARDED_LINES)
+    for date, length, rate in (("2026-01-03", 4096, 30), ("2026-01-02", 4096, 20), ("2026-01-02", 8192, 10)):
+        save(f"{date}T00:00:00", length, rate)
+    auto = {"length": 8192, "tokens_per_second": 50, "peak_gib": 1.0}
+    results.save(tmp_path, "train-py-llama-3-8b-4-gpus", {"date": "2026-01-02T00:00:00", "rows": [auto]})
+    found = plot.sharded_rows(tmp_path)
+    rates = {name: {length: row["tokens_per_second"] for length, row in rows.items()} for name, rows in found.items()}
+    peers = {name: {4096: 120, 8192: 40} for name, _ in plot.SHARDED_LINES.values()}
+    assert rates == peers | {"ligermodels, what it chooses itself": {8192: 50}}
+    plot.draw_sharded(found, tmp_path / "chart.png")
     height, width, _ = matplotlib.image.imread(tmp_path / "chart.png").shape
     assert width > 2 * height > 600
 

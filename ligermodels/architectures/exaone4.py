@@ -4,7 +4,7 @@ RoPE.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from ligermodels.configs.base import preset, tiny
 from ligermodels.configs.features import SlidingWindowConfig
@@ -26,11 +26,9 @@ class Exaone4Config(SlidingWindowConfig):
     sliding_window_pattern: str | int | None = 4  # one full layer in so many, or a letter for each: "LLLG"
 
     @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
+    def fields_of(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """transformers 5 writes a pattern of 0 where no layer has a window."""
-        config = super().from_dict(dict(raw) | ({} if raw.get(PATTERN, 1) else {PATTERN: None}))
-        config.raw = dict(raw)
-        return config
+        return super().fields_of(dict(raw) | ({} if raw.get(PATTERN, 1) else {PATTERN: None}))
 
     def is_sliding(self, layer: int) -> bool:
         pattern = self.sliding_window_pattern

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from ligermodels.configs.base import preset, tiny
 from ligermodels.configs.features import SoftcapConfig
@@ -43,13 +43,14 @@ class Gemma3MultimodalConfig(Gemma3Config, MultimodalConfig):
     default_image_token = 262144
 
     @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
-        """Reads text_config. The reference implementation applies no logit softcap, so the field must not be set."""
+    def fields_of(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         text = {"model_type": "gemma3_text", "tie_word_embeddings": raw.get("tie_word_embeddings", True)}
-        config = super().from_dict(text | dict(object_or_empty("text_config", raw.get("text_config"))))
-        config.reject_if_set("final_logit_softcapping")
-        config.raw = dict(raw)
-        return config
+        return super().fields_of(text | dict(object_or_empty("text_config", raw.get("text_config"))))
+
+    def validate(self) -> None:
+        """The reference implementation applies no logit softcap."""
+        super().validate()
+        self.reject_if_set("final_logit_softcapping")
 
 
 BASE = {"model_type": "gemma3_text"}

@@ -38,9 +38,7 @@ class Glm4MoeLiteConfig(GroupedRoutingConfig, LatentAttentionConfig):
 
     def validate(self) -> None:
         super().validate()
-        self.check_one_per_layer("mlp_layer_types")
-        for kind in self.mlp_layer_types or ():
-            check_choice("mlp_layer_types", kind, ["dense", "sparse"])
+        self.check_one_per_layer("mlp_layer_types", ["dense", "sparse"])
         if self.mlp_layer_types is None:  # the reference does not read first_k_dense_replace
             check_choice("first_k_dense_replace", self.first_k_dense_replace, [1])
 

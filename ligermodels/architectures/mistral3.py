@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from ligermodels.configs.base import preset, tiny
 from ligermodels.configs.fields import check_choice
@@ -33,14 +33,12 @@ class Mistral3Config(Ministral3Config, LinearProjectorConfig):
     default_image_token = 10
 
     @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
+    def fields_of(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Reads text_config. Files of version 4 that do not name tie_word_embeddings store a head of their own."""
         text = object_or_empty("text_config", raw.get("text_config"))
         kind = text.get("model_type", "mistral")
         check_choice("text_config: model_type", kind, TEXT_DEFAULTS)
-        config = super().from_dict({**raw, "text_config": {**TEXT_DEFAULTS[kind], "model_type": kind, **text}})
-        config.raw = dict(raw)
-        return config
+        return super().fields_of({**raw, "text_config": {**TEXT_DEFAULTS[kind], "model_type": kind, **text}})
 
 
 BASE = {"model_type": "mistral3", "tie_word_embeddings": False}

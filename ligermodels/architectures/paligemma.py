@@ -55,16 +55,16 @@ class PaligemmaVisionConfig(SiglipConfig):
             )
 
 
-class Paligemma2Config(Gemma2Config, MultimodalConfig):
+class PaligemmaTextConfig(MultimodalConfig):
     Vision = PaligemmaVisionConfig
     default_image_token = 256000
 
     @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
-        config = super().from_dict(paligemma_text(raw))
-        config.raw = dict(raw)
-        return config
+    def fields_of(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        return super().fields_of(paligemma_text(raw))
 
+
+class Paligemma2Config(Gemma2Config, PaligemmaTextConfig):
     @property
     def shortest_window(self) -> int | None:
         """The tokens that a layer with a sliding window sees; None if no layer has one."""
@@ -72,20 +72,14 @@ class Paligemma2Config(Gemma2Config, MultimodalConfig):
         return min((window for window in windows if window is not None), default=None)
 
 
-class PaligemmaConfig(GemmaConfig, MultimodalConfig):
-    Vision = PaligemmaVisionConfig
-    default_image_token = 256000
+class PaligemmaConfig(GemmaConfig, PaligemmaTextConfig):
     shortest_window = None
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Any:
         """A `Paligemma2Config` for a text_config of Gemma 2. Raises ConfigError for another text model."""
-        text = paligemma_text(raw)
-        if text["model_type"] == "gemma2":
-            return Paligemma2Config.from_dict(raw)
-        config = super().from_dict(text)
-        config.raw = dict(raw)
-        return config
+        is_gemma2 = paligemma_text(raw)["model_type"] == "gemma2"
+        return Paligemma2Config.from_dict(raw) if is_gemma2 else super().from_dict(raw)
 
 
 BASE = {"model_type": "paligemma", "image_token_index": 257152}

@@ -5,12 +5,13 @@ A request names a run by an id that was given out, never by a path.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ligermodels.board.folders import Place, names_inside, walk
+from ligermodels.board.folders import Place, walk
 from ligermodels.board.form import (
     RUN_NAME,
     checked_name,
@@ -21,13 +22,13 @@ from ligermodels.board.form import (
 )
 from ligermodels.board.library import Library
 from ligermodels.board.processes import Processes
-from ligermodels.board.runs import WatchedRun
+from ligermodels.board.runs import WatchedRun, saved_steps
 from ligermodels.board.series import MAX_NAMES, curve_text
 from ligermodels.board.server import Encoded, Events, PageRequest, Refusal, Route
 from ligermodels.board.workers import Answerer
 from ligermodels.errors import InputError
 from ligermodels.generation.sampling import SamplingOptions
-from ligermodels.training.checkpoints.files import STEP, step_folder
+from ligermodels.training.checkpoints.files import step_folder
 from ligermodels.training.planning.contradictions import refuse_contradictions
 from ligermodels.training.run.folder import CHECKPOINTS
 from ligermodels.training.settings.config import TrainConfig
@@ -163,11 +164,10 @@ class Actions:
     # -- chat
 
     def models(self) -> list[dict[str, Any]]:
-        found = find_models(self.folders).values()
         return [
             {"id": model.id, "name": model.place.name, "kind": model.kind, "step": model.step}
-            for model in found
-        ]  # fmt: skip
+            for model in find_models(self.folders).values()
+        ]
 
     def chat(self, request: PageRequest) -> Events:
         body = request.body
@@ -221,14 +221,10 @@ def given_messages(body: Mapping[str, Any]) -> list[dict[str, str]]:
     messages = body.get("messages", [])
     if not isinstance(messages, list) or len(messages) > MAX_MESSAGES:
         raise Refusal(400, f"messages is a list of at most {MAX_MESSAGES}")
-    for message in messages:
-        if (
-            not isinstance(message, dict)
-            or message.get("role") not in SPEAKERS
-            or type(message.get("content")) is not str
-        ):
+    for given in messages:
+        if not isinstance(given, dict) or given.get("role") not in SPEAKERS or type(given.get("content")) is not str:
             raise Refusal(400, "a message has a content, a text")
-    return [{"role": message["role"], "content": message["content"]} for message in messages]
+    return [{"role": given["role"], "content": given["content"]} for given in messages]
 
 
 def answer_pieces(talker: Answerer, question: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -251,24 +247,14 @@ class TalkingModel(NamedTuple):
 
 def find_models(folders: Sequence[Path]) -> dict[str, TalkingModel]:
     """The models, by their ids."""
-    found: dict[str, TalkingModel] = {}
-    for number, root in enumerate(folders):
-        for model in models_below(number, root):
-            if len(found) == MAX_MODELS:
-                return found
-            found[model.id] = model
-    return found
+    found = (model for number, root in enumerate(folders) for model in models_below(number, root))
+    return {model.id: model for model in islice(found, MAX_MODELS)}
 
 
 def models_below(number: int, root: Path) -> Iterator[TalkingModel]:
     for place, names in walk(root, {CHECKPOINTS}):
-        if any(name.endswith(".safetensors") for name in names):
-            for file, kind in ((CONFIG_FILE, "model"), (ADAPTER_CONFIG_FILE, "adapter")):
-                if file in names:
-                    yield TalkingModel(f"{number}:{place.relative}", place, kind)
-                    break
-        if SETTINGS_FILE in names:
-            for name in names_inside(place.inside(CHECKPOINTS)):
-                if STEP.fullmatch(name):
-                    step = int(name.removeprefix("step-"))
-                    yield TalkingModel(f"{number}:{place.relative}:{step}", place, "checkpoint", step)
+        kind = "model" if CONFIG_FILE in names else "adapter" if ADAPTER_CONFIG_FILE in names else None
+        if kind and any(name.endswith(".safetensors") for name in names):
+            yield TalkingModel(f"{number}:{place.relative}", place, kind)
+        for step in saved_steps(place).values() if SETTINGS_FILE in names else ():
+            yield TalkingModel(f"{number}:{place.relative}:{step}", place, "checkpoint", step)

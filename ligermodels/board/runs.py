@@ -145,11 +145,10 @@ class WatchedRun:
 
     def details(self) -> dict[str, Any]:
         """All that is known of the run besides its curves and texts."""
-        saved = [name for name in names_inside(self.place.inside(CHECKPOINTS)) if STEP.fullmatch(name)]
-        folder = str(self.place.path)
+        folder, saved = str(self.place.path), saved_steps(self.place)
         return self.summary() | {
             "folder": folder, "settings": self.settings, "plan": text(self.status.get("plan")),
-            "checkpoints": sorted(saved, key=lambda name: int(name.removeprefix("step-"))), "exports": self.exports,
+            "checkpoints": sorted(saved, key=saved.__getitem__), "exports": self.exports,
             "warnings": self.warnings(), "error": text(self.status.get("error")),
             "resume": command_to_resume(folder),
             "resumable": self.state not in ("running", "finished") and bool(self.settings),
@@ -181,6 +180,12 @@ class WatchedRun:
         last = max((record["step"] for record in records if record["step"] <= step), default=None)
         shown = [record for record in records if record["step"] == last][:MAX_COMPLETIONS]
         return [{name: bounded_value(value) for name, value in record.items()} for record in shown]
+
+
+def saved_steps(place: Place) -> dict[str, int]:
+    """The steps of the checkpoints of a run, by the names of their folders."""
+    found = map(STEP.fullmatch, names_inside(place.inside(CHECKPOINTS)))
+    return {match[0]: int(match[1]) for match in found if match}
 
 
 def command_to_resume(folder: str) -> str:

@@ -190,11 +190,10 @@ def columns_of(records: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
             if type(value) in (int, float) and abs(value) <= sys.float_info.max and len(name) <= MAX_NAME_CHARACTERS:
                 found[name].append((step, value))
     found.pop("step", None)
-    return {name: in_steps(rows_of(np.array(pairs, np.float64))) for name, pairs in found.items()}
-
-
-def rows_of(pairs: np.ndarray) -> np.ndarray:
-    return np.concatenate([pairs[:, [0, 1, 1, 1]], np.ones((len(pairs), 1))], 1)
+    pairs = {name: np.array(values, np.float64) for name, values in found.items()}
+    return {
+        name: in_steps(np.column_stack([rows[:, [0, 1, 1, 1]], np.ones(len(rows))])) for name, rows in pairs.items()
+    }
 
 
 def in_steps(rows: np.ndarray) -> np.ndarray:

@@ -19,6 +19,7 @@ from email.message import Message
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
+from pathlib import PurePath
 from typing import Any, NamedTuple
 from urllib.parse import SplitResult, parse_qs, urlsplit
 
@@ -223,11 +224,14 @@ class Handler(BaseHTTPRequestHandler):
         self.send(status, text.encode(errors="replace"), {"Content-Type": "application/json"})
 
     def send(self, status: int, content: bytes, headers: Mapping[str, str]) -> None:
+        self.send_headers(status, {**headers, "Content-Length": str(len(content))})
+        self.wfile.write(content)
+
+    def send_headers(self, status: int, headers: Mapping[str, str]) -> None:
         self.send_response(status)
-        for name, value in {**PAGE_HEADERS, **headers, "Content-Length": str(len(content))}.items():
+        for name, value in {**PAGE_HEADERS, **headers}.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(content)
 
     def send_events(self, parts: Iterator[Any]) -> None:
         """Sends parts until there are no more, or the browser leaves."""
@@ -236,10 +240,7 @@ class Handler(BaseHTTPRequestHandler):
         self.close_connection = True
         self.server.streams += 1
         try:
-            self.send_response(200)
-            for name, value in {**PAGE_HEADERS, "Content-Type": "text/event-stream"}.items():
-                self.send_header(name, value)
-            self.end_headers()
+            self.send_headers(200, {"Content-Type": "text/event-stream"})
             for part in parts:
                 text = ": \n\n" if part is None else f"data: {json.dumps(clean(part), ensure_ascii=False)}\n\n"
                 self.wfile.write(text.encode(errors="replace"))
@@ -257,11 +258,9 @@ class Handler(BaseHTTPRequestHandler):
 
 def page_files() -> dict[str, tuple[str, bytes]]:
     """The files of the page by their addresses, with their types. They are all that is served from a disk."""
-    found = {
-        f"/{file.name}": (MEDIA_TYPES[file.name[file.name.rindex(".") :]], file.read_bytes())
-        for file in files("ligermodels.board").joinpath("static").iterdir()
-        if file.name[file.name.rindex(".") :] in MEDIA_TYPES
-    }
+    static = files("ligermodels.board").joinpath("static").iterdir()
+    types = ((file, MEDIA_TYPES.get(PurePath(file.name).suffix)) for file in static)
+    found = {f"/{file.name}": (kind, file.read_bytes()) for file, kind in types if kind}
     return found | {"/": found["/index.html"]}
 
 

@@ -118,4 +118,3 @@ def number(holds: Callable[[float], bool], rule: str) -> Callable[[str], float]:
 
 
 positive = whole_number(1, "a whole number above zero")
-not_negative = number(lambda x: 0 <= x < float("inf"), "a number, 0 or more")

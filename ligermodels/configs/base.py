@@ -8,7 +8,7 @@ raise a ConfigError that names them.
 import copy
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -93,22 +93,28 @@ class Config:
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Self:
         """Reads and validates the content of a config.json. Raises ConfigError, which names the field."""
-        annotations = type_hints(cls)
+        fields, annotations = cls.fields_of(raw), type_hints(cls)
         names = [f.name for f in dataclasses.fields(cls) if f.name not in ("ropes", "raw")]
         values = {f.name: f.default for f in dataclasses.fields(cls) if f.default is not dataclasses.MISSING}
         for name in names:
-            key = name if name in raw else cls.alternative_names.get(name, name)
-            if key in raw:
-                values[name] = read_field(key, raw[key], annotations[name])
+            key = name if name in fields else cls.alternative_names.get(name, name)
+            if key in fields:
+                values[name] = read_field(key, fields[key], annotations[name])
         if values.get("num_key_value_heads") is None:
             values["num_key_value_heads"] = values["num_attention_heads"]
         if values.get("head_dim") is None:
             values["head_dim"] = cls.default_head_dim(values)
         if values["attention_dropout"] is None:
             values["attention_dropout"] = 0.0
-        config = cls(**values, ropes=cls.read_ropes(raw), raw=dict(raw))
+        config = cls(**values, ropes=cls.read_ropes(fields), raw=fields)
         config.validate()
+        config.raw = dict(raw)
         return config
+
+    @classmethod
+    def fields_of(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields under the names of this class; families whose files have them elsewhere override this."""
+        return dict(raw)
 
     @classmethod
     def default_head_dim(cls, values: Mapping[str, Any]) -> int:
@@ -147,11 +153,7 @@ class Config:
         kernel_activation("hidden_act", self.hidden_act, self.activations)
         for name, value in self.only_values.items():
             check_choice(name, self.raw.get(name, value), [value])
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ConfigError(
-                f"config.json: num_key_value_heads {self.num_key_value_heads} must divide "
-                f"num_attention_heads {self.num_attention_heads}"
-            )
+        self.check_divides("num_key_value_heads", "num_attention_heads")
         if self.pad_token_id is not None and not -self.vocab_size <= self.pad_token_id < self.vocab_size:
             raise ConfigError(
                 f"config.json: pad_token_id {self.pad_token_id} must be less than vocab_size {self.vocab_size}, or null"
@@ -165,13 +167,22 @@ class Config:
             if getattr(self, name):
                 raise ConfigError(f"config.json: {name} {getattr(self, name)!r} is not supported; remove it")
 
-    def check_one_per_layer(self, name: str) -> None:
-        """Raises ConfigError if a list with one entry per layer has another length."""
+    def check_divides(self, part: str, whole: str) -> None:
+        """Raises ConfigError if a field is set and does not divide another."""
+        if getattr(self, whole) % (getattr(self, part) or 1):
+            sizes = f"{part} {getattr(self, part)} must divide {whole} {getattr(self, whole)}"
+            raise ConfigError(f"config.json: {sizes}")
+
+    def check_one_per_layer(self, name: str, choices: Collection[str] | None = None) -> None:
+        """Raises ConfigError if a list with one entry per layer has another length, or another entry than `choices`."""
         values = getattr(self, name)
         if values is not None and len(values) != self.num_hidden_layers:
             raise ConfigError(
                 f"config.json: {name} has {len(values)} entries; must have one per layer, {self.num_hidden_layers}"
             )
+        if choices is not None:
+            for value in values or ():
+                check_choice(name, value, choices)
 
     def rope_head_dim(self, kind: str) -> int:
         """The size of the heads that the rotary embedding of this layer type rotates."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 from ligermodels.configs.base import kernel_activation
 from ligermodels.configs.features import SlidingWindowConfig
@@ -42,10 +42,8 @@ class Gemma4Config(SlidingWindowConfig):
     moe_intermediate_size: int | None = None
 
     @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
-        config = super().from_dict(dict(raw) | global_heads(raw))
-        config.raw = dict(raw)
-        return config
+    def fields_of(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        return super().fields_of(dict(raw) | global_heads(raw))
 
     @classmethod
     def read_ropes(cls, raw: Mapping[str, Any]) -> dict[str, Rope]:
@@ -120,11 +118,7 @@ class Gemma4Config(SlidingWindowConfig):
         kernel_activation("hidden_activation", self.hidden_activation)
         if self.use_bidirectional_attention == "all":
             self.reject_if_set("use_bidirectional_attention")
-        if self.num_attention_heads % (self.num_global_key_value_heads or 1):
-            raise ConfigError(
-                f"config.json: num_global_key_value_heads {self.num_global_key_value_heads} must divide "
-                f"num_attention_heads {self.num_attention_heads}"
-            )
+        self.check_divides("num_global_key_value_heads", "num_attention_heads")
         own = self.num_hidden_layers - self.num_kv_shared_layers
         types = [self.layer_type(layer) for layer in range(self.num_hidden_layers)]
         if own < 0 or set(types[:own]) != set(types):

@@ -61,17 +61,11 @@ class GatedDeltaConfig(Config):
 
     def validate(self) -> None:
         super().validate()
-        self.check_one_per_layer("layer_types")
-        for kind in self.layer_types or ():
-            check_choice("layer_types", kind, [FULL_ATTENTION, LINEAR_ATTENTION])
+        self.check_one_per_layer("layer_types", [FULL_ATTENTION, LINEAR_ATTENTION])
         check_choice("hidden_act", self.hidden_act, ["silu", "swish"])
         check_choice("attn_output_gate", self.attn_output_gate, [True])
         self.reject_if_set("use_sliding_window")
-        if self.linear_num_value_heads % self.linear_num_key_heads:
-            raise ConfigError(
-                f"config.json: linear_num_key_heads {self.linear_num_key_heads} must divide "
-                f"linear_num_value_heads {self.linear_num_value_heads}"
-            )
+        self.check_divides("linear_num_key_heads", "linear_num_value_heads")
         check_choice("linear_conv_kernel_dim", self.linear_conv_kernel_dim, CONV_TAPS)
 
 
@@ -94,11 +88,9 @@ class ShortConvConfig(Config):
     names: ClassVar[Mapping[str, str]] = {"norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings"}
 
     @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
+    def fields_of(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """The family's own names take precedence, as in the reference."""
-        config = super().from_dict({**raw, **{ours: raw[name] for name, ours in cls.names.items() if name in raw}})
-        config.raw = dict(raw)
-        return config
+        return super().fields_of({**raw, **{ours: raw[name] for name, ours in cls.names.items() if name in raw}})
 
     def to_dict(self) -> dict[str, Any]:
         """Writes the fields of every family; the family's own names have the present values, too."""
@@ -116,9 +108,7 @@ class ShortConvConfig(Config):
 
     def validate(self) -> None:
         super().validate()
-        self.check_one_per_layer("layer_types")
-        for kind in self.layer_types or ():
-            check_choice("layer_types", kind, [FULL_ATTENTION, CONV])
+        self.check_one_per_layer("layer_types", [FULL_ATTENTION, CONV])
         check_choice("hidden_act", self.hidden_act, ["silu", "swish"])
         check_choice("conv_L_cache", self.conv_L_cache, CONV_TAPS)
 
@@ -145,10 +135,8 @@ class Mamba2Config(Config):
     time_step_limit: tuple[float, ...] = (0.0, math.inf)
 
     @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
-        config = super().from_dict({**raw, "time_step_limit": read_limit(raw.get("time_step_limit"))})
-        config.raw = dict(raw)
-        return config
+    def fields_of(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        return super().fields_of({**raw, "time_step_limit": read_limit(raw.get("time_step_limit"))})
 
     @property
     def mamba_size(self) -> int:
@@ -170,9 +158,7 @@ class Mamba2Config(Config):
 
     def validate(self) -> None:
         super().validate()
-        self.check_one_per_layer("layer_types")
-        for kind in self.layer_types or ():
-            check_choice("layer_types", kind, [MAMBA, ATTENTION, LINEAR_ATTENTION, FULL_ATTENTION])
+        self.check_one_per_layer("layer_types", [MAMBA, ATTENTION, LINEAR_ATTENTION, FULL_ATTENTION])
         check_choice("position_embedding_type", self.position_embedding_type, [None, "rope", "nope"])
         check_choice("hidden_act", self.hidden_act, ["silu", "swish"])
         check_choice("mamba_d_conv", self.mamba_d_conv, CONV_TAPS)

@@ -42,11 +42,9 @@ class Idefics3Config(MultimodalConfig):
     default_image_token = 128257
 
     @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
+    def fields_of(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         """Raises ConfigError for another text model. tie_word_embeddings counts at the top level alone."""
         text = object_or_empty("text_config", raw.get("text_config")) or WITHOUT_TEXT_CONFIG
         check_choice("text_config: model_type", text.get("model_type", "llama"), ["llama"])
         text = {"model_type": "llama", **text, "tie_word_embeddings": False}
-        config = super().from_dict({**raw, "text_config": text})
-        config.raw = dict(raw)
-        return config
+        return super().fields_of({**raw, "text_config": text})

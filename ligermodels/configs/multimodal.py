@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from ligermodels.configs.base import PLAIN_ACTIVATIONS, Config, kernel_activation
 from ligermodels.configs.fields import check_choice, read_field
@@ -23,12 +23,10 @@ class TextPartConfig(Config):
     tied_by_default: ClassVar[bool] = False
 
     @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
+    def fields_of(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         text, outer = text_fields(raw)
         check_choice("text_config: model_type", text.setdefault("model_type", cls.text_type), [cls.text_type])
-        config = super().from_dict(text | {"tie_word_embeddings": cls.tied_by_default} | outer)
-        config.raw = dict(raw)
-        return config
+        return super().fields_of(text | {"tie_word_embeddings": cls.tied_by_default} | outer)
 
 
 @dataclass(kw_only=True)
@@ -41,13 +39,11 @@ class MultimodalConfig(Config):
     text_may_tie: ClassVar[bool] = False  # whether tie_word_embeddings counts in text_config too
 
     @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> Self:
+    def fields_of(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         text, outer = text_fields(raw)
         if cls.text_may_tie and text.get("tie_word_embeddings"):
             outer["tie_word_embeddings"] = True
-        config = super().from_dict({"model_type": raw.get("model_type"), **text, **outer} if text else dict(raw))
-        config.raw = dict(raw)
-        return config
+        return super().fields_of({"model_type": raw.get("model_type"), **text, **outer} if text else raw)
 
     @property
     def vision(self) -> VisionConfig:

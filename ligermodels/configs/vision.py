@@ -28,11 +28,12 @@ class VisionConfig(Config):
     spatial_merge_size: int = 1
 
     alternative_names: ClassVar = {"num_hidden_layers": "depth", "num_attention_heads": "num_heads"}
+    outer_fields: ClassVar[tuple[str, ...]] = ()  # fields of the whole config.json, which count
 
     @classmethod
     def of_model(cls, raw: Mapping[str, Any]) -> Self:
         """Reads the vision_config of `raw`, a whole config.json. Raises ConfigError."""
-        return cls.from_dict(vision_fields(raw))
+        return cls.from_dict({**vision_fields(raw), **{name: raw[name] for name in cls.outer_fields if name in raw}})
 
     def check_features(self, hidden_size: int) -> None:
         """Raises ConfigError if the features do not have the width of the text model."""
@@ -146,14 +147,9 @@ class FeatureLayerConfig(VisionConfig):
     whole config.json.
     """
 
-    outer_fields: ClassVar[tuple[str, ...]] = ("vision_feature_layer",)  # of the whole config.json
+    outer_fields: ClassVar[tuple[str, ...]] = ("vision_feature_layer",)
 
     vision_feature_layer: int | tuple[int, ...] = -1
-
-    @classmethod
-    def of_model(cls, raw: Mapping[str, Any]) -> Self:
-        outer = {name: raw[name] for name in cls.outer_fields if name in raw}
-        return cls.from_dict({**vision_fields(raw), **outer})
 
     @property
     def feature_layers(self) -> tuple[int, ...]:

@@ -167,8 +167,12 @@ class Engine:
 
     def prepare_images(self, ids: Sequence[int], images: Mapping[str, Any] | None) -> Any:
         if not images:
-            if self.model.takes_images:
-                refuse_image_token(ids, cast(Any, self.model.config).image_token_id, self.submitted)
+            token = cast(Any, self.model.config).image_token_id if self.model.takes_images else None
+            if token in ids:
+                raise InputError(
+                    f"generate: prompt {self.submitted} has the token {token}, which stands for an image, but no "
+                    "images; pass its pixel values, or remove the token"
+                )
             return None
         if not self.model.takes_images:
             raise InputError("generate: the model takes no images; leave them out")
@@ -379,15 +383,6 @@ def check_in_vocabulary(ids: Collection[int], vocab_size: int, remedy: str) -> N
     outside = next((token for token in ids if not 0 <= token < vocab_size), None)
     if outside is not None:
         raise InputError(f"generate: token id {outside} is outside the vocabulary of {vocab_size}; {remedy}")
-
-
-def refuse_image_token(ids: Sequence[int], token: int, number: int) -> None:
-    """Raises InputError for the token of images in a prompt without images, by its number."""
-    if token in ids:
-        raise InputError(
-            f"generate: prompt {number} has the token {token}, which stands for an image, but no images; pass its "
-            "pixel values, or remove the token"
-        )
 
 
 def refuse_undefined(sample: Sample, logprob: float) -> None:

@@ -16,7 +16,8 @@ from ligermodels.kernels.attention.attention import attention
 
 
 class KVLayer:
-    """Keys and values of one layer, [B, S, Hkv, D] each: position p of row b is at [b, p]. Allocated on first use.
+    """stored: keys and values of one layer, [B, S, Hkv, D] each: position p of row b is at [b, p]. Allocated on first
+    use.
 
     Of latent attention the keys are the latents, and the values have no columns.
     """
@@ -25,50 +26,43 @@ class KVLayer:
 
     def __init__(self, max_length: int) -> None:
         self.max_length = max_length
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
+        self.stored: tuple[Tensor, ...] = ()
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, position_ids: Tensor, *, is_read: bool = False, **options: Any
     ) -> Tensor:
-        keys, values = self.update(k, v, position_ids)
-        return attention(q, keys, values, position_ids=position_ids, **options)
+        self.update(k, v, position_ids)
+        return self.attend_again(q, position_ids, **options)
 
     def attend_again(self, q: Tensor, position_ids: Tensor, **options: Any) -> Tensor:
-        assert self.keys is not None and self.values is not None
-        return attention(q, self.keys, self.values, position_ids=position_ids, **options)
+        keys, values = self.stored
+        return attention(q, keys, values, position_ids=position_ids, **options)
 
     def attend_latents(
         self, q: Tensor, latents: Tensor, position_ids: Tensor, heads: LatentHeads, *, scale: float
     ) -> Tensor:
-        latents, _ = self.update(latents, latents[..., :0], position_ids)
-        values = latents[..., : heads.latent_size]
-        return heads.restore(attention(heads.absorb(q), latents, values, scale=scale, position_ids=position_ids))
+        self.update(latents, latents[..., :0], position_ids)
+        keys, _ = self.stored
+        values = keys[..., : heads.latent_size]
+        return heads.restore(attention(heads.absorb(q), keys, values, scale=scale, position_ids=position_ids))
 
-    def update(self, k: Tensor, v: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes k, v [B, T, Hkv, D] at position_ids [B, T] and returns all keys and values of the cache.
-
-        The entries after a row's last position are not valid and must be masked by the caller.
-        """
-        if self.keys is None or self.values is None:
-            rows = k.shape[0], self.max_length
-            self.keys, self.values = (x.new_zeros(*rows, *x.shape[2:]) for x in (k, v))
+    def update(self, k: Tensor, v: Tensor, position_ids: Tensor) -> None:
+        """Writes k, v [B, T, Hkv, D] at position_ids [B, T]. What is behind a row's last position is not valid."""
+        if not self.stored:
+            self.stored = tuple(x.new_zeros(len(x), self.max_length, *x.shape[2:]) for x in (k, v))
         row = torch.arange(k.shape[0], device=k.device)[:, None]
-        self.keys[row, position_ids] = k
-        self.values[row, position_ids] = v
-        return self.keys, self.values
+        for stored, new in zip(self.stored, (k, v), strict=True):
+            stored[row, position_ids] = new
 
     def reserve(self, max_length: int) -> None:
         """Makes room for this many positions."""
-        if self.keys is not None and self.values is not None and max_length > self.max_length:
+        if max_length > self.max_length:
             more = (0, 0, 0, 0, 0, max_length - self.max_length)
-            self.keys, self.values = F.pad(self.keys, more), F.pad(self.values, more)
-        self.max_length = max(max_length, self.max_length)
+            self.stored, self.max_length = tuple(F.pad(x, more) for x in self.stored), max_length
 
     def select_rows(self, rows: Tensor) -> None:
         """Replaces the rows by these, which are indices [B] of the present ones."""
-        if self.keys is not None and self.values is not None:
-            self.keys, self.values = self.keys[rows], self.values[rows]
+        self.stored = tuple(x[rows] for x in self.stored)
 
 
 class StateLayer:

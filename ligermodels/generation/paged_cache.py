@@ -24,28 +24,26 @@ def pages_for(tokens: int) -> int:
 
 
 class PagedLayer:
-    """Keys and values of one layer, [slots, Hkv, D] each. Allocated on first use.
+    """stored: keys and values of one layer, [slots, Hkv, D] each. Allocated on first use.
 
     Of latent attention the keys are the latents, and the values have no columns.
     """
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
+        self.stored: tuple[Tensor, ...] = ()
 
-    def pools(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def pools(self, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         """The keys and values of all slots. k, v: [..., Hkv, D], what will be written to them."""
-        if self.keys is None or self.values is None:
-            self.keys, self.values = (x.new_zeros(self.slots, *x.shape[-2:]) for x in (k, v))
-        return self.keys, self.values
+        if not self.stored:
+            self.stored = tuple(x.new_zeros(self.slots, *x.shape[-2:]) for x in (k, v))
+        return self.stored
 
     def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
         """Copies whole pages, int64 [n] each."""
-        for pool in (self.keys, self.values):
-            if pool is not None:
-                pages = pool.unflatten(0, (-1, PAGE_SIZE))
-                pages[targets] = pages[sources]
+        for pool in self.stored:
+            pages = pool.unflatten(0, (-1, PAGE_SIZE))
+            pages[targets] = pages[sources]
 
 
 class StatePool:
@@ -175,7 +173,8 @@ class PagedCache:
         self.groups = layer_groups(kept, max_tokens, max_length, max_rows)
         self.pools = [PagePool(group.pages) for group in self.groups]
         self.group_of = [next(i for i, group in enumerate(self.groups) if n in group.layers) for n in range(len(kept))]
-        self.layers = [paged_layer(self.groups[index]) for index in self.group_of]
+        groups = (self.groups[index] for index in self.group_of)
+        self.layers = [(PagedLayer if isinstance(group, LayerGroup) else StatePool)(group.slots) for group in groups]
 
     def pages_needed(self, prompt_length: int, length: int, samples: int) -> list[int]:
         """How many pages of each group a request needs: `samples` rows of at most `length` tokens with one prompt."""
@@ -221,11 +220,6 @@ class PagedCache:
                 pages = torch.tensor([sources, targets]).to(device)
                 for layer in group.layers:
                     self.layers[layer].copy_pages(pages[0], pages[1])
-
-
-def paged_layer(group: LayerGroup | StateGroup) -> PagedLayer | StatePool:
-    """The memory of one layer of a group."""
-    return PagedLayer(group.slots) if isinstance(group, LayerGroup) else StatePool(group.slots)
 
 
 def layer_groups(

@@ -67,6 +67,8 @@ class KeyPlan:
 
     def with_earlier(self, pool: Tensor, new: Tensor) -> Tensor:
         """The keys or values of whole sequences, [1, E + N, Hkv, D]; new: [1, N, Hkv, D]."""
+        if self.earlier is None:
+            return new
         return torch.cat([pool[self.earlier], new[0]])[self.order][None]
 
 
@@ -84,9 +86,7 @@ class PrefillLayer:
         self, q: Tensor, k: Tensor, v: Tensor, position_ids: Tensor, *, is_read: bool = False, **options: Any
     ) -> Tensor:
         plan, (key_pool, value_pool) = self.plan, self.layer.pools(k, v)
-        keys, values = k, v
-        if plan.earlier is not None:
-            keys, values = plan.with_earlier(key_pool, k), plan.with_earlier(value_pool, v)
+        keys, values = plan.with_earlier(key_pool, k), plan.with_earlier(value_pool, v)
         if is_read:
             self.attended = keys, values
         key_pool[plan.slots], value_pool[plan.slots] = k[0], v[0]
@@ -105,7 +105,7 @@ class PrefillLayer:
         self, q: Tensor, latents: Tensor, position_ids: Tensor, heads: LatentHeads, *, scale: float
     ) -> Tensor:
         plan, (pool, _) = self.plan, self.layer.pools(latents, latents[..., :0])
-        every = latents if plan.earlier is None else plan.with_earlier(pool, latents)
+        every = plan.with_earlier(pool, latents)
         pool[plan.slots] = latents[0]
         return self.attend_to(q, *heads.expand(every), scale=scale)
 
@@ -201,25 +201,17 @@ def key_plan(pieces: Sequence[PromptPiece], group: int, window: int | None, devi
     slots = torch.cat([written_slots(piece, pages) for piece, pages in zip(pieces, tables, strict=True)]).to(device)
     if not any(piece.start for piece in pieces):
         return KeyPlan(slots)
-    starts = [first_seen(piece, window) for piece in pieces]
+    first_seen = [0 if window is None else max(0, piece.start - window + 1) for piece in pieces]
     earlier = [
-        slots_of(pages, torch.arange(start, piece.start))
-        for piece, pages, start in zip(pieces, tables, starts, strict=True)
+        slots_of(pages, torch.arange(first, piece.start))
+        for piece, pages, first in zip(pieces, tables, first_seen, strict=True)
     ]
-    order, place, new_place = [], 0, sum(map(len, earlier))
-    for piece, slots_before in zip(pieces, earlier, strict=True):
-        order += [torch.arange(place, place + len(slots_before)), torch.arange(new_place, new_place + len(piece.ids))]
-        place, new_place = place + len(slots_before), new_place + len(piece.ids)
-    counts = torch.tensor([piece.stop - start for piece, start in zip(pieces, starts, strict=True)])
+    lengths = torch.tensor([[len(slots) for slots in earlier], [len(piece.ids) for piece in pieces]])
+    of_piece = torch.arange(len(pieces)).repeat(2).repeat_interleave(lengths.flatten())  # of earlier keys, of new ones
+    counts = lengths.sum(0)
     offsets = F.pad(counts.cumsum(0), (1, 0)).int()
-    return KeyPlan(
-        slots, torch.cat(earlier).to(device), torch.cat(order).to(device), offsets.to(device), int(counts.max())
-    )
-
-
-def first_seen(piece: PromptPiece, window: int | None) -> int:
-    """The first position that a token of the piece attends to."""
-    return 0 if window is None else max(0, piece.start - window + 1)
+    order = of_piece.argsort(stable=True)
+    return KeyPlan(slots, torch.cat(earlier).to(device), order.to(device), offsets.to(device), int(counts.max()))
 
 
 def written_slots(piece: PromptPiece, pages: Tensor) -> Tensor:

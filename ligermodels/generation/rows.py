@@ -99,21 +99,15 @@ class RowStates:
     ) -> "RowStates":
         """RowStates that are not in use."""
 
-        def whole() -> Tensor:
-            return torch.zeros(count, dtype=torch.int64, device=device)
+        def zeros(dtype: torch.dtype, *width: int) -> Tensor:
+            return torch.zeros(count, *width, dtype=dtype, device=device)
 
-        def real() -> Tensor:
-            return torch.zeros(count, dtype=torch.float32, device=device)
-
-        return cls(
-            tokens=whole(), positions=whole(), ends=whole(), running=whole().bool(),
-            stops=torch.zeros(count, vocab_size, dtype=torch.bool, device=device),
-            temperature=real(), top_k=whole().int(), top_p=real(), min_p=real(), repetition_penalty=real(),
-            presence_penalty=real(), frequency_penalty=real(), history=whole().int()[:, None][:, :0],
-            seeds=whole(), streams=whole(), drawn=whole(), logprobs=real(),
-            rope_offsets=whole()[:, None][:, : int(takes_images)],
-            tables=tuple(torch.zeros(count, group.width, dtype=torch.int32, device=device) for group in cache.groups),
-        )  # fmt: skip
+        whole = ("tokens", "positions", "ends", "seeds", "streams", "drawn")
+        values = {name: zeros(torch.int64) for name in whole}
+        values |= {name: zeros(torch.float32) for name in (*SamplingRow._fields, "logprobs")}
+        values |= {"top_k": zeros(torch.int32), "running": zeros(torch.bool), "stops": zeros(torch.bool, vocab_size)}
+        values |= {"history": zeros(torch.int32, 0), "rope_offsets": zeros(torch.int64, int(takes_images))}
+        return cls(**values, tables=tuple(zeros(torch.int32, group.width) for group in cache.groups))
 
     def with_history(self) -> "RowStates":
         """The same, with room for the tokens that penalties depend on."""
@@ -193,8 +187,8 @@ class DecodeLayer:
 
     @property
     def slots(self) -> CacheSlots:
-        assert self.layer.keys is not None and self.layer.values is not None  # since the prefill
-        return CacheSlots(self.layer.keys, self.layer.values, self.new)
+        keys, values = self.layer.stored  # since the prefill
+        return CacheSlots(keys, values, self.new)
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, position_ids: Tensor, *, is_read: bool = False, **options: Any

@@ -99,15 +99,9 @@ class SamplingOptions:
 
     @cached_property  # this and what follows are asked at every step
     def row(self) -> SamplingRow:
-        return SamplingRow(
-            float(self.temperature),
-            int(self.top_k or 0),
-            1.0 if self.top_p is None else float(self.top_p),
-            float(self.min_p or 0.0),
-            float(self.repetition_penalty),
-            float(self.presence_penalty),
-            float(self.frequency_penalty),
-        )
+        neutral = SamplingRow()
+        given = ((value, getattr(self, name)) for name, value in neutral._asdict().items())
+        return SamplingRow(*(value if option is None else type(value)(option) for value, option in given))
 
     @cached_property
     def has_filters(self) -> bool:

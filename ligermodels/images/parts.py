@@ -108,12 +108,11 @@ def parse_url(text: str, field: str) -> ImageSource:
 
 
 def take_images(
-    messages: Sequence[Mapping[str, Any]], beside: Sequence[Any] = (), field: str = "messages",
-    others: str = "field images",
-) -> tuple[list[dict[str, Any]], list[ImageSource]]:  # fmt: skip
+    messages: Sequence[Mapping[str, Any]], beside: Sequence[Any] = (), field: str = "messages"
+) -> tuple[list[dict[str, Any]], list[ImageSource]]:
     """Messages as chat templates get them, and their images in order.
 
-    beside: the images that parts without one take, in order. field, others: the names of both in errors.
+    beside: the images that parts without one take, in order. field: names the messages in errors.
     Raises InputError naming the field, also if an image is left over or missing.
     """
     rest = iter(enumerate(beside))
@@ -126,12 +125,12 @@ def take_images(
         if value is None:
             number, value = next(rest, (None, None))
             if number is None:
-                raise InputError(f"field {place} is an image, but {others} has only {len(beside)}; give the others")
-            place = f"{others.removeprefix('field ')}[{number}]"
+                raise InputError(f"field {place} is an image, but field images has only {len(beside)}; give the others")
+            place = f"images[{number}]"
         sources.append(parse_source(value, place))
     left = len(list(rest))
     if left:
-        raise InputError(f"{others} has {len(beside)} images, {left} more than {field} has image parts")
+        raise InputError(f"field images has {len(beside)} images, {left} more than {field} has image parts")
     return taken, sources
 
 

@@ -5,7 +5,7 @@ the processors of transformers 5. The end of the file has each image_processor_t
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,10 +74,9 @@ class Placeholder:
             raise InputError(f"has {found} in its text, which stands for an image; remove it, and give images as parts")
 
 
-def qwen() -> Placeholder:
-    token = "<|image_pad|>"
-    around = "<|vision_start|>", "<|vision_end|>"
-    return Placeholder(token, token, lambda plan: token * plan.features, around=around)
+def repeated(token: str, **options: Any) -> Placeholder:
+    """An image is a token for each of its features. options: fields of `Placeholder`."""
+    return Placeholder(token, token, lambda plan: token * plan.features, **options)
 
 
 def gemma3(features: int) -> Placeholder:
@@ -94,11 +93,6 @@ def gemma3(features: int) -> Placeholder:
     return Placeholder(start, token, text, (end,))
 
 
-def mllama() -> Placeholder:
-    token = "<|image|>"
-    return Placeholder(token, token, lambda plan: token)
-
-
 def pixtral() -> Placeholder:
     token, row_end, image_end = "[IMG]", "[IMG_BREAK]", "[IMG_END]"
 
@@ -107,15 +101,6 @@ def pixtral() -> Placeholder:
         return row_end.join([token * columns] * rows) + image_end
 
     return Placeholder(token, token, text, (row_end, image_end))
-
-
-def llava() -> Placeholder:
-    token = "<image>"
-    return Placeholder(token, token, lambda plan: token * plan.features)
-
-
-def paligemma() -> Placeholder:
-    return replace(llava(), prefix=True)
 
 
 def smolvlm(features: int) -> Placeholder:
@@ -141,16 +126,17 @@ class ImageFamily(NamedTuple):
     placeholder: Callable[[Any], Placeholder]
 
 
-LLAVA = ImageFamily(ClipImages, lambda _: llava())
+AROUND_QWEN = "<|vision_start|>", "<|vision_end|>"
+LLAVA = ImageFamily(ClipImages, lambda _: repeated("<image>"))
 SMOLVLM = ImageFamily(SmolVlmImages, lambda images: smolvlm(images.features))
 IMAGE_FAMILIES = {
-    "Qwen2VLImageProcessor": ImageFamily(QwenImages, lambda _: qwen()),
+    "Qwen2VLImageProcessor": ImageFamily(QwenImages, lambda _: repeated("<|image_pad|>", around=AROUND_QWEN)),
     "Gemma3ImageProcessor": ImageFamily(Gemma3Images, lambda images: gemma3(images.features)),
-    "MllamaImageProcessor": ImageFamily(MllamaImages, lambda _: mllama()),
+    "MllamaImageProcessor": ImageFamily(MllamaImages, lambda _: repeated("<|image|>")),
     "PixtralImageProcessor": ImageFamily(PixtralImages, lambda _: pixtral()),
     "CLIPImageProcessor": LLAVA,
     "LlavaImageProcessor": LLAVA,
-    "SiglipImageProcessor": ImageFamily(SiglipImages, lambda _: paligemma()),
+    "SiglipImageProcessor": ImageFamily(SiglipImages, lambda _: repeated("<image>", prefix=True)),
     "SmolVLMImageProcessor": SMOLVLM,
     "Idefics3ImageProcessor": SMOLVLM,
 }

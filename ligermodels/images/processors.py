@@ -277,9 +277,8 @@ class ClipImages(ImageProcessor):
 
     @classmethod
     def from_settings(cls, settings: ImageSettings) -> "ClipImages":
-        for switch, value in (("do_center_crop", True), ("do_pad", False)):
-            if settings.image.get(switch, bool, value) != value:
-                raise settings.image.error(switch, not value, f"must be {str(value).lower()}")
+        settings.check_switch("do_center_crop", True)
+        settings.check_switch("do_pad", False)
         side, crop = settings.sides("size", {"shortest_edge": 224})["shortest_edge"], settings.square("crop_size", 224)
         if crop > side:
             raise settings.image.error("crop_size", crop, f"must be at most size.shortest_edge, {side}")

@@ -59,6 +59,11 @@ class ImageSettings:
                 raise image.error(switch, False, "must be true: other processing is not supported")
         return cls(image, text)
 
+    def check_switch(self, field: str, value: bool) -> None:
+        """Raises CheckpointError for another value, but for none."""
+        if self.image.get(field, bool, value) != value:
+            raise self.image.error(field, not value, f"must be {str(value).lower()}")
+
     @property
     def kind(self) -> str:
         """image_processor_type, without the name of a library."""

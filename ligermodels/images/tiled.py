@@ -30,8 +30,7 @@ class MllamaImages(ImageProcessor):
 
     @classmethod
     def from_settings(cls, settings: ImageSettings) -> "MllamaImages":
-        if not settings.image.get("do_pad", bool, True):
-            raise settings.image.error("do_pad", False, "must be true")
+        settings.check_switch("do_pad", True)
         tile = settings.square("size", 224)
         most = settings.pictures("max_image_tiles", 4, Size(tile, tile))
         return cls(**settings.pixels(HALVES, HALVES, resample=2), tile=tile, most=most)
@@ -100,8 +99,7 @@ class SmolVlmImages(ImageProcessor):
 
     @classmethod
     def from_settings(cls, settings: ImageSettings) -> "SmolVlmImages":
-        if not settings.image.get("do_pad", bool, True):
-            raise settings.image.error("do_pad", False, "must be true")
+        settings.check_switch("do_pad", True)
         return cls(
             **settings.pixels(HALVES, HALVES, resample=1), features=read_integer(settings.text, "image_seq_len", 169),
             side=settings.sides("size", {"longest_edge": 4 * 364})["longest_edge"],

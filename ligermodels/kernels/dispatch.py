@@ -76,7 +76,7 @@ def can_be_read(x: Tensor) -> bool:
     return not is_dynamo_compiling() and type(x) is Tensor and not x.is_meta
 
 
-def is_last_use(*tensors: Tensor) -> bool:
+def is_last_use(*tensors: Tensor | None) -> bool:
     """Whether a node's backward may overwrite what it saved: nothing reads it again.
 
     A tracer might, and so might a second backward if the graph is retained. tensors: what backward works on.
@@ -108,6 +108,10 @@ def register_op(
         return registered(*args) if is_traced(args) else launcher(*args)
 
     return call
+
+
+def fake_without_outputs(*_: Any) -> None:
+    """The fake implementation of an op that only writes to its arguments."""
 
 
 def _none_to_empty(function: Callable[..., Any]) -> Callable[..., Any]:

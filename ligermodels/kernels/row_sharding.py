@@ -17,11 +17,11 @@ class RowSharding(NamedTuple):
 
     rows: arguments and outputs by name, each with the first of its batch dimensions. The other arguments are weights,
         the other outputs their gradients.
-    columns: whether the columns are independent too, so that the last dimension may be sharded.
+    columns: an argument; where it is given, the columns are independent too: the last dimension may be sharded.
     """
 
     rows: Mapping[str, int]
-    columns: bool = False
+    columns: str = ""
 
 
 def register_row_sharding(op: OpOverload, sharding: RowSharding) -> None:
@@ -42,4 +42,4 @@ def register_row_sharding(op: OpOverload, sharding: RowSharding) -> None:
             return [placed.get(name, Partial()) for name in outputs], inputs
 
         replicated = [Replicate() for _ in outputs], [None if name is None else Replicate() for name in tensors]
-        return [replicated, *map(shard, range(ndim if sharding.columns else ndim - 1))]
+        return [replicated, *map(shard, range(ndim if sharding.columns in tensors else ndim - 1))]

@@ -40,7 +40,7 @@ from ligermodels.training.planning.contradictions import (
     refuse_unused_profile,
     refuse_unused_rounding,
 )
-from ligermodels.training.planning.defaults import TORCH_DTYPES, completed, precision, with_choices
+from ligermodels.training.planning.defaults import TORCH_DTYPES, completed, parameter_precision, precision, with_choices
 from ligermodels.training.planning.image_load import ImageLoad, image_load
 from ligermodels.training.planning.model import build_model, part_scales, refuse_parts_without_images, take_special_ids
 from ligermodels.training.planning.placement import Placement, Search, as_choices, choose_placement, find_device
@@ -51,6 +51,8 @@ from ligermodels.training.run.resuming import refuse_finished, refuse_other_sett
 from ligermodels.training.settings.config import RunConfig, TrainConfig
 from ligermodels.training.settings.continuing import with_base_of_adapter
 from ligermodels.units import memory_size
+from ligermodels.weights.files import open_checkpoint
+from ligermodels.weights.loading import most_common_dtype
 from ligermodels.weights.module import quantised_bytes
 
 
@@ -174,6 +176,8 @@ def choose(given: TrainConfig, world: World) -> Start:
     refuse_other_settings(named)
     check_hub_access(config, sharing)
     pretrained = None if config.has_new_weights else resolve(str(config.model), revision=config.revision)
+    stored = None if pretrained is None else most_common_dtype(open_checkpoint(pretrained).tensors.values())
+    config, of_parameters = with_choices(config, parameter_precision(config, sharing, stored))
     refuse_unused_rounding(config)
     # Whether fp32 products use tf32 is set in torch, for the process.
     torch.set_float32_matmul_precision("high" if config.dtype == "tf32" else "highest")
@@ -181,7 +185,7 @@ def choose(given: TrainConfig, world: World) -> Start:
     model = build_model(config, pretrained, adapter)
     refuse_unfit_model(model, sharing.context)
     refuse_unfit_experts(model, config, sharing)
-    return Start(config, chosen, sharing, pretrained, adapter, model, objective)
+    return Start(config, [*chosen, *of_parameters], sharing, pretrained, adapter, model, objective)
 
 
 def read_data(start: Start) -> Opened:

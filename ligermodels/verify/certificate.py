@@ -6,6 +6,7 @@ import math
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ import torch
 
 import ligermodels
 from ligermodels.plot_style import BLUE, GREEN, GREY, GRID, INK, RED
-from ligermodels.verify import reference
 
 PAGE_STYLE = f"""
 body {{ font: 14px/1.5 system-ui, sans-serif; max-width: 62em; margin: 3em auto; padding: 0 1em; color: {INK} }}
@@ -65,14 +65,15 @@ class Certificate:
 
 
 def write_certificate(
-    output: Path, model: str, folder: Path, device: str, date: str, checks: Sequence[Check], scope: Mapping[str, str]
+    output: Path, model: str, folder: Path, device: str, checks: Sequence[Check], scope: Mapping[str, str]
 ) -> Certificate:
     """Writes the JSON file and the HTML page into `output`; their names come from the model."""
     kind = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else platform.machine()
     facts = {
-        "model": model, "folder": str(folder.resolve()), "date": date, "device": f"{device}, {kind}",
-        "ligermodels": ligermodels.__version__, "transformers": reference.version(),
-        **{name: version(name) for name in ("torch", "triton", "tokenizers")}, "python": platform.python_version(),
+        "model": model, "folder": str(folder.resolve()), "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M UTC}",
+        "device": f"{device}, {kind}", "ligermodels": ligermodels.__version__,
+        **{name: version(name) for name in ("transformers", "torch", "triton", "tokenizers")},
+        "python": platform.python_version(),
     }  # fmt: skip
     name = file_name(model)
     output.mkdir(parents=True, exist_ok=True)
@@ -116,8 +117,7 @@ def parts_of_allowed(checks: Sequence[Check]) -> dict[str, float]:
     found = {}
     for check in checks:
         pairs = [check.measured, *(value for value in check.measured.values() if isinstance(value, Mapping))]
-        parts = [part_of(pair["error"], pair["allowed"]) for pair in pairs if {"error", "allowed"} <= pair.keys()]
-        if parts:
+        if parts := [part_of(pair["error"], pair["allowed"]) for pair in pairs if {"error", "allowed"} <= pair.keys()]:
             found[check.name] = max(parts)
     return found
 
@@ -131,26 +131,22 @@ def part_of(error: float, allowed: float) -> float:
 
 def as_picture(parts: Mapping[str, float]) -> str:
     """Bars from 10^-ORDERS of the allowed error to ten times it, as SVG."""
-    marks = {exponent: LABELS + BAR * (exponent + ORDERS) / (ORDERS + 1) for exponent in range(-ORDERS, 2)}
-    height = ROW * (len(parts) + 1)
+    height, unit = ROW * (len(parts) + 1), BAR / (ORDERS + 1)
+    marks = {10.0**exponent: round(LABELS + unit * (exponent + ORDERS)) for exponent in range(-ORDERS, 2)}
     lines = [
-        f'<line x1="{x:.0f}" x2="{x:.0f}" y1="0" y2="{height - ROW}" stroke="{INK if exponent == 0 else GRID}"/>'
-        f'<text x="{x:.0f}" y="{height - 8}" fill="{GREY}" text-anchor="middle">'
-        f"{'allowed' if exponent == 0 else f'{10.0**exponent:g}'}</text>"
-        for exponent, x in marks.items()
+        f'<line x1="{x}" x2="{x}" y1="0" y2="{height - ROW}" stroke="{INK if part == 1 else GRID}"/><text x="{x}" '
+        f'y="{height - 8}" fill="{GREY}" text-anchor="middle">{"allowed" if part == 1 else f"{part:g}"}</text>'
+        for part, x in marks.items()
     ]
-    for number, (name, part) in enumerate(parts.items()):
-        width = BAR * (min(max(math.log10(max(part, 10.0**-ORDERS)), -ORDERS), 1) + ORDERS) / (ORDERS + 1)
-        y, colour = ROW * number, BLUE if part <= 1 else RED
+    for y, (name, part) in zip(range(0, height, ROW), parts.items(), strict=False):
+        width, colour = unit * (math.log10(min(max(part, min(marks)), 10)) + ORDERS), BLUE if part <= 1 else RED
         lines.append(
             f'<text x="0" y="{y + 17}" fill="{INK}">{html.escape(name)}</text>'
             f'<rect x="{LABELS}" y="{y + 6}" width="{max(width, 2):.1f}" height="{ROW - 12}" rx="3" fill="{colour}"/>'
             f'<text x="{LABELS + BAR + 12}" y="{y + 17}" fill="{colour}">{part:.2g}</text>'
         )
-    return (
-        f'<svg viewBox="0 0 {PICTURE} {height}" role="img" aria-label="errors as parts of what is allowed">'
-        f"{''.join(lines)}</svg>"
-    )
+    head = f'<svg viewBox="0 0 {PICTURE} {height}" role="img" aria-label="errors as parts of what is allowed">'
+    return f"{head}{''.join(lines)}</svg>"
 
 
 def as_page(certificate: Certificate) -> str:

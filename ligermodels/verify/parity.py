@@ -19,7 +19,7 @@ import gc
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
 
@@ -33,9 +33,10 @@ from ligermodels.hub import models
 from ligermodels.layers.checkpointing.host_memory import available_host_memory
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.moe import MoE
+from ligermodels.tokenizer.files import TOKENIZER_FILE
 from ligermodels.verify import reference
 from ligermodels.verify.certificate import Check, part_of
-from ligermodels.verify.round_trip import TEXTS, has_tokenizer_json
+from ligermodels.verify.round_trip import TEXTS
 from ligermodels.vision.multimodal import ImageParts
 from ligermodels.vision.tiled_model import TiledVisionLanguageModel
 from ligermodels.weights.config_file import CONFIG_FILE, read_config
@@ -51,51 +52,7 @@ LOGITS, LOSS = "logits", "loss"
 FP64_MEMORY_FRACTION = 0.6  # fraction of the free memory for weights and gradients in fp64
 
 Measured = Iterator[tuple[str, Tensor]]
-Gradients = Callable[[nn.Module], Measured]
-
-
-@dataclass(frozen=True)
-class HubNames:
-    """Translates the gradients of both sides to the Hub's names.
-
-    pieces: of the Hub's own layout, by our parameter. layouts: the pieces of all layouts of the family.
-    """
-
-    pieces: Mapping[str, Sequence[Piece]]
-    layouts: Sequence[Mapping[str, Sequence[Piece]]]
-
-    @classmethod
-    def of(cls, model: CausalLM) -> "HubNames":
-        shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-        planned = [plan_pieces(shapes, rules) for rules in (model.weight_rules(), *model.other_weight_rules())]
-        grouped = (itertools.groupby(pieces, key=lambda piece: piece.parameter) for pieces in planned)
-        layouts = [{name: list(pieces) for name, pieces in groups} for groups in grouped]
-        return cls(layouts[0], layouts)
-
-    def ours(self, model: nn.Module) -> Measured:
-        """The gradients of our model, by Hub name."""
-        for name, parameter in model.named_parameters():
-            if parameter.grad is not None:
-                yield from self.cut(name, parameter.grad)
-
-    def theirs(self, model: nn.Module) -> Measured:
-        """The gradients of the reference, by Hub name. Raises CheckpointError if its parameters fit no layout."""
-        known = dict(model.named_parameters())
-        gradients = {name: parameter.grad for name, parameter in known.items() if parameter.grad is not None}
-        for layout in self.layouts:
-            if all(piece.tensor in known for pieces in layout.values() for piece in pieces):
-                break
-        else:
-            missing = next(p.tensor for pieces in layout.values() for p in pieces if p.tensor not in known)
-            raise CheckpointError(f"transformers {reference.version()} has no parameter {missing} in memory")
-        for name, pieces in layout.items():
-            if all(piece.tensor in gradients for piece in pieces):
-                yield from self.cut(name, assemble([(piece, gradients[piece.tensor]) for piece in pieces]))
-
-    def cut(self, name: str, gradient: Tensor) -> Measured:
-        """Splits a parameter's gradient into the Hub's tensors."""
-        for piece in self.pieces[name]:
-            yield piece.tensor, piece.from_box(gradient[piece.index])
+HubLayout = Mapping[str, Sequence[Piece]]  # the Hub's tensors in each of our parameters
 
 
 @dataclass
@@ -117,31 +74,26 @@ class Errors:
 
 def parity_checks(folder: Path, device: str, new_tokens: int) -> list[Check]:
     """Runs all comparisons. Each side is loaded once per dtype."""
-    blueprint = models.build_on_meta(*models.select_architecture(read_config(folder), folder / CONFIG_FILE))
-    names, ids = HubNames.of(blueprint), example_token_ids(folder, blueprint.config.vocab_size)
-    example = example_of(blueprint, ids).to(device)
-    prompt, first_images = example.ids[0, : example.prompt_length].tolist(), example.images_of_first_row
+    blueprint = blueprint_of(folder)
+    layouts = hub_layouts(blueprint)
+    example = example_of(blueprint, example_token_ids(folder, blueprint.config.vocab_size).to(device))
     truth_dtype = torch.float64 if fits_fp64(blueprint, device) else torch.float32
     truth: dict[str, Tensor] = {}
 
     def theirs(dtype: torch.dtype) -> Errors:
         model = reference.load_reference_model(folder, dtype, device, images=bool(example.images))
-        tokens: list[int] = []
-        if dtype is torch.float32:
-            given = first_images, example.token, example.sees_prompt_ahead
-            tokens = reference.greedy_continuation(model, prompt, new_tokens, device, *given)
-        inputs = reference.image_inputs(model, example.ids, example.images, example.token, example.prompt_ahead)
-        return compare(measure(model, example, names.theirs, inputs), truth, tokens)
+        count = new_tokens if dtype is torch.float32 else 0
+        tokens = reference.greedy_continuation(model, *example.prompt, example.token_types, count)
+        inputs = reference.image_inputs(model, example.images, example.token_types(example.ids))
+        return compare(measure(model, example, inputs, their_gradients(model, layouts)), truth, tokens)
 
     def ours(dtype: torch.dtype) -> Errors:
         model = hub.load(folder, dtype=dtype, device=device)
         if isinstance(model, TiledVisionLanguageModel):
             model.as_transformers = True  # where it departs from the models' training
-        tokens: list[int] = []
-        if dtype is torch.float32:
-            images = [first_images or None]
-            (tokens,) = generate(model, [prompt], max_new_tokens=new_tokens, stop_tokens=(), images=images)
-        return compare(measure(model, example, names.ours, example.our_inputs), truth, tokens)
+        count, (prompt, images) = new_tokens if dtype is torch.float32 else 0, example.prompt
+        (tokens,) = generate(model, prompt, max_new_tokens=count, stop_tokens=(), images=[images or None])
+        return compare(measure(model, example, example.our_inputs, our_gradients(model, layouts[0])), truth, tokens)
 
     exact, plain_bf16 = run_and_free(theirs, truth_dtype), run_and_free(theirs, torch.bfloat16)
     if truth_dtype is torch.float64:
@@ -157,9 +109,14 @@ def parity_checks(folder: Path, device: str, new_tokens: int) -> list[Check]:
     ]
 
 
+def blueprint_of(folder: Path) -> CausalLM:
+    """The checkpoint's model without its weights."""
+    return models.build_on_meta(*models.select_architecture(read_config(folder), folder / CONFIG_FILE))
+
+
 def scope(folder: Path) -> dict[str, str]:
     """What `parity_checks` compares of images, and how it computes where that is not the default: a line for each."""
-    model = models.build_on_meta(*models.select_architecture(read_config(folder), folder / CONFIG_FILE))
+    model = blueprint_of(folder)
     if not isinstance(model, ImageParts):
         return {"images": "not compared: of text alone"}
     videos = "" if model.config.video_token_id is None else "; videos were not compared"
@@ -190,7 +147,7 @@ def fits_fp64(model: nn.Module, device: str) -> bool:
 def example_token_ids(folder: Path, vocab_size: int) -> Tensor:
     """Token ids [BATCH_ROWS, ROW_TOKENS] of texts in many languages; random ids if there is no tokenizer."""
     count = BATCH_ROWS * ROW_TOKENS
-    if not has_tokenizer_json(folder):
+    if not (folder / TOKENIZER_FILE).exists():
         return torch.randint(vocab_size, (BATCH_ROWS, ROW_TOKENS), generator=torch.Generator().manual_seed(0))
     tokenizer = hub.load_tokenizer(folder)
     ids = [token for text in TEXTS for token in tokenizer.encode(text)]
@@ -200,43 +157,35 @@ def example_token_ids(folder: Path, vocab_size: int) -> Tensor:
 @dataclass(frozen=True)
 class Example:
     """What both sides compute. ids: [BATCH_ROWS, ROW_TOKENS or more]. images: pixel inputs, one image a row; empty for
-    none. token, count: their tokens, at the start of each row; None and 0 without images. sees_prompt_ahead: whether
-    the tokens of a prompt see all of it."""
+    none. token: of the images, at the start of each row; -1 without. prompt_length: the first tokens of a row, which
+    greedy decoding continues. sees_prompt_ahead: whether they see all of themselves."""
 
     ids: Tensor
     images: dict[str, Tensor] = field(default_factory=dict)
-    token: int | None = None
-    count: int = 0
+    token: int = -1
+    prompt_length: int = PROMPT_LENGTH
     sees_prompt_ahead: bool = False
 
-    def to(self, device: str) -> "Example":
-        return replace(self, ids=self.ids.to(device), images={k: v.to(device) for k, v in self.images.items()})
+    def token_types(self, ids: Tensor) -> Tensor:
+        """1 at the tokens of images, or behind the prompts that see all of themselves, as transformers takes them."""
+        if self.sees_prompt_ahead:
+            return (torch.arange(ids.shape[1], device=ids.device) >= self.prompt_length).long().expand_as(ids)
+        return (ids == self.token).long()
 
     @property
     def labels(self) -> Tensor:
-        if self.prompt_ahead is not None:
-            return self.ids.masked_fill(reference.token_types(self.ids, self.prompt_ahead) == 0, -100)
-        return self.ids if self.token is None else self.ids.masked_fill(self.ids == self.token, -100)
+        return self.ids.masked_fill(self.token_types(self.ids) != self.sees_prompt_ahead, -100)
 
     @property
     def our_inputs(self) -> dict[str, Tensor]:
         """The arguments of our model for images."""
-        if self.prompt_ahead is None:
-            return self.images
-        return self.images | {"token_type_ids": reference.token_types(self.ids, self.prompt_ahead)}
+        return self.images | ({"token_type_ids": self.token_types(self.ids)} if self.sees_prompt_ahead else {})
 
     @property
-    def prompt_ahead(self) -> int | None:
-        """How many tokens of each row are a prompt that sees all of itself; None for none."""
-        return self.prompt_length if self.sees_prompt_ahead else None
-
-    @property
-    def prompt_length(self) -> int:
-        return self.count + PROMPT_LENGTH
-
-    @property
-    def images_of_first_row(self) -> dict[str, Tensor]:
-        return {name: values[: len(values) // BATCH_ROWS] for name, values in self.images.items()}
+    def prompt(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """The ids [1, T] of the first row's prompt, and its pixel inputs."""
+        images = {name: values[: len(values) // BATCH_ROWS] for name, values in self.images.items()}
+        return self.ids[:1, : self.prompt_length], images
 
 
 def example_of(model: CausalLM, ids: Tensor) -> Example:
@@ -247,17 +196,51 @@ def example_of(model: CausalLM, ids: Tensor) -> Example:
     count, images = model.example_images(BATCH_ROWS)
     text = ids.masked_fill((ids == token) | (ids == (token if video is None else video)), 0)
     ids = torch.cat([ids.new_full((BATCH_ROWS, count), token), text], 1)
-    return Example(ids, images, token, count, model.sees_prompt_ahead)
+    images = {name: values.to(ids.device) for name, values in images.items()}
+    return Example(ids, images, token, count + PROMPT_LENGTH, model.sees_prompt_ahead)
 
 
-def measure(model: nn.Module, example: Example, gradients: Gradients, images: Mapping[str, Tensor]) -> Measured:
-    """The logits, the loss and the gradients by Hub name."""
+def measure(model: nn.Module, example: Example, inputs: Mapping[str, Tensor], gradients: Measured) -> Measured:
+    """The logits, the loss and the gradients by Hub name, which are read once they are computed."""
     with torch.no_grad():
-        yield LOGITS, model(example.ids, **images).logits
-    loss = model(input_ids=example.ids, labels=example.labels, **images).loss
+        yield LOGITS, model(example.ids, **inputs).logits
+    loss = model(input_ids=example.ids, labels=example.labels, **inputs).loss
     yield LOSS, loss.detach()
     loss.backward()
-    yield from gradients(model)
+    yield from gradients
+
+
+def hub_layouts(model: CausalLM) -> list[HubLayout]:
+    """The layouts of the family's tensors, the Hub's own first."""
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    planned = (plan_pieces(shapes, rules) for rules in (model.weight_rules(), *model.other_weight_rules()))
+    grouped = (itertools.groupby(pieces, key=lambda piece: piece.parameter) for pieces in planned)
+    return [{name: list(pieces) for name, pieces in groups} for groups in grouped]
+
+
+def our_gradients(model: nn.Module, layout: HubLayout) -> Measured:
+    """The gradients of our model, by Hub name."""
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            yield from split(parameter.grad, layout[name])
+
+
+def their_gradients(model: nn.Module, layouts: Sequence[HubLayout]) -> Measured:
+    """The gradients of the reference, by Hub name. Raises CheckpointError if its parameters fit no layout."""
+    known = dict(model.named_parameters())
+    missing = [[p.tensor for pieces in layout.values() for p in pieces if p.tensor not in known] for layout in layouts]
+    if all(missing):
+        raise CheckpointError(f"transformers {reference.version()} has no parameter {missing[-1][0]} in memory")
+    gradients = {name: parameter.grad for name, parameter in known.items() if parameter.grad is not None}
+    for name, pieces in layouts[missing.index([])].items():
+        if all(piece.tensor in gradients for piece in pieces):
+            yield from split(assemble([(piece, gradients[piece.tensor]) for piece in pieces]), layouts[0][name])
+
+
+def split(gradient: Tensor, pieces: Sequence[Piece]) -> Measured:
+    """The parts of a parameter's gradient that are of the Hub's tensors."""
+    for piece in pieces:
+        yield piece.tensor, piece.from_box(gradient[piece.index])
 
 
 def compare(measured: Measured, truth: dict[str, Tensor], tokens: list[int]) -> Errors:
@@ -305,21 +288,16 @@ def fp32_checks(ours: Errors, plain: Errors, truth: str) -> Iterator[Check]:
     allowed |= {what: max(allowed[what], worst_tenth) for what in ours.gradients}  # one may be exact by chance
     allowed[LOSS] = max(allowed[LOSS], allowed[LOGITS])  # a scalar's error may be 0 by chance
     criterion = f"against the reference in {truth}, at most {FP32_FACTOR:g} times its own error in fp32"
+    result = "error {error:.1e}, allowed {allowed:.1e}"
+    pairs = {what: {"error": error, "allowed": allowed[what]} for what, error in ours.of.items()}
     for what in (LOGITS, LOSS):
-        yield Check(
-            f"fp32 {what}", ours.of[what] <= allowed[what], f"error {ours.of[what]:.1e}, allowed {allowed[what]:.1e}",
-            criterion, {"error": ours.of[what], "allowed": allowed[what]},
-        )  # fmt: skip
-    gradients = ours.gradients
-    worst = max(gradients, key=lambda what: part_of(gradients[what], allowed[what]))
-    wrong = [what for what in gradients if not gradients[what] <= allowed[what]]
-    count = f"{len(wrong)} of {len(gradients)} beyond" if wrong else f"all {len(gradients)} within"
-    measured = {what: {"error": gradients[what], "allowed": allowed[what]} for what in gradients}
-    yield Check(
-        "fp32 gradients", not wrong,
-        f"{count} the limit; the worst is {worst}: error {gradients[worst]:.1e}, allowed {allowed[worst]:.1e}",
-        f"{criterion}, for every tensor", measured,
-    )  # fmt: skip
+        pair = pairs.pop(what)
+        yield Check(f"fp32 {what}", pair["error"] <= pair["allowed"], result.format(**pair), criterion, pair)
+    worst = max(pairs, key=lambda what: part_of(**pairs[what]))
+    wrong = sum(not pair["error"] <= pair["allowed"] for pair in pairs.values())
+    count = f"{wrong} of {len(pairs)} beyond" if wrong else f"all {len(pairs)} within"
+    result = f"{count} the limit; the worst is {worst}: {result.format(**pairs[worst])}"
+    yield Check("fp32 gradients", not wrong, result, f"{criterion}, for every tensor", pairs)
 
 
 def bf16_checks(ours: Errors, plain: Errors, routed: bool) -> Iterator[Check]:

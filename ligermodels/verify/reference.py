@@ -5,7 +5,7 @@ import importlib.util
 import inspect
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -104,36 +104,23 @@ def quiet_libraries() -> Iterator[None]:
             of_transformers.enable_progress_bar()
 
 
-def image_inputs(
-    model: nn.Module, ids: Tensor, images: Mapping[str, Tensor], token: int | None, prompt: int | None = None
-) -> dict[str, Tensor]:
-    """The arguments for images of rows of ids: pixel inputs, and which tokens are of images.
-
-    prompt: the first tokens, of a model whose prompts see all of themselves; it is told which tokens follow them.
-    """
-    if token is None:
-        return {}
-    named = inspect.signature(model.forward).parameters
-    kinds = (ids == token).long() if prompt is None else token_types(ids, prompt)
-    return {**images, **{name: kinds for name in ("mm_token_type_ids", "token_type_ids") if name in named}}
-
-
-def token_types(ids: Tensor, prompt: int) -> Tensor:
-    """0 at the first `prompt` tokens of each row, 1 behind them."""
-    return (torch.arange(ids.shape[1], device=ids.device) >= prompt).long().expand_as(ids)
+def image_inputs(model: nn.Module, images: Mapping[str, Tensor], token_types: Tensor) -> dict[str, Tensor]:
+    """The arguments for images: pixel inputs, and the types of the tokens, [B, T]; none without images."""
+    taken = inspect.signature(model.forward).parameters.keys() & {"mm_token_type_ids", "token_type_ids"}
+    return {**images, **dict.fromkeys(taken, token_types)} if images else {}
 
 
 @torch.no_grad()
 def greedy_continuation(
-    model: nn.Module, prompt: Sequence[int], new_tokens: int, device: str,
-    images: Mapping[str, Tensor] | None = None, token: int | None = None, ahead: bool = False,
+    model: nn.Module, ids: Tensor, images: Mapping[str, Tensor], token_types: Callable[[Tensor], Tensor],
+    new_tokens: int,
 ) -> list[int]:  # fmt: skip
     """Greedy decoding without a cache and without the folder's generation settings: a full forward per token.
 
-    images: pixel inputs of the prompt, whose image tokens are `token`. ahead: whether it sees all of itself.
+    ids: [1, T], the prompt. images: its pixel inputs. token_types: of ids, as `image_inputs` takes them.
     """
-    ids = torch.tensor([list(prompt)], device=device)
+    prompt_length = ids.shape[1]
     for _ in range(new_tokens):
-        inputs = image_inputs(model, ids, images or {}, token, len(prompt) if ahead else None)
+        inputs = image_inputs(model, images, token_types(ids))
         ids = torch.cat([ids, model(ids, **inputs).logits[:, -1:].argmax(-1)], 1)
-    return ids[0, len(prompt) :].tolist()
+    return ids[0, prompt_length:].tolist()

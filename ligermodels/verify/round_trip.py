@@ -94,14 +94,9 @@ SAMPLE_CONVERSATIONS = (
 IDS, CHAT = "token ids", "chat template"
 
 
-def has_tokenizer_json(folder: Path) -> bool:
-    """Whether the folder has a tokenizer that both sides read."""
-    return (folder / TOKENIZER_FILE).exists()
-
-
 def text_checks(folder: Path) -> list[Check]:
     """The checks of token ids and chat template; skipped if the folder has no tokenizer.json."""
-    if not has_tokenizer_json(folder):
+    if not (folder / TOKENIZER_FILE).exists():
         return [Check(name, None, f"the folder has no {TOKENIZER_FILE}", "") for name in (IDS, CHAT)]
     ours = hub.load_tokenizer(folder)
     try:

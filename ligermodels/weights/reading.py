@@ -143,10 +143,6 @@ def parse_json(data: bytes, file: Path, *, may_be_huge: Container[str] = ()) -> 
     return value
 
 
-def fits_64_bits(number: int | float) -> bool:
-    return -(2**63) <= number < 2**63 if isinstance(number, int) else math.isfinite(number)
-
-
 def unbounded_numbers(value: Any, depth: int = 0) -> Iterator[str]:
     """The fields of the numbers that are not finite or do not fit 64 bits, such as `rope_scaling.factor` or `ids[1]`.
 

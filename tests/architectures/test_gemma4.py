@@ -70,8 +70,8 @@ def test_layers_without_keys_of_their_own_take_no_memory_of_the_cache():
     engine.submit(range(5, 70), max_new_tokens=4)
     next(engine.run())
     layers = engine.cache.layers
-    assert all((layer.keys is None) == (index > 2) for index, layer in enumerate(layers))
-    held = sum(x.nbytes for layer in layers[:3] for x in (layer.keys, layer.values))
+    assert all(bool(layer.stored) == (index <= 2) for index, layer in enumerate(layers))
+    held = sum(x.nbytes for layer in layers[:3] for x in layer.stored)
     assert inference_memory(model, 2, 2 * PAGE_SIZE, torch.float64).cache == held
 
 

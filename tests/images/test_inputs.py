@@ -291,7 +291,7 @@ def test_faults_of_files_are_named(fault, tmp_path):
 
 
 def test_the_images_of_a_text_are_refused_before_their_text_is_made(monkeypatch):
-    placeholder = placeholders.qwen()
+    placeholder = placeholders.repeated("<|image_pad|>")
     monkeypatch.setattr(placeholders, "MAX_FEATURES_OF_TEXT", 12)
     plans = [ImagePlan(Size(8, 8), (2, 2), 4)] * 3
     assert placeholder.expand("<|image_pad|>" * 3, plans) == "<|image_pad|>" * 12

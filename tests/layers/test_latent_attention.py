@@ -67,9 +67,9 @@ def test_caches_hold_a_latent_and_a_rotated_key_for_each_token():
     engine.submit(range(5, 70), max_new_tokens=4)
     next(engine.run())
     for plain, paged in zip(cache.layers, engine.cache.layers, strict=True):
-        assert plain.keys.shape == (2, 7, 1, WIDTH) and not plain.values.numel()
-        assert paged.keys.shape == (5 * PAGE_SIZE, 1, WIDTH) and not paged.values.numel()
-    held = sum(layer.keys.nbytes for layer in engine.cache.layers)
+        assert [x.shape for x in plain.stored] == [(2, 7, 1, WIDTH), (2, 7, 1, 0)]
+        assert [x.shape for x in paged.stored] == [(5 * PAGE_SIZE, 1, WIDTH), (5 * PAGE_SIZE, 1, 0)]
+    held = sum(x.nbytes for layer in engine.cache.layers for x in layer.stored)
     assert inference_memory(model, 2, 2 * PAGE_SIZE, torch.float64).cache == held
 
 

@@ -407,7 +407,7 @@ def test_the_size_of_the_key_value_cache_is_exact(name, pages):
     engine = Engine(model, max_tokens=2 * 3 * PAGE_SIZE, max_length=130, max_rows=2)
     engine.submit(range(5, 70), max_new_tokens=4)
     next(engine.run())
-    allocated = nbytes(x for layer in engine.cache.layers for x in (layer.keys, layer.values))
+    allocated = nbytes(x for layer in engine.cache.layers for x in layer.stored)
     page = 2 * model.config.key_value_size * 4 * PAGE_SIZE
     layers = model.config.num_hidden_layers // len(engine.cache.groups)
     assert inference_memory(model, 2, 130, torch.float32).cache == allocated == pages * layers * page

@@ -104,30 +104,26 @@ def _gradients(dy, gate, up, ACTIVATION: tl.constexpr, GATE_MULTIPLIER: tl.const
     return _scale(dy * up * slope, GATE_MULTIPLIER), dy * activated, activated
 
 
+@triton.jit
+def _point_at_tile(
+    gate_ptr, up_ptr, gate_stride, up_stride, row, column, COLUMNS: tl.constexpr, PACKED: tl.constexpr
+):  # fmt: skip
+    """Pointers to the gates and the ups at `column`. PACKED: a row of gate_ptr has both, the gates first."""
+    gate_ptr = gate_ptr + row * gate_stride + column
+    up_ptr = gate_ptr + COLUMNS if PACKED else up_ptr + row * up_stride + column
+    return gate_ptr, up_ptr
+
+
 @kernel()
 def _forward_kernel(
-    gate_up_ptr, y_ptr, gate_up_stride, COLUMNS: tl.constexpr, ACTIVATION: tl.constexpr, GATE_MULTIPLIER: tl.constexpr,
-    DOWN_MULTIPLIER: tl.constexpr, TILE: tl.constexpr,
+    gate_ptr, up_ptr, y_ptr, gate_stride, up_stride, COLUMNS: tl.constexpr, PACKED: tl.constexpr,
+    ACTIVATION: tl.constexpr, GATE_MULTIPLIER: tl.constexpr, DOWN_MULTIPLIER: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One program computes TILE columns of one row."""
     row, column, mask = locate_tile(COLUMNS, TILE)
-    gate_ptr = gate_up_ptr + row * gate_up_stride + column
+    gate_ptr, up_ptr = _point_at_tile(gate_ptr, up_ptr, gate_stride, up_stride, row, column, COLUMNS, PACKED)
     gate = tl.load(gate_ptr, mask, other=0.0).to(tl.float32)
-    up = tl.load(gate_ptr + COLUMNS, mask, other=0.0).to(tl.float32)
-    activated, _ = activate(_scale(gate, GATE_MULTIPLIER), ACTIVATION)
-    y = _scale(activated * up, DOWN_MULTIPLIER)
-    tl.store(y_ptr + row * COLUMNS + column, y.to(y_ptr.dtype.element_ty), mask)
-
-
-@kernel()
-def _separate_forward_kernel(
-    gate_ptr, up_ptr, y_ptr, gate_stride, up_stride, COLUMNS: tl.constexpr, ACTIVATION: tl.constexpr,
-    GATE_MULTIPLIER: tl.constexpr, DOWN_MULTIPLIER: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """One program computes TILE columns of one row."""
-    row, column, mask = locate_tile(COLUMNS, TILE)
-    gate = tl.load(gate_ptr + row * gate_stride + column, mask, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + row * up_stride + column, mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr, mask, other=0.0).to(tl.float32)
     activated, _ = activate(_scale(gate, GATE_MULTIPLIER), ACTIVATION)
     y = _scale(activated * up, DOWN_MULTIPLIER)
     tl.store(y_ptr + row * COLUMNS + column, y.to(y_ptr.dtype.element_ty), mask)
@@ -135,43 +131,28 @@ def _separate_forward_kernel(
 
 @kernel()
 def _backward_kernel(
-    dy_ptr, gate_up_ptr, dgate_up_ptr, y_ptr, dy_stride, gate_up_stride,
-    COLUMNS: tl.constexpr, ACTIVATION: tl.constexpr, GATE_MULTIPLIER: tl.constexpr, DOWN_MULTIPLIER: tl.constexpr,
-    EMIT: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, y_ptr, dy_stride, gate_stride, up_stride,
+    COLUMNS: tl.constexpr, PACKED: tl.constexpr, ACTIVATION: tl.constexpr, GATE_MULTIPLIER: tl.constexpr,
+    DOWN_MULTIPLIER: tl.constexpr, GATE_GRAD: tl.constexpr, UP_GRAD: tl.constexpr, EMIT: tl.constexpr,
+    TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program computes TILE columns of one row of dgate and dup and, if EMIT, of y."""
+    """One program computes TILE columns of one row of what is needed of dgate, dup and, if EMIT, y."""
     wait_for_previous_kernel(PDL)
     row, column, mask = locate_tile(COLUMNS, TILE)
-    gate_ptr = gate_up_ptr + row * gate_up_stride + column
-    dgate_ptr = dgate_up_ptr + row * (2 * COLUMNS) + column
+    gate_ptr, up_ptr = _point_at_tile(gate_ptr, up_ptr, gate_stride, up_stride, row, column, COLUMNS, PACKED)
+    WIDTH: tl.constexpr = 2 * COLUMNS if PACKED else COLUMNS
+    dgate_ptr, dup_ptr = _point_at_tile(dgate_ptr, dup_ptr, WIDTH, WIDTH, row, column, COLUMNS, PACKED)
     gate = tl.load(gate_ptr, mask, other=0.0).to(tl.float32)
-    up = tl.load(gate_ptr + COLUMNS, mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr, mask, other=0.0).to(tl.float32)
     dy = tl.load(dy_ptr + row * dy_stride + column, mask, other=0.0).to(tl.float32)
     dgate, dup, activated = _gradients(dy, gate, up, ACTIVATION, GATE_MULTIPLIER, DOWN_MULTIPLIER)
-    tl.store(dgate_ptr, dgate.to(dgate_up_ptr.dtype.element_ty), mask)
-    tl.store(dgate_ptr + COLUMNS, dup.to(dgate_up_ptr.dtype.element_ty), mask)
+    if GATE_GRAD:
+        tl.store(dgate_ptr, dgate.to(dgate_ptr.dtype.element_ty), mask)
+    if UP_GRAD:
+        tl.store(dup_ptr, dup.to(dup_ptr.dtype.element_ty), mask)
     if EMIT:
         y = _scale(activated * up, DOWN_MULTIPLIER)
         tl.store(y_ptr + row * COLUMNS + column, y.to(y_ptr.dtype.element_ty), mask)
-
-
-@kernel()
-def _separate_backward_kernel(
-    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, dy_stride, gate_stride, up_stride,
-    COLUMNS: tl.constexpr, ACTIVATION: tl.constexpr, GATE_MULTIPLIER: tl.constexpr, DOWN_MULTIPLIER: tl.constexpr,
-    GATE_GRAD: tl.constexpr, UP_GRAD: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One program computes TILE columns of one row of dgate, dup or both."""
-    wait_for_previous_kernel(PDL)
-    row, column, mask = locate_tile(COLUMNS, TILE)
-    gate = tl.load(gate_ptr + row * gate_stride + column, mask, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + row * up_stride + column, mask, other=0.0).to(tl.float32)
-    dy = tl.load(dy_ptr + row * dy_stride + column, mask, other=0.0).to(tl.float32)
-    dgate, dup, _ = _gradients(dy, gate, up, ACTIVATION, GATE_MULTIPLIER, DOWN_MULTIPLIER)
-    if GATE_GRAD:
-        tl.store(dgate_ptr + row * COLUMNS + column, dgate.to(dgate_ptr.dtype.element_ty), mask)
-    if UP_GRAD:
-        tl.store(dup_ptr + row * COLUMNS + column, dup.to(dup_ptr.dtype.element_ty), mask)
 
 
 class RowTiles(NamedTuple):
@@ -188,221 +169,142 @@ def split_row(columns: int) -> RowTiles:
 
 
 @functools.cache
-def _forward_launcher(
-    width: int, activation: str, gate_multiplier: float, down_multiplier: float
+def _forward(
+    width: int, packed: bool, activation: str, gate_multiplier: float, down_multiplier: float
 ) -> tuple[Launcher, int, int]:
-    """(launcher, columns of y, tiles per row) for a gate_up that is `width` wide."""
-    tiles, tile = split_row(width // 2)
+    """(launcher, columns of y, tiles per row) for a gate, or a gate_up, that is `width` wide."""
+    columns = width // 2 if packed else width
+    tiles, tile = split_row(columns)
     launch = _forward_kernel.bind(
-        COLUMNS=width // 2, ACTIVATION=activation, GATE_MULTIPLIER=gate_multiplier, DOWN_MULTIPLIER=down_multiplier,
-        TILE=tile,
+        COLUMNS=columns, PACKED=packed, ACTIVATION=activation, GATE_MULTIPLIER=gate_multiplier,
+        DOWN_MULTIPLIER=down_multiplier, TILE=tile,
     )  # fmt: skip
-    return launch, width // 2, tiles
+    return launch, columns, tiles
 
 
 def _launch_forward(
-    gate_up: Tensor, activation: str, gate_multiplier: float = 1.0, down_multiplier: float = 1.0
+    gate: Tensor, activation: str, gate_multiplier: float = 1.0, down_multiplier: float = 1.0, up: Tensor | None = None
 ) -> Tensor:
-    *batch, width = gate_up.shape
-    launch, columns, tiles = _forward_launcher(width, activation, gate_multiplier, down_multiplier)
-    y = gate_up.new_empty(*batch, columns)
+    """Without `up`, gate is gate_up."""
+    *batch, width = gate.shape
+    packed = up is None
+    launch, columns, tiles = _forward(width, packed, activation, gate_multiplier, down_multiplier)
+    y = gate.new_empty(*batch, columns, dtype=gate.dtype if up is None else promoted_dtype(gate, up))
     if size := y.numel():
-        gate_up, stride = as_rows_with_stride(gate_up, width)
-        launch(size // columns * tiles, gate_up, y, stride)
-    return y
-
-
-@functools.cache
-def _separate_forward_launcher(
-    columns: int, activation: str, gate_multiplier: float, down_multiplier: float
-) -> tuple[Launcher, int]:
-    """(launcher, tiles per row)."""
-    tiles, tile = split_row(columns)
-    launch = _separate_forward_kernel.bind(
-        COLUMNS=columns, ACTIVATION=activation, GATE_MULTIPLIER=gate_multiplier, DOWN_MULTIPLIER=down_multiplier,
-        TILE=tile,
-    )  # fmt: skip
-    return launch, tiles
-
-
-def _launch_separate_forward(
-    gate: Tensor, up: Tensor, activation: str, gate_multiplier: float, down_multiplier: float
-) -> Tensor:
-    y = gate.new_empty(*gate.shape, dtype=promoted_dtype(gate, up))
-    if size := y.numel():
-        columns = gate.shape[-1]
-        launch, tiles = _separate_forward_launcher(columns, activation, gate_multiplier, down_multiplier)
-        (gate, gate_stride), (up, up_stride) = as_rows_with_stride(gate, columns), as_rows_with_stride(up, columns)
+        gate, gate_stride = as_rows_with_stride(gate, width)
+        up, up_stride = (gate, gate_stride) if up is None else as_rows_with_stride(up, width)
         launch(size // columns * tiles, gate, up, y, gate_stride, up_stride)
     return y
 
 
 @functools.cache
-def _backward_launcher(
-    columns: int, activation: str, gate_multiplier: float, down_multiplier: float, emit: bool, device: torch.device
-) -> tuple[Launcher, int]:
+def _backward(
+    columns: int, packed: bool, activation: str, gate_multiplier: float, down_multiplier: float, gate_grad: bool,
+    up_grad: bool, emit: bool, device: torch.device,
+) -> tuple[Launcher, int]:  # fmt: skip
     """(launcher, tiles per row)."""
     tiles, tile = split_row(columns)
     launch = _backward_kernel.bind(
-        COLUMNS=columns, ACTIVATION=activation, GATE_MULTIPLIER=gate_multiplier, DOWN_MULTIPLIER=down_multiplier,
-        EMIT=emit, TILE=tile, **pdl_constants(device),
+        COLUMNS=columns, PACKED=packed, ACTIVATION=activation, GATE_MULTIPLIER=gate_multiplier,
+        DOWN_MULTIPLIER=down_multiplier, GATE_GRAD=gate_grad, UP_GRAD=up_grad or packed, EMIT=emit, TILE=tile,
+        **pdl_constants(device),
     )  # fmt: skip
     return launch, tiles
 
 
 def _launch_backward(
-    dy: Tensor, gate_up: Tensor, activation: str, emit: bool, gate_multiplier: float = 1.0,
-    down_multiplier: float = 1.0, inplace: bool = False,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """inplace: dgate_up overwrites gate_up and y overwrites dy. Both must be contiguous. This is safe because each
-    program reads its tile before it writes it."""
-    dgate_up = gate_up.detach() if inplace else gate_up.new_empty(*gate_up.shape)
-    y = (dy if inplace else gate_up.new_empty(*dy.shape)) if emit else None
+    dy: Tensor, gate: Tensor, activation: str, emit: bool, gate_multiplier: float = 1.0, down_multiplier: float = 1.0,
+    up: Tensor | None = None, gate_grad: bool = True, up_grad: bool = False, inplace: bool = False,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """(dgate, y, dup), each None where it is not needed. Without `up`, gate is gate_up and dgate its gradient.
+
+    inplace: dgate overwrites gate, dup overwrites up and y overwrites dy. All must be contiguous. This is safe because
+    each program reads its tile before it writes it.
+    """
+    dgate = (gate.detach() if inplace else gate.new_empty(*gate.shape)) if gate_grad else None
+    dup = (up.detach() if inplace else up.new_empty(*up.shape)) if up_grad and up is not None else None
+    y = (dy if inplace else gate.new_empty(*dy.shape)) if emit else None
     if size := dy.numel():
-        columns = dy.shape[-1]
-        launch, tiles = _backward_launcher(columns, activation, gate_multiplier, down_multiplier, emit, dy.device)
-        (dy, dy_stride), (gate_up, stride) = as_rows_with_stride(dy, columns), as_rows_with_stride(gate_up, 2 * columns)
-        launch(size // columns * tiles, dy, gate_up, dgate_up, dgate_up if y is None else y, dy_stride, stride)
-    return dgate_up, y
-
-
-@functools.cache
-def _separate_backward_launcher(
-    columns: int, activation: str, gate_multiplier: float, down_multiplier: float, gate_grad: bool, up_grad: bool,
-    device: torch.device,
-) -> tuple[Launcher, int]:  # fmt: skip
-    """(launcher, tiles per row)."""
-    tiles, tile = split_row(columns)
-    launch = _separate_backward_kernel.bind(
-        COLUMNS=columns, ACTIVATION=activation, GATE_MULTIPLIER=gate_multiplier, DOWN_MULTIPLIER=down_multiplier,
-        GATE_GRAD=gate_grad, UP_GRAD=up_grad, TILE=tile, **pdl_constants(device),
-    )  # fmt: skip
-    return launch, tiles
-
-
-def _launch_separate_backward(
-    dy: Tensor, gate: Tensor, up: Tensor, activation: str, gate_multiplier: float, down_multiplier: float,
-    gate_grad: bool, up_grad: bool, inplace: bool = False,
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """(dgate, dup), each None where it is not needed. inplace: they overwrite gate and up, which must be contiguous."""
-    dgate, dup = (
-        (x.detach() if inplace else x.new_empty(*x.shape)) if needed else None
-        for x, needed in ((gate, gate_grad), (up, up_grad))
-    )
-    if size := dy.numel():
-        columns = dy.shape[-1]
-        launch, tiles = _separate_backward_launcher(
-            columns, activation, gate_multiplier, down_multiplier, gate_grad, up_grad, dy.device
+        columns, width, packed = dy.shape[-1], gate.shape[-1], up is None
+        launch, tiles = _backward(
+            columns, packed, activation, gate_multiplier, down_multiplier, gate_grad, up_grad, emit, dy.device
         )
-        dy, dy_stride = as_rows_with_stride(dy, columns)
-        (gate, gate_stride), (up, up_stride) = as_rows_with_stride(gate, columns), as_rows_with_stride(up, columns)
+        (dy, dy_stride), (gate, gate_stride) = as_rows_with_stride(dy, columns), as_rows_with_stride(gate, width)
+        up, up_stride = (gate, gate_stride) if up is None else as_rows_with_stride(up, columns)
         launch(
             size // columns * tiles, dy, gate, up, gate if dgate is None else dgate, up if dup is None else dup,
-            dy_stride, gate_stride, up_stride,
+            dy if y is None else y, dy_stride, gate_stride, up_stride,
         )  # fmt: skip
-    return dgate, dup
+    return dgate, y, dup
 
 
-def _fake_forward(gate_up, activation, gate_multiplier=1.0, down_multiplier=1.0):
-    return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
-
-
-def _fake_backward(dy, gate_up, activation, emit, gate_multiplier=1.0, down_multiplier=1.0):
-    return gate_up.new_empty(gate_up.shape), gate_up.new_empty(dy.shape) if emit else None
-
-
-def _fake_separate_forward(gate, up, activation, gate_multiplier, down_multiplier):
+def _fake_forward(gate, activation, gate_multiplier=1.0, down_multiplier=1.0, up=None):
+    if up is None:
+        return gate.new_empty(*gate.shape[:-1], gate.shape[-1] // 2)
     return gate.new_empty(gate.shape, dtype=promoted_dtype(gate, up))
 
 
-def _fake_separate_backward(dy, gate, up, activation, gate_multiplier, down_multiplier, gate_grad, up_grad):
-    return gate.new_empty(gate.shape) if gate_grad else None, up.new_empty(up.shape) if up_grad else None
+def _fake_backward(
+    dy, gate, activation, emit, gate_multiplier=1.0, down_multiplier=1.0, up=None, gate_grad=True, up_grad=False
+):
+    dgate, y = gate.new_empty(gate.shape) if gate_grad else None, gate.new_empty(dy.shape) if emit else None
+    return dgate, y, up.new_empty(up.shape) if up_grad else None
 
 
-PACKED_SHARDING = RowSharding({"gate_up": 0, "y": 0, "dy": 0, "dgate_up": 0})
-SEPARATE_SHARDING = RowSharding({"gate": 0, "up": 0, "y": 0, "dy": 0, "dgate": 0, "dup": 0}, columns=True)
+GATED_SHARDING = RowSharding(dict.fromkeys(("gate", "up", "y", "dy", "dgate", "dup"), 0), columns="up")
 gated_activation_forward = register_op(
-    "gated_activation(Tensor gate_up, str activation, float gate_multiplier=1.0, float down_multiplier=1.0)"
-    " -> (Tensor y)",
+    "gated_activation(Tensor gate, str activation, float gate_multiplier=1.0, float down_multiplier=1.0,"
+    " Tensor? up=None) -> (Tensor y)",
     _launch_forward,
     _fake_forward,
-    PACKED_SHARDING,
+    GATED_SHARDING,
 )
 gated_activation_backward = register_op(
-    "gated_activation_backward(Tensor dy, Tensor gate_up, str activation, int emit, float gate_multiplier=1.0,"
-    " float down_multiplier=1.0) -> (Tensor dgate_up, Tensor y)",
+    "gated_activation_backward(Tensor dy, Tensor gate, str activation, int emit, float gate_multiplier=1.0,"
+    " float down_multiplier=1.0, Tensor? up=None, int gate_grad=1, int up_grad=0)"
+    " -> (Tensor dgate, Tensor y, Tensor dup)",
     _launch_backward,
     _fake_backward,
-    PACKED_SHARDING,
-)
-separate_gated_activation_forward = register_op(
-    "separate_gated_activation(Tensor gate, Tensor up, str activation, float gate_multiplier, float down_multiplier)"
-    " -> (Tensor y)",
-    _launch_separate_forward,
-    _fake_separate_forward,
-    SEPARATE_SHARDING,
-)
-separate_gated_activation_backward = register_op(
-    "separate_gated_activation_backward(Tensor dy, Tensor gate, Tensor up, str activation, float gate_multiplier,"
-    " float down_multiplier, int gate_grad, int up_grad) -> (Tensor dgate, Tensor dup)",
-    _launch_separate_backward,
-    _fake_separate_backward,
-    SEPARATE_SHARDING,
+    GATED_SHARDING,
 )
 
 
 def backward_from_saved(
-    dy: Tensor, gate_up: Tensor, activation: str, emit: bool, gate_multiplier: float, down_multiplier: float,
-    inplace: bool,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """gated_activation_backward for a node that saved gate_up and, with `emit`, computed dy itself (contiguous).
+    dy: Tensor, gate: Tensor, activation: str, emit: bool, gate_multiplier: float, down_multiplier: float,
+    inplace: bool, up: Tensor | None = None, gate_grad: bool = True, up_grad: bool = False,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """gated_activation_backward for a node that saved gate and up and, with `emit`, computed dy itself (contiguous).
 
-    inplace: dgate_up takes the memory of gate_up and y that of dy, if this is their last use.
+    inplace: dgate takes the memory of gate, dup that of up and y that of dy, if this is their last use.
     """
-    if not (inplace and gate_up.is_contiguous() and is_last_use(gate_up, dy)):
-        return gated_activation_backward(dy, gate_up, activation, emit, gate_multiplier, down_multiplier)
-    gradients = _launch_backward(dy, gate_up, activation, emit, gate_multiplier, down_multiplier, inplace=True)
-    torch.autograd.graph.increment_version(gate_up)  # so that autograd raises if another node saved it
+    arguments = dy, gate, activation, emit, gate_multiplier, down_multiplier, up, gate_grad, up_grad
+    if not (inplace and gate.is_contiguous() and is_last_use(gate, dy, up) and _are_apart(gate, up)):
+        return gated_activation_backward(*arguments)
+    gradients = dgate, _, dup = _launch_backward(*arguments, inplace=True)
+    written = [x for x, gradient in ((gate, dgate), (up, dup)) if x is not None and gradient is not None]
+    torch.autograd.graph.increment_version(written)  # so that autograd raises if another node saved one
     return gradients
 
 
-def _are_apart(a: Tensor, b: Tensor) -> bool:
-    """Whether two contiguous tensors of the same shape have no memory in common."""
-    return abs(a.data_ptr() - b.data_ptr()) >= max(a.nbytes, b.nbytes)
+def _are_apart(gate: Tensor, up: Tensor | None) -> bool:
+    """Whether the contiguous gate and `up`, if it is given, are both contiguous and have no memory in common."""
+    if up is None:
+        return True
+    return up.is_contiguous() and abs(gate.data_ptr() - up.data_ptr()) >= max(gate.nbytes, up.nbytes)
 
 
 class _GatedActivation(Node):
     @staticmethod
-    def forward(ctx, gate_up, activation, gate_multiplier, down_multiplier, inplace):
-        ctx.save_for_backward(gate_up)
-        ctx.options = activation, False, gate_multiplier, down_multiplier, inplace
-        return gated_activation_forward(gate_up, activation, gate_multiplier, down_multiplier)
-
-    @staticmethod
-    def backward(ctx, dy):
-        dgate_up, _ = backward_from_saved(dy, *ctx.saved_tensors, *ctx.options)
-        return dgate_up, None, None, None, None
-
-
-class _SeparateGatedActivation(Node):
-    @staticmethod
     def forward(ctx, gate, up, activation, gate_multiplier, down_multiplier, inplace):
         ctx.save_for_backward(gate, up)
-        ctx.options = activation, gate_multiplier, down_multiplier
-        ctx.inplace = inplace
-        return separate_gated_activation_forward(gate, up, activation, gate_multiplier, down_multiplier)
+        ctx.options = activation, False, gate_multiplier, down_multiplier, inplace
+        return gated_activation_forward(gate, activation, gate_multiplier, down_multiplier, up)
 
     @staticmethod
     def backward(ctx, dy):
         gate, up = ctx.saved_tensors
-        needed = gate_grad, up_grad = ctx.needs_input_grad[:2]
-        inplace = ctx.inplace and is_last_use(gate, up, dy) and gate.is_contiguous() and up.is_contiguous()
-        if inplace and _are_apart(gate, up):
-            dgate, dup = _launch_separate_backward(dy, gate, up, *ctx.options, *needed, inplace=True)
-            written = [x for x, gradient in ((gate, dgate), (up, dup)) if gradient is not None]
-            torch.autograd.graph.increment_version(written)
-        else:
-            dgate, dup = separate_gated_activation_backward(dy, gate, up, *ctx.options, *needed)
+        gate_grad, up_grad, *_ = ctx.needs_input_grad
+        dgate, _, dup = backward_from_saved(dy, gate, *ctx.options, up, gate_grad, up_grad)
         return dgate if gate_grad else None, dup if up_grad else None, None, None, None, None
 
 
@@ -441,9 +343,7 @@ def gated_activation(
     check_gate_up(gate_up, activation, up)
     if not runs_kernels(gate_up):
         return gated_activation_reference(gate_up, activation, up, gate_multiplier, down_multiplier)
-    if up is None:
-        return _GatedActivation.apply(gate_up, activation, gate_multiplier, down_multiplier, inplace)
-    return _SeparateGatedActivation.apply(gate_up, up, activation, gate_multiplier, down_multiplier, inplace)
+    return _GatedActivation.apply(gate_up, up, activation, gate_multiplier, down_multiplier, inplace)
 
 
 def swiglu(gate_up: Tensor, up: Tensor | None = None) -> Tensor:

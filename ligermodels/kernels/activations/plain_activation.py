@@ -118,7 +118,7 @@ def _fake_backward(dy, x, activation, emit):
     return x.new_empty(x.shape), x.new_empty(x.shape) if emit else None
 
 
-PLAIN_SHARDING = RowSharding({"x": 0, "y": 0, "dy": 0, "dx": 0}, columns=True)
+PLAIN_SHARDING = RowSharding({"x": 0, "y": 0, "dy": 0, "dx": 0}, columns="x")
 plain_activation_forward = register_op(
     "plain_activation(Tensor x, str activation) -> (Tensor y)", _launch_forward, _fake_forward, PLAIN_SHARDING
 )

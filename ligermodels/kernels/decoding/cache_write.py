@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.attention.qkv_heads import copy_heads, fit_head_tile, with_unit_stride
-from ligermodels.kernels.dispatch import refuse_gradients, register_op, runs_kernels
+from ligermodels.kernels.dispatch import fake_without_outputs, refuse_gradients, register_op, runs_kernels
 from ligermodels.kernels.launch import Launcher, cdiv, kernel
 from ligermodels.kernels.pdl import pdl_constants, wait_for_previous_kernel
 
@@ -77,12 +77,8 @@ def _launch_write(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Ten
         )  # fmt: skip
 
 
-def _fake_write(k, v, keys, values, slots):
-    return None
-
-
 CACHE_SCHEMA = "Tensor(b!) keys, Tensor(c!) values, Tensor slots"
-_write_op = register_op(f"write_cache(Tensor k, Tensor v, {CACHE_SCHEMA}) -> ()", _launch_write, _fake_write)
+_write_op = register_op(f"write_cache(Tensor k, Tensor v, {CACHE_SCHEMA}) -> ()", _launch_write, fake_without_outputs)
 
 
 def write_cache(k: Tensor, v: Tensor, cache: CacheSlots) -> None:

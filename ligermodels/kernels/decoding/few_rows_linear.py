@@ -112,10 +112,7 @@ def _launch(
     gate_multiplier: float, down_multiplier: float,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """(y, hidden); hidden is None without a residual. groups: of scales of a weight in NF4; 0 for any other."""
-    y, hidden = _fake(
-        x, residual, norm_weight, weight, columns, depth, groups, dtype, bias, norm, eps, offset, activation,
-        gate_multiplier, down_multiplier,
-    )  # fmt: skip
+    y, hidden = _fake(x, residual, norm_weight, weight, columns, depth, groups, dtype)
     if not y.numel():
         return y, hidden
     x, weight = as_rows(x), aligned(weight) if groups else as_rows(weight)
@@ -140,10 +137,7 @@ def _launch(
     return y, hidden
 
 
-def _fake(
-    x, residual, norm_weight, weight, columns, depth, groups, dtype, bias, norm, eps, offset, activation,
-    gate_multiplier, down_multiplier,
-):  # fmt: skip
+def _fake(x, residual, norm_weight, weight, columns, depth, groups, dtype, *others):
     y = x.new_empty(*x.shape[:-1], columns, dtype=dtype)
     return y, None if residual is None else x.new_empty(x.shape, dtype=promoted_dtype(x, residual))
 

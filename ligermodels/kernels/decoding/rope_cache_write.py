@@ -36,7 +36,7 @@ from ligermodels.kernels.decoding.cache_write import (
     check_cache,
     write_cache_reference,
 )
-from ligermodels.kernels.dispatch import refuse_gradients, register_op, runs_kernels
+from ligermodels.kernels.dispatch import fake_without_outputs, refuse_gradients, register_op, runs_kernels
 from ligermodels.kernels.launch import Launcher, as_rows_with_stride, cdiv, kernel
 from ligermodels.kernels.pdl import pdl_constants, wait_for_previous_kernel
 
@@ -191,13 +191,7 @@ def _launch_qk_norm_rope_write(
     return qk
 
 
-def _fake_rope_write(qkv, cos, sin, num_heads, num_kv_heads, interleaved, keys, values, slots):
-    return None
-
-
-def _fake_qk_norm_rope_write(
-    qkv, q_weight, k_weight, cos, sin, num_heads, num_kv_heads, eps, offset, gated, keys, values, slots
-):
+def _fake_qk_norm_rope_write(qkv, q_weight, k_weight, cos, sin, num_heads, num_kv_heads, eps, offset, gated, *cache):
     return empty_queries_and_keys(qkv, num_heads, num_kv_heads, gated)
 
 
@@ -205,7 +199,7 @@ _rope_write_op = register_op(
     "rope_write_cache_(Tensor(a!) qkv, Tensor cos, Tensor sin, int num_heads, int num_kv_heads, bool interleaved,"
     f" {CACHE_SCHEMA}) -> ()",
     _launch_rope_write,
-    _fake_rope_write,
+    fake_without_outputs,
 )
 _qk_norm_rope_write_op = register_op(
     "qk_norm_rope_write_cache(Tensor qkv, Tensor q_weight, Tensor k_weight, Tensor cos, Tensor sin, int num_heads,"

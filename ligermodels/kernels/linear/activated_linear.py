@@ -64,7 +64,7 @@ class ActivatedLinear(Node):
             dlow = low_gradient(dy, a, b, *ctx.update)
         if needs_x:  # its gradient behind the activation is not bound to a name: the memory is freed before dW
             through_activation = gated_backward_from_saved if ctx.multipliers else plain_backward_from_saved
-            dx, activated = through_activation(
+            dx, activated, *_ = through_activation(
                 input_gradient(dy, dense(weight, ctx.layout), dlow, a), x, ctx.activation, reads_activated,
                 *ctx.multipliers, ctx.inplace,
             )  # fmt: skip

@@ -9,13 +9,14 @@ INVERSE_BLOCK = 4 is zero, M = (1 - E + E² - E³) D.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.launch import kernel
+from ligermodels.kernels.launch import as_rows_with_stride, kernel
 from ligermodels.kernels.linear_attention.document_chunks import (
     MAX_HEAD_SIZE,
     MIN_DOT,
@@ -25,6 +26,7 @@ from ligermodels.kernels.linear_attention.document_chunks import (
     locate_slot,
     number_of_slots,
     pair_decay,
+    row_offsets,
 )
 
 INVERSE_BLOCK = tl.constexpr(16)  # rows that are inverted by substitution
@@ -173,26 +175,70 @@ def _pairs_kernel(
         tl.store(pairs_ptr + here * SPAN + at, pairs, (row < rows)[:, None])
 
 
-def prepare_chunks(
-    qkv: Tensor, stride: int, g: Tensor, beta: Tensor, cu_seqlens: Tensor, shape: DeltaShape, eps: float,
-    chunks: tuple[Tensor, Tensor, Tensor],
-) -> None:  # fmt: skip
-    """Writes chunks: norms, decay, inverse. The rows of qkv are `stride` elements apart."""
+class DeltaInputs(NamedTuple):
+    """What the kernels of the rule read, forward and backward."""
+
+    qkv: Tensor
+    stride: int  # between the rows of qkv; all other tensors are contiguous
+    beta: Tensor
+    norms: Tensor  # these three of `prepare_chunks`
+    decay: Tensor
+    inverse: Tensor
+    cu_seqlens: Tensor
+    shape: DeltaShape
+
+    @classmethod
+    def of(
+        cls, qkv: Tensor, beta: Tensor, chunks: tuple[Tensor, Tensor, Tensor], key_heads: int, key_size: int,
+        cu_seqlens: Tensor | None,
+    ) -> "DeltaInputs":  # fmt: skip
+        """Each row is a document where there are no cu_seqlens. chunks: norms, decay, inverse."""
+        shape = delta_shape(qkv, beta, key_heads, key_size)
+        offsets = row_offsets(beta) if cu_seqlens is None else cu_seqlens
+        return cls(*as_rows_with_stride(qkv, shape.columns), beta.contiguous(), *chunks, offsets, shape)
+
+    @property
+    def scale(self) -> float:
+        return self.shape.key_size**-0.5
+
+    @property
+    def documents(self) -> int:
+        return self.cu_seqlens.shape[0] - 1
+
+    @property
+    def tokens(self) -> int:
+        return self.beta.numel() // self.shape.value_heads
+
+    @property
+    def slots(self) -> int:
+        return number_of_slots(self.tokens, self.cu_seqlens)
+
+    def empty_states(self) -> tuple[Tensor, Tensor]:
+        """Uninitialised states of all chunks [slots, Hv, hk, hv], and values of all tokens [T, Hv, hv]."""
+        shape = self.shape
+        states = self.qkv.new_empty(self.slots, shape.value_heads, shape.key_size, shape.value_size)
+        return states, self.qkv.new_empty(self.tokens, shape.value_heads, shape.value_size)
+
+
+def prepare_chunks(inputs: DeltaInputs, g: Tensor, eps: float) -> None:
+    """Writes norms, decay and inverse."""
+    qkv, shape = inputs.qkv, inputs.shape
     half = qkv.itemsize == 2 and not torch.version.hip
     launch = _prepare_kernel.bind(
         PRECISION="tf32x3" if half else "ieee", num_warps=PREPARE_WARPS[has_wide_units(qkv.device)], **shape.constants()
     )
-    programs = number_of_slots(g.numel() // shape.value_heads, cu_seqlens) * shape.value_heads
-    launch(programs, qkv, g, beta, cu_seqlens, *chunks, stride, cu_seqlens.shape[0] - 1, eps)
+    launch(
+        inputs.slots * shape.value_heads,
+        qkv, g, inputs.beta, inputs.cu_seqlens, inputs.norms, inputs.decay, inputs.inverse, inputs.stride,
+        inputs.documents, eps,
+    )  # fmt: skip
 
 
-def compute_pairs(
-    qkv: Tensor, stride: int, norms: Tensor, decay: Tensor, cu_seqlens: Tensor, scale: float, shape: DeltaShape
-) -> Tensor:
+def compute_pairs(inputs: DeltaInputs) -> Tensor:
     """P of all chunks [T, Hv, SPAN]."""
-    tokens = decay.numel() // shape.value_heads
-    pairs = qkv.new_empty(tokens, shape.value_heads, SPAN.value)
+    qkv, stride, _, norms, decay, _, cu_seqlens, shape = inputs
+    pairs = qkv.new_empty(inputs.tokens, shape.value_heads, SPAN.value)
     launch = _pairs_kernel.bind(num_warps=PREPARE_WARPS[has_wide_units(qkv.device)], **shape.constants())
-    programs = number_of_slots(tokens, cu_seqlens) * shape.key_heads
-    launch(programs, qkv, norms, decay, cu_seqlens, pairs, stride, cu_seqlens.shape[0] - 1, scale)
+    programs = inputs.slots * shape.key_heads
+    launch(programs, qkv, norms, decay, cu_seqlens, pairs, stride, inputs.documents, inputs.scale)
     return pairs

@@ -21,14 +21,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.launch import Launcher, kernel
-from ligermodels.kernels.linear_attention.delta_chunks import DeltaShape, load_norms
+from ligermodels.kernels.linear_attention.delta_chunks import DeltaInputs, DeltaShape, load_norms
 from ligermodels.kernels.linear_attention.document_chunks import (
     SPAN,
     has_wide_units,
     load_rows,
     locate_slot,
     log_decay_gradient,
-    number_of_slots,
     pair_decay,
     tile_columns,
     tile_mask,
@@ -202,15 +201,15 @@ def _qkv_gradient_kernel(
 
 
 def compute_gradients(
-    do: Tensor, qkv: Tensor, stride: int, norms: Tensor, decay: Tensor, beta: Tensor, pairs: Tensor,
-    cu_seqlens: Tensor, scanned: tuple[Tensor, Tensor, Tensor, Tensor], scale: float, shape: DeltaShape,
+    inputs: DeltaInputs, pairs: Tensor, do: Tensor, scanned: tuple[Tensor, Tensor, Tensor, Tensor],
     dqkv: Tensor | None, dg: Tensor | None, dbeta: Tensor | None,
 ) -> None:  # fmt: skip
     """Writes the gradients that are given. scanned: states, V', gradients of states, X, from the two scans."""
+    qkv, stride, beta, norms, decay, _, cu_seqlens, shape = inputs
     gates, products = _gradients(
         shape, qkv.itemsize, has_wide_units(qkv.device), dqkv is not None, dg is not None, dbeta is not None
     )
-    slots, documents = number_of_slots(decay.numel() // shape.value_heads, cu_seqlens), cu_seqlens.shape[0] - 1
+    slots, documents, scale = inputs.slots, inputs.documents, inputs.scale
     dpairs = dlower = pairs
     if dqkv is not None:
         dpairs, dlower = torch.empty_like(pairs), torch.empty_like(pairs)

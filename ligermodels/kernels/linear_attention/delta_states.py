@@ -18,14 +18,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.launch import Launcher, cdiv, kernel
-from ligermodels.kernels.linear_attention.delta_chunks import DeltaShape, load_norms
+from ligermodels.kernels.linear_attention.delta_chunks import DeltaInputs, DeltaShape, load_norms
 from ligermodels.kernels.linear_attention.document_chunks import (
     SPAN,
     document_slot,
     fills_device,
     has_wide_units,
     load_rows,
-    number_of_slots,
     tile_columns,
     tile_mask,
 )
@@ -184,75 +183,55 @@ def _backward_scan_kernel(
         tl.store(dinitial_ptr + whole + cell, dstate, in_state)
 
 
-def forward_scan(
-    qkv: Tensor, stride: int, chunks: tuple[Tensor, Tensor, Tensor], beta: Tensor, pairs: Tensor, cu_seqlens: Tensor,
-    initial_state: Tensor | None, scale: float, shape: DeltaShape, o: Tensor, final: Tensor,
-) -> None:  # fmt: skip
-    """Writes o and final. chunks: norms, G and M of `prepare_chunks`. pairs: of `compute_pairs`."""
-    _scan_forward(
-        qkv, stride, chunks, beta, pairs, cu_seqlens, initial_state, scale, shape, (o, qkv, qkv, final), True
-    )  # fmt: skip
+def forward_scan(inputs: DeltaInputs, pairs: Tensor, initial_state: Tensor | None, o: Tensor, final: Tensor) -> None:
+    """Writes o and final. pairs: of `compute_pairs`."""
+    _scan_forward(inputs, pairs, initial_state, (o, inputs.qkv, inputs.qkv, final), True)
 
 
-def recompute_states(
-    qkv: Tensor, stride: int, chunks: tuple[Tensor, Tensor, Tensor], beta: Tensor, cu_seqlens: Tensor,
-    initial_state: Tensor | None, scale: float, shape: DeltaShape,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def recompute_states(inputs: DeltaInputs, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
     """(the state at each chunk's start [slots, Hv, hk, hv], V' [T, Hv, hv]), by the same scan."""
-    _, decay, inverse = chunks
-    tokens = decay.numel() // shape.value_heads
-    slots = number_of_slots(tokens, cu_seqlens)
-    states = qkv.new_empty(slots, shape.value_heads, shape.key_size, shape.value_size)
-    values = qkv.new_empty(tokens, shape.value_heads, shape.value_size)
-    _scan_forward(
-        qkv, stride, chunks, beta, inverse, cu_seqlens, initial_state, scale, shape, (qkv, states, values, decay), False
-    )  # fmt: skip
+    states, values = inputs.empty_states()
+    _scan_forward(inputs, inputs.inverse, initial_state, (inputs.qkv, states, values, inputs.decay), False)
     return states, values
 
 
 def _scan_forward(
-    qkv: Tensor, stride: int, chunks: tuple[Tensor, Tensor, Tensor], beta: Tensor, pairs: Tensor, cu_seqlens: Tensor,
-    initial_state: Tensor | None, scale: float, shape: DeltaShape,
-    results: tuple[Tensor, Tensor, Tensor, Tensor], output: bool,
-) -> None:  # fmt: skip
+    inputs: DeltaInputs, pairs: Tensor, initial_state: Tensor | None, results: tuple[Tensor, ...], output: bool
+) -> None:
     """Fills results: o and the final state if `output`, otherwise states and V'; any tensor may stand for the others.
 
     results: o, states, V', final state.
     """
-    documents = cu_seqlens.shape[0] - 1
-    tile = _tile(documents, shape, qkv)
+    qkv, stride, beta, norms, decay, inverse, cu_seqlens, shape = inputs
+    tile = _tile(inputs)
     launch = _forward_scan(shape, tile, initial_state is not None, output)
-    norms, decay, inverse = chunks
     launch(
-        documents * tile.programs(shape),
+        inputs.documents * tile.programs(shape),
         qkv, norms, decay, beta, inverse, pairs, cu_seqlens, decay if initial_state is None else initial_state,
-        *results, stride, scale,
+        *results, stride, inputs.scale,
     )  # fmt: skip
 
 
 def backward_scan(
-    do: Tensor, dfinal: Tensor | None, qkv: Tensor, stride: int, chunks: tuple[Tensor, Tensor, Tensor], beta: Tensor,
-    pairs: Tensor, cu_seqlens: Tensor, scale: float, shape: DeltaShape, dinitial: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    inputs: DeltaInputs, pairs: Tensor, do: Tensor, dfinal: Tensor | None, dinitial: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """(gradient of the state at each chunk's end [slots, Hv, hk, hv], X [T, Hv, hv]); writes dinitial where given."""
-    norms, decay, inverse = chunks
-    documents, tokens = cu_seqlens.shape[0] - 1, decay.numel() // shape.value_heads
-    slots = number_of_slots(tokens, cu_seqlens)
-    dstates = qkv.new_empty(slots, shape.value_heads, shape.key_size, shape.value_size)
-    x = qkv.new_empty(tokens, shape.value_heads, shape.value_size)
-    tile = _tile(documents, shape, qkv)
+    qkv, stride, beta, norms, decay, inverse, cu_seqlens, shape = inputs
+    dstates, x = inputs.empty_states()
+    tile = _tile(inputs)
     launch = _backward_scan(shape, tile, dfinal is not None, dinitial is not None)
     launch(
-        documents * tile.programs(shape),
+        inputs.documents * tile.programs(shape),
         do, decay if dfinal is None else dfinal, qkv, norms, decay, beta, inverse, pairs, cu_seqlens, dstates, x,
-        decay if dinitial is None else dinitial, stride, scale,
+        decay if dinitial is None else dinitial, stride, inputs.scale,
     )  # fmt: skip
     return dstates, x
 
 
-def _tile(documents: int, shape: DeltaShape, qkv: Tensor) -> ScanTile:
-    narrow, wide = DELTA_SCAN_TILES[has_wide_units(qkv.device)][qkv.itemsize]
-    return wide if fills_device(documents * narrow.programs(shape), qkv.device) else narrow
+def _tile(inputs: DeltaInputs) -> ScanTile:
+    device = inputs.qkv.device
+    narrow, wide = DELTA_SCAN_TILES[has_wide_units(device)][inputs.qkv.itemsize]
+    return wide if fills_device(inputs.documents * narrow.programs(inputs.shape), device) else narrow
 
 
 @functools.cache

@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from ligermodels.kernels.dispatch import Node, as_factor, autocast, register_op, runs_kernels, widen
-from ligermodels.kernels.launch import as_rows_with_stride
 from ligermodels.kernels.linear_attention.delta_chunks import (
     L2_EPS,
+    DeltaInputs,
     DeltaShape,
     compute_pairs,
     delta_shape,
@@ -34,7 +34,7 @@ from ligermodels.kernels.linear_attention.delta_chunks import (
 )
 from ligermodels.kernels.linear_attention.delta_gradients import compute_gradients
 from ligermodels.kernels.linear_attention.delta_states import backward_scan, forward_scan, recompute_states
-from ligermodels.kernels.linear_attention.document_chunks import SPAN, each_document, row_offsets
+from ligermodels.kernels.linear_attention.document_chunks import SPAN, each_document
 
 
 def gated_delta_rule_reference(
@@ -82,19 +82,13 @@ def _launch_forward(
     cu_seqlens: Tensor | None, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(o, final_state, norms, decay, inverse)."""
-    shape = delta_shape(qkv, g, key_heads, key_size)
-    scale = key_size**-0.5
     o, final, norms, decay, inverse = _fake_forward(qkv, g, beta, key_heads, key_size, initial_state, cu_seqlens, eps)
     if not g.numel():
         return o, final.zero_() if initial_state is None else final.copy_(initial_state), norms, decay, inverse
-    qkv, stride = as_rows_with_stride(qkv, shape.columns)
-    beta = beta.contiguous()
-    offsets = row_offsets(g) if cu_seqlens is None else cu_seqlens
+    inputs = DeltaInputs.of(qkv, beta, (norms, decay, inverse), key_heads, key_size, cu_seqlens)
     initial_state = None if initial_state is None else initial_state.contiguous()
-    chunks = norms, decay, inverse
-    prepare_chunks(qkv, stride, g.contiguous(), beta, offsets, shape, eps, chunks)
-    pairs = compute_pairs(qkv, stride, norms, decay, offsets, scale, shape)
-    forward_scan(qkv, stride, chunks, beta, pairs, offsets, initial_state, scale, shape, o, final)
+    prepare_chunks(inputs, g.contiguous(), eps)
+    forward_scan(inputs, compute_pairs(inputs), initial_state, o, final)
     return o, final, norms, decay, inverse
 
 
@@ -104,8 +98,6 @@ def _launch_backward(
     qkv_grad: bool, g_grad: bool, beta_grad: bool, initial_grad: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """(dqkv, dg, dbeta, dinitial), each None where it is not needed."""
-    shape = delta_shape(qkv, g, key_heads, key_size)
-    scale = key_size**-0.5
     gradients = _fake_backward(
         do, dfinal, qkv, g, beta, norms, decay, inverse, key_heads, key_size, initial_state, cu_seqlens,
         qkv_grad, g_grad, beta_grad, initial_grad,
@@ -115,19 +107,15 @@ def _launch_backward(
         if dinitial is not None:
             dinitial.zero_() if dfinal is None else dinitial.copy_(dfinal)
         return gradients
-    qkv, stride = as_rows_with_stride(qkv, shape.columns)
-    offsets = row_offsets(g) if cu_seqlens is None else cu_seqlens
-    do, beta = do.contiguous(), beta.contiguous()
+    inputs = DeltaInputs.of(qkv, beta, (norms, decay, inverse), key_heads, key_size, cu_seqlens)
+    do = do.contiguous()
     dfinal = None if dfinal is None else dfinal.contiguous()
     initial_state = None if initial_state is None else initial_state.contiguous()
-    chunks = norms, decay, inverse
-    pairs = compute_pairs(qkv, stride, norms, decay, offsets, scale, shape)
-    passed = backward_scan(do, dfinal, qkv, stride, chunks, beta, pairs, offsets, scale, shape, dinitial)
+    pairs = compute_pairs(inputs)
+    passed = backward_scan(inputs, pairs, do, dfinal, dinitial)
     if qkv_grad or g_grad or beta_grad:
-        states = recompute_states(qkv, stride, chunks, beta, offsets, initial_state, scale, shape)
-        compute_gradients(
-            do, qkv, stride, norms, decay, beta, pairs, offsets, (*states, *passed), scale, shape, *of_tokens
-        )  # fmt: skip
+        states = recompute_states(inputs, initial_state)
+        compute_gradients(inputs, pairs, do, (*states, *passed), *of_tokens)
     return gradients
 
 

@@ -4,17 +4,21 @@ Symbols as in mamba2_scan.py. G is the cumulative sum of 64 numbers, which every
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from ligermodels.kernels.launch import as_rows_with_stride
 from ligermodels.kernels.linear_attention.document_chunks import (
     MAX_HEAD_SIZE,
     MIN_COLUMNS_OF_TILES,
     SPAN,
     exact_cumsum,
+    number_of_slots,
     pair_decay,
+    row_offsets,
 )
 
 
@@ -58,6 +62,41 @@ def scan_shape(xbc: Tensor, delta: Tensor, groups: int, state_size: int) -> Scan
     if state_size > MAX_HEAD_SIZE:
         raise ValueError(f"mamba2_scan: state_size is {state_size}; the kernels support at most {MAX_HEAD_SIZE}")
     return ScanShape(heads, columns // heads, groups, state_size)
+
+
+class ScanInputs(NamedTuple):
+    """What the kernels of the scan read, forward and backward."""
+
+    xbc: Tensor
+    stride: int  # between the rows of xbc; all other tensors are contiguous
+    delta: Tensor
+    a: Tensor
+    d: Tensor
+    cu_seqlens: Tensor
+    shape: ScanShape
+
+    @classmethod
+    def of(
+        cls, xbc: Tensor, delta: Tensor, a: Tensor, d: Tensor, groups: int, state_size: int, cu_seqlens: Tensor | None
+    ) -> "ScanInputs":
+        """Each row is a document where there are no cu_seqlens."""
+        shape = scan_shape(xbc, delta, groups, state_size)
+        offsets = row_offsets(delta) if cu_seqlens is None else cu_seqlens
+        delta, a, d = delta.contiguous(), a.contiguous(), d.contiguous()
+        return cls(*as_rows_with_stride(xbc, shape.columns), delta, a, d, offsets, shape)
+
+    @property
+    def documents(self) -> int:
+        return self.cu_seqlens.shape[0] - 1
+
+    @property
+    def slots(self) -> int:
+        return number_of_slots(self.delta.numel() // self.shape.heads, self.cu_seqlens)
+
+    def empty_states(self) -> Tensor:
+        """Uninitialised states of all chunks [slots, H, N, P]."""
+        shape = self.shape
+        return self.xbc.new_empty(self.slots, shape.heads, shape.state_size, shape.head_size)
 
 
 @triton.jit

@@ -25,11 +25,16 @@ from ligermodels.kernels.linear_attention.document_chunks import (
     load_rows,
     locate_slot,
     log_decay_gradient,
-    number_of_slots,
     tile_columns,
     tile_mask,
 )
-from ligermodels.kernels.linear_attention.mamba2_chunks import ScanShape, chunk_output, chunk_pairs, load_gates
+from ligermodels.kernels.linear_attention.mamba2_chunks import (
+    ScanInputs,
+    ScanShape,
+    chunk_output,
+    chunk_pairs,
+    load_gates,
+)
 from ligermodels.kernels.norms.partial_sums import sum_partials
 
 # By `has_wide_units` and element size in bytes: columns of X at a time, and warps. To be measured.
@@ -190,26 +195,24 @@ def _group_gradient_kernel(
     tl.store(dxbc_ptr + at + GROUPS * STATE_SIZE, dc.to(b.dtype), in_rows)
 
 
-def compute_scan_outputs(
-    xbc: Tensor, stride: int, delta: Tensor, a: Tensor, d: Tensor, cu_seqlens: Tensor, states: Tensor,
-    shape: ScanShape, y: Tensor,
-) -> None:  # fmt: skip
+def compute_scan_outputs(inputs: ScanInputs, states: Tensor, y: Tensor) -> None:
     """Writes y, given the states of the forward scan."""
+    xbc, stride, delta, a, d, cu_seqlens, shape = inputs
     launch, tiles = _outputs(shape, xbc.itemsize, has_wide_units(xbc.device))
-    programs = number_of_slots(delta.numel() // shape.heads, cu_seqlens) * shape.heads * tiles
-    launch(programs, xbc, delta, a, d, cu_seqlens, states, y, stride, cu_seqlens.shape[0] - 1)
+    programs = inputs.slots * shape.heads * tiles
+    launch(programs, xbc, delta, a, d, cu_seqlens, states, y, stride, inputs.documents)
 
 
 def compute_scan_gradients(
-    dy: Tensor, xbc: Tensor, stride: int, delta: Tensor, a: Tensor, d: Tensor, cu_seqlens: Tensor,
-    scanned: tuple[Tensor, Tensor], shape: ScanShape, dxbc: Tensor | None, ddelta: Tensor | None, da: Tensor | None,
-    dd: Tensor | None,
+    inputs: ScanInputs, dy: Tensor, scanned: tuple[Tensor, Tensor],
+    dxbc: Tensor | None, ddelta: Tensor | None, da: Tensor | None, dd: Tensor | None,
 ) -> None:  # fmt: skip
     """Writes the gradients that are given. scanned: states and their gradients, from the two scans."""
+    xbc, stride, delta, a, d, cu_seqlens, shape = inputs
     heads, groups = _gradients(
         shape, xbc.itemsize, has_wide_units(xbc.device), *(x is not None for x in (dxbc, ddelta, da, dd))
     )
-    slots, documents = number_of_slots(delta.numel() // shape.heads, cu_seqlens), cu_seqlens.shape[0] - 1
+    slots, documents = inputs.slots, inputs.documents
     partials = [delta if x is None else x.new_empty(slots, shape.heads, dtype=torch.float32) for x in (da, dd)]
     heads(
         slots * shape.heads,

@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 
 from ligermodels.kernels.dispatch import Node, as_factor, autocast, register_op, runs_kernels, widen
-from ligermodels.kernels.launch import as_rows_with_stride
-from ligermodels.kernels.linear_attention.document_chunks import each_document, row_offsets
-from ligermodels.kernels.linear_attention.mamba2_chunks import ScanShape, scan_shape
+from ligermodels.kernels.linear_attention.document_chunks import each_document
+from ligermodels.kernels.linear_attention.mamba2_chunks import ScanInputs, ScanShape, scan_shape
 from ligermodels.kernels.linear_attention.mamba2_outputs import compute_scan_gradients, compute_scan_outputs
 from ligermodels.kernels.linear_attention.mamba2_states import fuses_scan_output, scan_state_gradients, scan_states
 
@@ -67,20 +66,15 @@ def _launch_forward(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(y, final_state)."""
-    shape = scan_shape(xbc, delta, groups, state_size)
     y, final = _fake_forward(xbc, delta, a, d, groups, state_size, initial_state, cu_seqlens)
     if not delta.numel():
         return y, final.zero_() if initial_state is None else final.copy_(initial_state)
-    xbc, stride = as_rows_with_stride(xbc, shape.columns)
-    offsets = row_offsets(delta) if cu_seqlens is None else cu_seqlens
-    delta, a, d = delta.contiguous(), a.contiguous(), d.contiguous()
+    inputs = ScanInputs.of(xbc, delta, a, d, groups, state_size, cu_seqlens)
     initial_state = None if initial_state is None else initial_state.contiguous()
-    fused = fuses_scan_output(offsets.shape[0] - 1, shape, xbc)
-    states = scan_states(
-        xbc, stride, delta, a, d, offsets, initial_state, shape, y if fused else None, final, not fused
-    )
+    fused = fuses_scan_output(inputs)
+    states = scan_states(inputs, initial_state, y if fused else None, final, not fused)
     if not fused:
-        compute_scan_outputs(xbc, stride, delta, a, d, offsets, states, shape, y)
+        compute_scan_outputs(inputs, states, y)
     return y, final
 
 
@@ -90,7 +84,6 @@ def _launch_backward(
     a_grad: bool, d_grad: bool, initial_grad: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """(dxbc, ddelta, da, dd, dinitial), each None where it is not needed."""
-    shape = scan_shape(xbc, delta, groups, state_size)
     needed = xbc_grad, delta_grad, a_grad, d_grad, initial_grad
     gradients = _fake_backward(dy, dfinal, xbc, delta, a, d, groups, state_size, initial_state, cu_seqlens, *needed)
     *of_chunks, dinitial = gradients
@@ -101,19 +94,17 @@ def _launch_backward(
         if dinitial is not None:
             dinitial.zero_() if dfinal is None else dinitial.copy_(dfinal)
         return gradients
-    xbc, stride = as_rows_with_stride(xbc, shape.columns)
-    offsets = row_offsets(delta) if cu_seqlens is None else cu_seqlens
-    dy, delta, a, d = (x.contiguous() for x in (dy, delta, a, d))
+    inputs, dy = ScanInputs.of(xbc, delta, a, d, groups, state_size, cu_seqlens), dy.contiguous()
     dfinal = None if dfinal is None else dfinal.contiguous()
     initial_state = None if initial_state is None else initial_state.contiguous()
-    states, scans = (xbc, xbc), xbc_grad or delta_grad or a_grad
+    states = dstates = inputs.xbc
+    scans = xbc_grad or delta_grad or a_grad
     if scans or initial_grad:
-        dstates = scan_state_gradients(dy, dfinal, xbc, stride, delta, a, offsets, shape, dinitial, scans)
-        states = xbc, dstates
+        dstates = scan_state_gradients(inputs, dy, dfinal, dinitial, scans)
     if scans:
-        states = scan_states(xbc, stride, delta, a, d, offsets, initial_state, shape, None, None, True), dstates
+        states = scan_states(inputs, initial_state, None, None, True)
     if scans or d_grad:
-        compute_scan_gradients(dy, xbc, stride, delta, a, d, offsets, states, shape, *of_chunks)
+        compute_scan_gradients(inputs, dy, (states, dstates), *of_chunks)
     return gradients
 
 

@@ -21,11 +21,10 @@ from ligermodels.kernels.linear_attention.document_chunks import (
     fills_device,
     has_wide_units,
     load_rows,
-    number_of_slots,
     tile_columns,
     tile_mask,
 )
-from ligermodels.kernels.linear_attention.mamba2_chunks import ScanShape, chunk_output, load_gates
+from ligermodels.kernels.linear_attention.mamba2_chunks import ScanInputs, ScanShape, chunk_output, load_gates
 
 # By `has_wide_units` and element size in bytes: columns of a state in one program, warps and prefetch stages. To be
 # measured: narrower tiles make more programs, wider ones read B and C less often.
@@ -121,25 +120,23 @@ def _backward_scan_kernel(
         tl.store(dinitial_ptr + whole + cell, dstate, in_state)
 
 
-def fuses_scan_output(documents: int, shape: ScanShape, xbc: Tensor) -> bool:
+def fuses_scan_output(inputs: ScanInputs) -> bool:
     """Whether the forward scan has enough programs to compute the outputs as well."""
+    xbc, shape = inputs.xbc, inputs.shape
     columns = tile_columns(STATE_TILES[has_wide_units(xbc.device)][xbc.itemsize][0], shape.head_size)
-    return fills_device(documents * shape.heads * cdiv(shape.head_size, columns), xbc.device)
+    return fills_device(inputs.documents * shape.heads * cdiv(shape.head_size, columns), xbc.device)
 
 
 def scan_states(
-    xbc: Tensor, stride: int, delta: Tensor, a: Tensor, d: Tensor, cu_seqlens: Tensor, initial_state: Tensor | None,
-    shape: ScanShape, y: Tensor | None, final: Tensor | None, store: bool,
-) -> Tensor:  # fmt: skip
+    inputs: ScanInputs, initial_state: Tensor | None, y: Tensor | None, final: Tensor | None, store: bool
+) -> Tensor:
     """Writes y and final where given. With `store` returns the states [slots, H, N, P] at the chunks' starts."""
-    documents, states = cu_seqlens.shape[0] - 1, xbc
-    if store:
-        slots = number_of_slots(delta.numel() // shape.heads, cu_seqlens)
-        states = xbc.new_empty(slots, shape.heads, shape.state_size, shape.head_size)
+    xbc, stride, delta, a, d, cu_seqlens, shape = inputs
+    states = inputs.empty_states() if store else xbc
     wide, initial = has_wide_units(xbc.device), initial_state is not None
     launch, tiles = _forward_scan(shape, xbc.itemsize, wide, initial, y is not None, store, final is not None)
     launch(
-        documents * shape.heads * tiles,
+        inputs.documents * shape.heads * tiles,
         xbc, delta, a, d, cu_seqlens, delta if initial_state is None else initial_state, xbc if y is None else y,
         states, delta if final is None else final, stride,
     )  # fmt: skip
@@ -147,19 +144,16 @@ def scan_states(
 
 
 def scan_state_gradients(
-    dy: Tensor, dfinal: Tensor | None, xbc: Tensor, stride: int, delta: Tensor, a: Tensor, cu_seqlens: Tensor,
-    shape: ScanShape, dinitial: Tensor | None, store: bool,
-) -> Tensor:  # fmt: skip
+    inputs: ScanInputs, dy: Tensor, dfinal: Tensor | None, dinitial: Tensor | None, store: bool
+) -> Tensor:
     """Writes dinitial where given. With `store` returns the gradients of the states [slots, H, N, P] at the chunks'
     ends."""
-    dstates = xbc
-    if store:
-        slots = number_of_slots(delta.numel() // shape.heads, cu_seqlens)
-        dstates = xbc.new_empty(slots, shape.heads, shape.state_size, shape.head_size)
+    xbc, stride, delta, a, _, cu_seqlens, shape = inputs
+    dstates = inputs.empty_states() if store else xbc
     wide = has_wide_units(xbc.device)
     launch, tiles = _backward_scan(shape, xbc.itemsize, wide, dfinal is not None, store, dinitial is not None)
     launch(
-        (cu_seqlens.shape[0] - 1) * shape.heads * tiles,
+        inputs.documents * shape.heads * tiles,
         dy, delta if dfinal is None else dfinal, xbc, delta, a, cu_seqlens, dstates,
         delta if dinitial is None else dinitial, stride,
     )  # fmt: skip

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.launch import Launcher, cdiv, kernel
-from ligermodels.kernels.losses.softmax_sweep import LOG2_E, load_logits, online_softmax
+from ligermodels.kernels.losses.softmax_sweep import LOG2_E, load_logits, online_softmax, through_softcap
 from ligermodels.kernels.pdl import pdl_constants, wait_for_previous_kernel
 
 
@@ -160,9 +160,7 @@ def _kernel(
                 gradient += tl.where(probabilities > 0, probabilities * surprise, 0.0) * dentropy
             if (target >= start) & (target < start + BLOCK):
                 gradient -= tl.where(column == target, scale * confidence, 0.0)
-            if SOFTCAP:
-                tanh = logits * (1 / softcap)
-                gradient *= 1 - tanh * tanh
+            gradient = through_softcap(gradient, logits, softcap, SOFTCAP)
             gradient = gradient.to(dlogits_ptr.dtype.element_ty)
             tl.store(dlogits_ptr + column, gradient, column < end, eviction_policy="evict_first")
 

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.launch import Launcher, kernel
-from ligermodels.kernels.losses.softmax_sweep import LOG2_E, LOWEST, load_logits
+from ligermodels.kernels.losses.softmax_sweep import LOG2_E, LOWEST, load_logits, through_softcap, update_softmax
 from ligermodels.kernels.pdl import pdl_constants, wait_for_previous_kernel
 from ligermodels.losses.divergences import LEAST_NORM
 
@@ -30,21 +30,6 @@ from ligermodels.losses.divergences import LEAST_NORM
 MAX_BLOCK = 8192
 MIN_NORM_PRODUCT = tl.constexpr(LEAST_NORM)
 LEAST_NORMAL = tl.constexpr(torch.finfo(torch.float32).tiny)
-
-
-@triton.jit
-def update_softmax(maxima, totals, moments, z, MOMENTS: tl.constexpr):
-    """One step of online softmaxes, one for each row of z [groups, vector]: (maxima, totals, moments, powers, decay).
-
-    powers = exp(z - maxima); sums weighted by it must be multiplied by decay first. moments = Σ powers (z - maxima).
-    """
-    higher = tl.maximum(maxima, tl.max(z, 1))
-    powers = tl.exp2(z * LOG2_E - (higher * LOG2_E)[:, None])
-    decay = tl.exp2((maxima - higher) * LOG2_E)
-    if MOMENTS:
-        products = tl.where(powers > 0, powers * (z - higher[:, None]), 0.0)
-        moments = decay * (moments + totals * (maxima - higher)) + tl.sum(products, 1)
-    return higher, totals * decay + tl.sum(powers, 1), moments, powers, decay
 
 
 @triton.jit
@@ -204,9 +189,7 @@ def _kernel(
             if CROSS_ENTROPY:
                 raw_p = tl.exp2(((raw - raw_maximum) - raw_log_total) * LOG2_E)
                 gradient += (scale * ce_weight) * (raw_p - tl.where(column == target, 1.0, 0.0))
-            if SOFTCAP:
-                tanh = raw * (1 / softcap)
-                gradient *= 1 - tanh * tanh
+            gradient = through_softcap(gradient, raw, softcap, SOFTCAP)
             tl.store(dlogits_ptr + column, gradient.to(dlogits_ptr.dtype.element_ty), inside)
 
 

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.launch import Launcher, kernel
-from ligermodels.kernels.losses.softmax_sweep import LOG2_E, load_logits, online_softmax
+from ligermodels.kernels.losses.softmax_sweep import LOG2_E, load_logits, online_softmax, through_softcap
 from ligermodels.kernels.pdl import pdl_constants, wait_for_previous_kernel
 
 # One tile for every launch that computes results: the order of the sums decides about the last bits of a
@@ -159,9 +159,7 @@ def _kernel(
             gradient = tl.where(column == target, _complement(logprob), -probabilities) * dlogprob
             if ENTROPY_GRADIENT:
                 gradient -= tl.where(probabilities > 0, probabilities * (log_probs + entropy), 0.0) * dentropy
-            if SOFTCAP:
-                tanh = logits * (1 / softcap)
-                gradient *= 1 - tanh * tanh
+            gradient = through_softcap(gradient, logits, softcap, SOFTCAP)
             # Narrower gradients overwrite logits to the right of those that other threads have yet to read.
             tl.debug_barrier()
             gradient = gradient.to(dlogits_ptr.dtype.element_ty)

@@ -1,6 +1,6 @@
 """One sweep of a program along a row of logits: its log-sum-exp and what else one reading of the row gives.
 
-Functions of Triton, shared by the kernels of cross-entropy and of log-probabilities.
+Functions of Triton, shared by the kernels of cross-entropy, of log-probabilities and of divergences.
 """
 
 import triton
@@ -28,10 +28,34 @@ def apply_softcap(x, softcap, FP32: tl.constexpr):
 
 
 @triton.jit
+def through_softcap(gradient, logits, softcap, SOFTCAP: tl.constexpr):
+    """The gradient of softcapped `logits` as that of the logits before the softcap."""
+    if SOFTCAP:
+        tanh = logits * (1 / softcap)
+        gradient *= 1 - tanh * tanh
+    return gradient
+
+
+@triton.jit
 def load_logits(row_ptr, column, inside, logit_scale, softcap, SOFTCAP: tl.constexpr, POLICY: tl.constexpr):
     """The scaled and softcapped logits at `column`; outside the mask the values are meaningless."""
     logits = tl.load(row_ptr + column, inside, other=0.0, eviction_policy=POLICY).to(tl.float32) * logit_scale
     return apply_softcap(logits, softcap, row_ptr.dtype.element_ty == tl.float32) if SOFTCAP else logits
+
+
+@triton.jit
+def update_softmax(maxima, totals, moments, z, MOMENTS: tl.constexpr):
+    """One step of online softmaxes, one for each row of z [groups, vector]: (maxima, totals, moments, powers, decay).
+
+    powers = exp(z - maxima); sums weighted by it must be multiplied by decay first. moments = Σ powers (z - maxima).
+    """
+    higher = tl.maximum(maxima, tl.max(z, 1))
+    powers = tl.exp2(z * LOG2_E - (higher * LOG2_E)[:, None])
+    decay = tl.exp2((maxima - higher) * LOG2_E)
+    if MOMENTS:
+        products = tl.where(powers > 0, powers * (z - higher[:, None]), 0.0)
+        moments = decay * (moments + totals * (maxima - higher)) + tl.sum(products, 1)
+    return higher, totals * decay + tl.sum(powers, 1), moments, powers, decay
 
 
 @triton.jit
@@ -66,19 +90,13 @@ def online_softmax(
         if EXCLUDE:
             included &= column != excluded
         logits = tl.reshape(tl.where(included, logits, -float("inf")), [GROUPS, VECTOR])
-        higher = tl.maximum(maxima, tl.max(logits, 1))
-        powers = tl.exp2(logits * LOG2_E - (higher * LOG2_E)[:, None])
-        decay = tl.exp2((maxima - higher) * LOG2_E)
-        if ENTROPY:
-            products = tl.where(powers > 0, powers * (logits - higher[:, None]), 0.0)
-            moments = decay * (moments + totals * (maxima - higher)) + tl.sum(products, 1)
+        higher, totals, moments, powers, decay = update_softmax(maxima, totals, moments, logits, ENTROPY)
         if SQUARES:
             squares = squares * decay * decay + tl.sum(powers * powers, 1)
         if ARGMAX:
             columns_of_group = tl.reshape(column, [GROUPS, VECTOR])
             first = tl.min(tl.where(logits == higher[:, None], columns_of_group, 2147483647), 1)
             best = tl.where(higher > maxima, first, best)
-        totals = totals * decay + tl.sum(powers, 1)
         maxima = higher
     maximum = tl.max(maxima, 0)
     decay = tl.exp(maxima - maximum)

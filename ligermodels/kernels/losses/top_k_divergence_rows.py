@@ -21,8 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.launch import Launcher, kernel
-from ligermodels.kernels.losses.divergence_rows import merge_softmax, row_tile, update_softmax
-from ligermodels.kernels.losses.softmax_sweep import LOG2_E, LOWEST, apply_softcap
+from ligermodels.kernels.losses.divergence_rows import merge_softmax, row_tile
+from ligermodels.kernels.losses.softmax_sweep import LOG2_E, LOWEST, apply_softcap, through_softcap, update_softmax
 from ligermodels.kernels.pdl import pdl_constants, wait_for_previous_kernel
 from ligermodels.losses.divergences import LEAST_TAIL
 
@@ -145,18 +145,15 @@ def _kernel(
             if CROSS_ENTROPY:
                 raw_p = tl.exp2((raw - raw_lse) * LOG2_E)
                 gradient += (scale * ce_weight) * (raw_p - tl.where(column == target, 1.0, 0.0))
-            if SOFTCAP:
-                tanh = tl.where(raw > -float("inf"), raw, 0.0) * (1 / softcap)
-                gradient *= 1 - tanh * tanh
+            raw = tl.where(raw > -float("inf"), raw, 0.0)
+            gradient = through_softcap(gradient, raw, softcap, SOFTCAP)
             tl.store(dlogits_ptr + column, gradient.to(dlogits_ptr.dtype.element_ty), inside)
         tl.debug_barrier()
         gradient_ids *= scale * inverse_temperature
         if CROSS_ENTROPY:
             raw_p = tl.exp(raw_ids - raw_lse)
             gradient_ids += (scale * ce_weight) * (raw_p - tl.where(ids == target, 1.0, 0.0))
-        if SOFTCAP:
-            tanh = tl.where(known, raw_ids, 0.0) * (1 / softcap)
-            gradient_ids *= 1 - tanh * tanh
+        gradient_ids = through_softcap(gradient_ids, tl.where(known, raw_ids, 0.0), softcap, SOFTCAP)
         tl.store(dlogits_ptr + ids, gradient_ids.to(dlogits_ptr.dtype.element_ty), known)
 
 

@@ -25,6 +25,9 @@ because it needs only p, which is narrower; dy is permuted a second time instead
 for another backward, [g, u] is not overwritten; the peak is then 6 R I elements, if that is more.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active
@@ -39,8 +42,9 @@ from ligermodels.kernels.moe.expert_product import (
 )
 from ligermodels.kernels.moe.grouped_gemm import grouped_weight_gradient
 from ligermodels.kernels.moe.grouped_low_rank import (
-    NO_GROUPED_LOW_RANK,
+    TENSORS,
     GroupedLowRank,
+    Projection,
     group_linear_reference,
     grouped_low_gradient,
     low_rank_grouped_gemm,
@@ -126,92 +130,85 @@ def experts_reference(
 
 
 class _Experts(Node):
+    """projections: the fields of the first, whose result is gate_up, and of the second, which is down."""
+
     @staticmethod
-    def forward(
-        ctx, x, expert_index, weight, num_experts, gate_up_weight, gate_up_layout, gate_up_a, gate_up_b, gate_up_scale,
-        down_weight, down_layout, down_a, down_b, down_scale, gate_up_bias, down_bias, activation,
-    ):  # fmt: skip
+    def forward(ctx, x, expert_index, weight, num_experts, activation, *projections):
+        first, second = _pair(projections)
         row, offsets = sort_by_expert(expert_index, num_experts)
-        gate_up, gate_up_low = low_rank_grouped_gemm(
-            permute(x, row), dense(gate_up_weight, gate_up_layout), offsets, gate_up_a, gate_up_b, gate_up_scale
-        )
-        has_bias = gate_up_bias is not None or down_bias is not None
-        index = expert_index if has_bias else None
-        product = experts_product(gate_up, weight, row, gate_up_bias, index, activation)
-        rows, down_low = low_rank_grouped_gemm(
-            product, dense(down_weight, down_layout), offsets, down_a, down_b, down_scale
-        )
+        gate_up, first_low = low_rank_grouped_gemm(permute(x, row), offsets, first)
+        index = None if first.bias is None and second.bias is None else expert_index
+        product = experts_product(gate_up, weight, row, first.bias, index, activation)
+        rows, second_low = low_rank_grouped_gemm(product, offsets, second)
         ctx.save_for_backward(
-            x, gate_up, weight, row, offsets, gate_up_weight, gate_up_a, gate_up_b, gate_up_low, down_weight, down_a,
-            down_b, down_low, gate_up_bias, down_bias, index,
-        )  # fmt: skip
-        ctx.layouts, ctx.scales = (gate_up_layout, down_layout), (gate_up_scale, down_scale)
-        ctx.activation = activation
-        if down_bias is None:
+            x, gate_up, weight, row, offsets, index, first_low, second_low, *first[:TENSORS], *second[:TENSORS]
+        )
+        ctx.activation, ctx.constants = activation, (first[TENSORS:], second[TENSORS:])
+        if second.bias is None:
             return unpermute(rows, row)
-        return unpermute_with_bias(rows, row, expert_index, weight, down_bias)
+        return unpermute_with_bias(rows, row, expert_index, weight, second.bias)
 
     @staticmethod
     def backward(ctx, dy):
-        (
-            x, gate_up, weight, row, offsets, gate_up_weight, gate_up_a, gate_up_b, gate_up_low, down_weight, down_a,
-            down_b, down_low, gate_up_bias, down_bias, index,
-        ) = ctx.saved_tensors  # fmt: skip
-        (gate_up_layout, down_layout), (gate_up_scale, down_scale) = ctx.layouts, ctx.scales
-        (
-            needs_x, _, needs_weight, _, needs_gate_up, _, needs_gate_up_a, needs_gate_up_b, _, needs_down, _,
-            needs_down_a, needs_down_b, _, needs_gate_up_bias, needs_down_bias, _,
-        ) = ctx.needs_input_grad  # fmt: skip
-        reads_product, reads_x = needs_down or needs_down_a, needs_gate_up or needs_gate_up_a
-        reads_dgate_up = needs_x or reads_x or needs_gate_up_b or needs_gate_up_bias
+        x, gate_up, weight, row, offsets, index, first_low, second_low, *tensors = ctx.saved_tensors
+        first = Projection(*tensors[:TENSORS], *ctx.constants[0])
+        second = Projection(*tensors[TENSORS:], *ctx.constants[1])
+        needs_x, _, needs_weight, _, _, *needs = ctx.needs_input_grad
+        needs_first, needs_second = _pair(needs)
+        reads_product, reads_x = needs_second.weight or needs_second.a, needs_first.weight or needs_first.a
+        reads_dgate_up = needs_x or reads_x or needs_first.b or needs_first.bias
         reads_dproduct = reads_dgate_up or needs_weight
-        dx = dweight = dgate_up_weight = dgate_up_a = dgate_up_b = ddown_weight = ddown_a = ddown_b = None
-        dgate_up = dproduct = product = ddown_low = dgate_up_low = dgate_up_bias = ddown_bias = None
-        if reads_dproduct or needs_down_a or needs_down_b or needs_down_bias:
+        dx = dweight = dfirst_weight = dfirst_a = dfirst_b = dfirst_bias = None
+        dsecond_weight = dsecond_a = dsecond_b = dsecond_bias = None
+        dgate_up = dproduct = product = dsecond_low = dfirst_low = None
+        if reads_dproduct or needs_second.a or needs_second.b or needs_second.bias:
             drows = permute(dy, row)
-            if reads_dproduct or needs_down_a:
-                ddown_low = grouped_low_gradient(drows, offsets, down_b, down_scale)
+            if reads_dproduct or needs_second.a:
+                dsecond_low = grouped_low_gradient(drows, offsets, second)
             if reads_dproduct:
-                dproduct = low_rank_grouped_input_gradient(
-                    drows, dense(down_weight, down_layout), offsets, ddown_low, down_a
-                )
-            ddown_b = grouped_weight_gradient(drows, down_low, offsets) if needs_down_b else None
-            ddown_bias = grouped_row_sums(drows, offsets, sort_weights(weight, row)) if needs_down_bias else None
+                dproduct = low_rank_grouped_input_gradient(drows, offsets, dsecond_low, second)
+            dsecond_b = grouped_weight_gradient(drows, second_low, offsets) if needs_second.b else None
+            dsecond_bias = grouped_row_sums(drows, offsets, sort_weights(weight, row)) if needs_second.bias else None
             del drows
         if reads_dproduct:
             dgate_up, dweight, product = product_backward_from_saved(
-                dproduct, gate_up, weight, row, gate_up_bias, index, ctx.activation, reads_dgate_up, needs_weight,
+                dproduct, gate_up, weight, row, first.bias, index, ctx.activation, reads_dgate_up, needs_weight,
                 reads_product,
             )  # fmt: skip
         elif reads_product:
-            product = experts_product(gate_up, weight, row, gate_up_bias, index, ctx.activation)
-        if needs_weight and down_bias is not None:
-            dweight += bias_dots(dy, index, down_bias)
+            product = experts_product(gate_up, weight, row, first.bias, index, ctx.activation)
+        if needs_weight and second.bias is not None:
+            dweight += bias_dots(dy, index, second.bias)
         del gate_up, dproduct
         free_saved_tensors(ctx)
         if reads_dgate_up:
-            dgate_up_bias = grouped_row_sums(dgate_up, offsets, None) if needs_gate_up_bias else None
-            if needs_x or needs_gate_up_a:
-                dgate_up_low = grouped_low_gradient(dgate_up, offsets, gate_up_b, gate_up_scale)
+            dfirst_bias = grouped_row_sums(dgate_up, offsets, None) if needs_first.bias else None
+            if needs_x or needs_first.a:
+                dfirst_low = grouped_low_gradient(dgate_up, offsets, first)
             if needs_x:
-                dx_rows = low_rank_grouped_input_gradient(
-                    dgate_up, dense(gate_up_weight, gate_up_layout), offsets, dgate_up_low, gate_up_a
-                )
+                dx_rows = low_rank_grouped_input_gradient(dgate_up, offsets, dfirst_low, first)
                 dx = unpermute(dx_rows, row)
                 del dx_rows
             rows = permute(x, row) if reads_x else None
-            dgate_up_weight = grouped_weight_gradient(dgate_up, rows, offsets) if needs_gate_up else None
-            dgate_up_a = grouped_weight_gradient(dgate_up_low, rows, offsets) if needs_gate_up_a else None
-            dgate_up_b = grouped_weight_gradient(dgate_up, gate_up_low, offsets) if needs_gate_up_b else None
+            dfirst_weight = grouped_weight_gradient(dgate_up, rows, offsets) if needs_first.weight else None
+            dfirst_a = grouped_weight_gradient(dfirst_low, rows, offsets) if needs_first.a else None
+            dfirst_b = grouped_weight_gradient(dgate_up, first_low, offsets) if needs_first.b else None
             del rows
         del dgate_up
-        ddown_a = grouped_weight_gradient(ddown_low, product, offsets) if needs_down_a else None
-        if needs_down:
-            ddown_weight = grouped_weight_gradient(permute(dy, row), product, offsets)
+        dsecond_a = grouped_weight_gradient(dsecond_low, product, offsets) if needs_second.a else None
+        if needs_second.weight:
+            dsecond_weight = grouped_weight_gradient(permute(dy, row), product, offsets)
         return (
-            dx, None, dweight if needs_weight else None, None, dgate_up_weight, None, dgate_up_a, dgate_up_b, None,
-            ddown_weight, None, ddown_a, ddown_b, None, dgate_up_bias, ddown_bias, None,
+            dx, None, dweight if needs_weight else None, None, None,
+            dfirst_weight, dfirst_a, dfirst_b, dfirst_bias, None, None,
+            dsecond_weight, dsecond_a, dsecond_b, dsecond_bias, None, None,
         )  # fmt: skip
+
+
+def _pair(fields: Sequence[Any]) -> tuple[Projection, Projection]:
+    """Both projections, from what was given or is known of each of their fields."""
+    half = len(fields) // 2
+    return Projection(*fields[:half]), Projection(*fields[half:])
 
 
 def free_saved_tensors(ctx) -> None:
@@ -277,6 +274,6 @@ def experts(
             down_bias,
         )  # fmt: skip
     return _Experts.apply(
-        x, expert_index, expert_weight, gate_up.shape[0], *operand(gate_up), *(gate_up_update or NO_GROUPED_LOW_RANK),
-        *operand(down), *(down_update or NO_GROUPED_LOW_RANK), gate_up_bias, down_bias, activation,
+        x, expert_index, expert_weight, gate_up.shape[0], activation,
+        *Projection.of(gate_up, gate_up_update, gate_up_bias), *Projection.of(down, down_update, down_bias),
     )  # fmt: skip

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.kernels.moe.grouped_gemm import grouped_gemm, grouped_input_gradient
+from ligermodels.kernels.quant.quantised_weight import Weight, WeightLayout, dense, operand
 
 
 class GroupedLowRank(NamedTuple):
@@ -20,9 +21,6 @@ class GroupedLowRank(NamedTuple):
     a: Tensor  # [E, r, K]
     b: Tensor  # [E, N, r]
     scale: float
-
-
-NO_GROUPED_LOW_RANK = None, None, 1.0  # passed to a node in place of GroupedLowRank's fields
 
 
 def group_linear_reference(
@@ -36,26 +34,44 @@ def group_linear_reference(
     return y + scale * F.linear(F.linear(x, a[group]), b[group])
 
 
-def low_rank_grouped_gemm(
-    x: Tensor, weight: Tensor, offsets: Tensor, a: Tensor | None, b: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor | None]:
-    """y [R, N], and low [R, r], which is None without an update."""
+class Projection(NamedTuple):
+    """A linear of all experts as the arguments of a node: autograd sees only those tensors that are arguments
+    themselves. Which of their gradients are needed, a node is told in the same fields."""
+
+    weight: Tensor  # [E, N, K], or its bytes
+    a: Tensor | None  # of the update, and b
+    b: Tensor | None
+    bias: Tensor | None  # [E, N]
+    layout: WeightLayout | None  # of the bytes
+    scale: float  # of the update
+
+    @classmethod
+    def of(cls, weight: Weight, update: GroupedLowRank | None, bias: Tensor | None) -> "Projection":
+        (data, layout), (a, b, scale) = operand(weight), update or (None, None, 1.0)
+        return cls(data, a, b, bias, layout, scale)
+
+
+TENSORS = 4  # the first fields of a projection; the others are constants
+
+
+def low_rank_grouped_gemm(x: Tensor, offsets: Tensor, projection: Projection) -> tuple[Tensor, Tensor | None]:
+    """y [R, N] without the bias, and low [R, r], which is None without an update."""
+    weight = dense(projection.weight, projection.layout)
     y = grouped_gemm(x, weight, offsets)
-    if a is None or b is None:
+    if projection.a is None or projection.b is None:
         return y, None
-    low = scale * grouped_gemm(x, a, offsets)
+    low = projection.scale * grouped_gemm(x, projection.a, offsets)
     # Not in place: selective checkpointing may save the output of the grouped GEMM and would then add to it twice.
-    return y + grouped_gemm(low, b, offsets), low
+    return y + grouped_gemm(low, projection.b, offsets), low
 
 
-def grouped_low_gradient(dy: Tensor, offsets: Tensor, b: Tensor | None, scale: float) -> Tensor | None:
+def grouped_low_gradient(dy: Tensor, offsets: Tensor, projection: Projection) -> Tensor | None:
     """dlow [R, r]; None without an update."""
-    return None if b is None else scale * grouped_input_gradient(dy, b, offsets)
+    return None if projection.b is None else projection.scale * grouped_input_gradient(dy, projection.b, offsets)
 
 
-def low_rank_grouped_input_gradient(
-    dy: Tensor, weight: Tensor, offsets: Tensor, dlow: Tensor | None, a: Tensor | None
-) -> Tensor:
+def low_rank_grouped_input_gradient(dy: Tensor, offsets: Tensor, dlow: Tensor | None, projection: Projection) -> Tensor:
     """dx [R, K], including the update's share if there is one."""
+    weight = dense(projection.weight, projection.layout)
     dx = grouped_input_gradient(dy, weight, offsets)
-    return dx if dlow is None or a is None else dx + grouped_input_gradient(dlow, a, offsets)
+    return dx if dlow is None or projection.a is None else dx + grouped_input_gradient(dlow, projection.a, offsets)

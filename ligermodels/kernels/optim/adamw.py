@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.dispatch import register_op, runs_kernels, widen
+from ligermodels.kernels.dispatch import fake_without_outputs, register_op, runs_kernels, widen
 from ligermodels.kernels.launch import cdiv, kernel
 from ligermodels.kernels.optim.param_rounding import (
     EXACT,
@@ -138,18 +138,12 @@ def log_of_beta(beta: float) -> float:
     return math.log(beta) if beta else -math.inf
 
 
-def _fake_(param, grad, exp_avg, exp_avg_sq, lr, beta1, beta2, eps, weight_decay, step, grad_scale, found_inf,
-    low_bits, seed, stream, first,
-):  # fmt: skip
-    return None
-
-
 adamw_update_ = register_op(
     "adamw_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, float lr, float beta1,"
     " float beta2, float eps, float weight_decay, Tensor step, Tensor? grad_scale, Tensor? found_inf,"
     " Tensor(z!)? low_bits, int? seed, int stream, int first) -> ()",
     _launch_,
-    _fake_,
+    fake_without_outputs,
 )
 
 

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.dispatch import register_op, runs_kernels, widen
+from ligermodels.kernels.dispatch import fake_without_outputs, register_op, runs_kernels, widen
 from ligermodels.kernels.launch import cdiv, kernel, multiprocessors
 from ligermodels.kernels.optim.adamw import ADAMW_DTYPES, bias_correction, log_of_beta
 from ligermodels.kernels.optim.param_rounding import (
@@ -272,20 +272,13 @@ def _launch_(
         )  # fmt: skip
 
 
-def _fake_(
-    param, grad, exp_avg, exp_avg_scale, exp_avg_sq, exp_avg_sq_scale, lr, beta1, beta2, eps, weight_decay, step,
-    grad_scale, found_inf, low_bits, seed, stream, first,
-):  # fmt: skip
-    return None
-
-
 adamw8bit_update_ = register_op(
     "adamw8bit_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_scale, Tensor(d!) exp_avg_sq,"
     " Tensor(e!) exp_avg_sq_scale, float lr, float beta1, float beta2, float eps, float weight_decay, Tensor step,"
     " Tensor? grad_scale, Tensor? found_inf,"
     " Tensor(z!)? low_bits, int? seed, int stream, int first) -> ()",
     _launch_,
-    _fake_,
+    fake_without_outputs,
 )
 
 

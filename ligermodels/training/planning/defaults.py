@@ -65,17 +65,24 @@ def as_flag_value(value: Any) -> str:
 
 
 def precision(config: TrainConfig, world: World) -> dict[str, Choice]:
-    """The compute dtype and the dtype of the trained parameters, and all that a new tiny model has.
-
-    The parameter dtype is a setting of the run from here on: it resumes with the same on any number of ranks.
-    """
+    """The compute dtype, and all that a new tiny model has."""
     tiny = {name: Choice(value) for name, value in tiny_values(config).items()}
     on_gpu = world.device.type == "cuda"
     dtype = Choice("bfloat16", "the model is on a GPU") if on_gpu else Choice("float32", "the model is on a CPU")
-    chosen = tiny | ({} if config.is_tiny else {"dtype": dtype})
-    computed = config.dtype or chosen["dtype"].value
-    half = computed == "bfloat16" and world.size == 1 and not config.with_lora
-    return chosen | {"param_dtype": Choice("bfloat16" if half else "float32")}
+    return tiny | ({} if config.is_tiny else {"dtype": dtype})
+
+
+def parameter_precision(config: TrainConfig, world: World, stored: torch.dtype | None) -> dict[str, Choice]:
+    """The dtype of the trained parameters of a run whose compute dtype is known.
+
+    stored: that of most weights of the checkpoint. fp32 weights stay so: after rounding to bf16 each is half a step
+    away from the next number that bf16 has, and the first small updates would change none.
+    The dtype is a setting of the run from here on: it resumes with the same on any number of ranks.
+    """
+    half = config.dtype == "bfloat16" and world.size == 1 and not config.with_lora
+    if half and stored == torch.float32:
+        return {"param_dtype": Choice("float32", "that of the checkpoint's weights")}
+    return {"param_dtype": Choice("bfloat16" if half else "float32")}
 
 
 def tiny_values(config: TrainConfig) -> dict[str, Any]:

@@ -4,6 +4,7 @@ Where a file says nothing, llama.cpp's code has constants, such as Gemma 3's pat
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from ligermodels.weights.gguf.tokenizer import Vocabulary
 
 LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}  # the models whose attention scale is not that of a head's size
 ALWAYS_BIASED = ("qwen2",)  # families with biases of queries, keys and values, and no field that says so
-GELU_TANH = "gelu_pytorch_tanh"
+GEMMA = dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh")
 NOPE_INTERVAL = 4  # SmolLM3's layers without RoPE
 GEMMA3_WINDOW_PATTERN = 6
 
@@ -79,10 +80,9 @@ def head_dim(metadata: Metadata, hidden: int, heads: int) -> int:
 def stored_dtype(header: GgufHeader) -> str:
     """The dtype in which a model is loaded by default: that of most weights, bf16 if they are encoded."""
     gguf = import_gguf(header.file)
-    elements: dict[str, int] = {}
+    elements = Counter[str]()
     for info in header.tensors.values():
-        name = gguf.GGMLQuantizationType(info.type).name
-        elements[name] = elements.get(name, 0) + math.prod(info.shape)
+        elements[gguf.GGMLQuantizationType(info.type).name] += math.prod(info.shape)
     most = max(elements, key=elements.__getitem__, default="BF16")
     return {"F32": "float32", "F64": "float64", "F16": "float16"}.get(most, "bfloat16")
 
@@ -96,22 +96,13 @@ def with_mlp_bias(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def smollm3(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
-    nope = {"no_rope_layer_interval": NOPE_INTERVAL, "use_sliding_window": False}
-    return with_mlp_bias(metadata, config) | nope
-
-
-def qwen3_moe(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
-    return {"norm_topk_prob": True}
-
-
-def gemma(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
-    return {"hidden_act": GELU_TANH, "hidden_activation": GELU_TANH}
+    return with_mlp_bias(metadata, config) | {"no_rope_layer_interval": NOPE_INTERVAL, "use_sliding_window": False}
 
 
 def gemma2(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
     large = config["num_hidden_layers"] == LAYERS_OF_27B[metadata.prefix]
     scale = config["hidden_size"] // config["num_attention_heads"] if large else config["head_dim"]
-    return gemma(metadata, config) | {"query_pre_attn_scalar": scale}
+    return GEMMA | {"query_pre_attn_scalar": scale}
 
 
 def gemma3_text(metadata: Metadata, config: dict[str, Any]) -> dict[str, Any]:
@@ -130,8 +121,8 @@ SPECIAL: dict[str, Callable[[Metadata, dict[str, Any]], dict[str, Any]]] = {
     "granite": with_mlp_bias,
     "smollm3": smollm3,
     "mixtral": lambda metadata, config: {"sliding_window": None},
-    "qwen3_moe": qwen3_moe,
-    "gemma": gemma,
+    "qwen3_moe": lambda metadata, config: {"norm_topk_prob": True},
+    "gemma": lambda metadata, config: GEMMA,
     "gemma2": gemma2,
     "gemma3_text": gemma3_text,
     "phi3": phi3,

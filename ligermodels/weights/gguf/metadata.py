@@ -67,8 +67,7 @@ def refuse_lost_settings(config: Config, header: GgufHeader, factors: Mapping[st
     lost = [name for name in sorted(fields) if (getattr(read, name) or None) != (getattr(config, name) or None)]
     lost += [] if ropes_in_effect(read) == ropes_in_effect(config) else ["rope_scaling or rope_parameters"]
     lost += [] if windows(read) == windows(config) else ["sliding_window or layer_types"]
-    if config.model_type == "mistral" and windows(config)[0][0] is not None:
-        window = windows(config)[0][0]
+    if config.model_type == "mistral" and (window := windows(config)[0][0]) is not None:
         warnings.warn(
             f"{header.file}: llama.cpp does not apply Mistral's sliding window of {window} tokens", stacklevel=2
         )

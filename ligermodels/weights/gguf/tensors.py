@@ -19,11 +19,10 @@ from ligermodels.errors import CheckpointError
 from ligermodels.weights.boxes import Shape
 from ligermodels.weights.gguf.header import GgufHeader, TensorInfo
 from ligermodels.weights.gguf.names import MISTRAL, MIXTRAL, STORED, Stored
+from ligermodels.weights.gguf.rope import LLAMA3_FACTORS, LONG_FACTORS, SHORT_FACTORS
 from ligermodels.weights.mapping import name_translator
 from ligermodels.weights.stored import Checkpoint, StoredTensor
 
-# What config.json has in place of them; see rope.py.
-ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 DECODED_ELEMENTS = 2**17  # at a time
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 
@@ -77,11 +76,10 @@ class GgufTensor(StoredTensor):
 
     def stored_rows(self, rows: np.ndarray) -> np.ndarray:
         """The indices of the Hub's rows among the stored ones."""
-        if self.order == tuple(range(len(self.order))):
+        if self.order == tuple(sorted(self.order)):
             return rows
         permuted = np.unravel_index(rows, [self.rows[dim] for dim in self.order])
-        indices = [permuted[self.order.index(dim)] for dim in range(len(self.rows))]
-        return np.ravel_multi_index(indices, self.rows)
+        return np.ravel_multi_index([permuted[place] for place in np.argsort(self.order)], self.rows)
 
 
 def flat_indices(shape: Shape, box: tuple[slice, ...]) -> np.ndarray:
@@ -164,8 +162,8 @@ def tensors_on_the_hub(
     header: GgufHeader, stored: Stored, name: str, info: TensorInfo
 ) -> Iterator[tuple[str, StoredTensor]]:
     """What a tensor of the file is on the Hub; under its own name if it is not known."""
-    if name in ROPE_FACTORS:
-        return
+    if name in (LLAMA3_FACTORS, LONG_FACTORS, SHORT_FACTORS):
+        return  # config.json has the scaling in place of them
     for (gate, up), hub in stored.alternating.items():
         if name_translator(up, name):
             return  # read with its gate
@@ -185,7 +183,7 @@ def tensors_on_the_hub(
 def tensor_on_the_hub(header: GgufHeader, stored: Stored, hub: str, info: TensorInfo) -> StoredTensor:
     """The tensor of the Hub with this name."""
     if stored.norm_offset and hub.endswith("norm.weight"):
-        return encoded(info.shape, (info,), (math.prod(info.shape[:-1]),), (0,), stored.norm_offset)
+        return in_order(info, stored.norm_offset)
     if stored.interleaved and ".self_attn.q_proj." in hub:
         return deinterleaved(info, head_count(header, "head_count"))
     if stored.interleaved and ".self_attn.k_proj." in hub:
@@ -199,7 +197,11 @@ def one_tensor(info: TensorInfo) -> StoredTensor:
     plain = PLAIN.get(gguf.GGMLQuantizationType(info.type).name)
     if plain is not None:
         return StoredTensor(info.file, plain, info.shape, info.begin)
-    return encoded(info.shape, (info,), (math.prod(info.shape[:-1]),), (0,))
+    return in_order(info)
+
+
+def in_order(info: TensorInfo, offset: float = 0.0) -> StoredTensor:
+    return encoded(info.shape, (info,), (math.prod(info.shape[:-1]),), (0,), offset)
 
 
 def stacked_tensors(info: TensorInfo) -> Iterator[StoredTensor]:

@@ -77,12 +77,10 @@ class Vocabulary:
     def end_ids(self) -> list[int]:
         """The ids that end a text or, in a file with a chat template, a turn."""
         found = [self.special_id(name) for name in ("eos_token_id", "eot_token_id", "eom_token_id")]
-        if f"{TEMPLATE}" in self.header.metadata:
-            found += [self.ids[token] for token in TURN_ENDS if token in self.ids and self.is_control(token)]
+        if TEMPLATE in self.header.metadata:
+            ends = (self.ids[token] for token in TURN_ENDS if token in self.ids)
+            found += [index for index in ends if self.kinds[index] == CONTROL]
         return list(dict.fromkeys(index for index in found if index is not None))
-
-    def is_control(self, token: str) -> bool:
-        return self.kinds[self.ids[token]] == CONTROL
 
 
 def tokenizer_files(header: GgufHeader, vocabulary: Vocabulary) -> dict[str, str]:
@@ -109,9 +107,9 @@ def templates(header: GgufHeader) -> dict[str, str]:
     for key in header.metadata:
         name = key.removeprefix(f"{TEMPLATE}.")
         if key == TEMPLATE:
-            found["chat_template.jinja"] = header.get(key, str, "")
+            found["chat_template.jinja"] = header.require(key, str)
         elif key != name and TEMPLATE_NAME.fullmatch(name):
-            found[f"additional_chat_templates/{name}.jinja"] = header.get(key, str, "")
+            found[f"additional_chat_templates/{name}.jinja"] = header.require(key, str)
     return found
 
 
@@ -198,16 +196,13 @@ def tokens_of_their_own(vocabulary: Vocabulary) -> list[dict[str, Any]]:
     stripping = tokens_that_strip(vocabulary)
     return [
         {
-            "id": index,
-            "content": vocabulary.tokens[index],
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": vocabulary.tokens[index] in stripping,
-            "normalized": SPACE in vocabulary.tokens[index],  # it is matched where spaces are spelled as in it
+            "id": index, "content": (text := vocabulary.tokens[index]), "single_word": False, "lstrip": False,
+            "rstrip": text in stripping,
+            "normalized": SPACE in text,  # it is matched where spaces are spelled as in it
             "special": int(vocabulary.kinds[index]) == CONTROL,
         }
         for index in np.flatnonzero(np.isin(vocabulary.kinds, (CONTROL, USER_DEFINED))).tolist()
-    ]
+    ]  # fmt: skip
 
 
 def tokens_that_strip(vocabulary: Vocabulary) -> set[str]:
@@ -231,19 +226,14 @@ def ends_of_text(vocabulary: Vocabulary, begins: bool) -> dict[str, Any] | None:
             ends[name] = index
     if not ends:
         return None
-    token = {name: {"SpecialToken": {"id": vocabulary.tokens[index], "type_id": 0}} for name, index in ends.items()}
-    before, behind = [token["bos"]] if "bos" in token else [], [token["eos"]] if "eos" in token else []
+    texts = {name: vocabulary.tokens[index] for name, index in ends.items()}
+    before, behind = (
+        [{"SpecialToken": {"id": texts[name], "type_id": 0}}] if name in texts else [] for name in ("bos", "eos")
+    )
     first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
     return {
         "type": "TemplateProcessing",
         "single": [*before, first, *behind],
         "pair": [*before, first, *behind, *before, second, *behind],
-        "special_tokens": {
-            vocabulary.tokens[index]: {
-                "id": vocabulary.tokens[index],
-                "ids": [index],
-                "tokens": [vocabulary.tokens[index]],
-            }
-            for index in ends.values()
-        },
+        "special_tokens": {text: {"id": text, "ids": [ends[name]], "tokens": [text]} for name, text in texts.items()},
     }

@@ -4,7 +4,6 @@ Matrices are encoded as asked. Norms, biases and routers stay in fp32, as in lla
 the head have at least 8 bits: with fewer they cost more than they save.
 """
 
-import math
 import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -119,10 +118,11 @@ class GgufFile:
         writer = gguf.GGUFWriter(file, self.architecture)
         for key, value in self.metadata.items():
             add_value(writer, key, value)
-        for name, values in self.factors.items():
-            writer.add_tensor_info(name, values.shape, values.dtype, values.nbytes)
-        for output in self.outputs:
-            add_info(writer, output, gguf)
+        for name, info in self.header(file, gguf).tensors.items():
+            kind = gguf.GGMLQuantizationType(info.type)
+            dtype = {"F32": np.float32, "F16": np.float16}.get(kind.name, np.uint8)
+            shape = gguf.quant_shape_to_byte_shape(info.shape, kind) if dtype is np.uint8 else info.shape
+            writer.add_tensor_info(name, shape, np.dtype(dtype), info.nbytes, raw_dtype=kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
@@ -225,15 +225,6 @@ def with_types(outputs: Sequence[PlannedFile], kind: str, gguf: ModuleType) -> l
 
 def encoding(gguf: ModuleType, kind: str) -> Any:
     return gguf.GGMLQuantizationType[kind.upper()]
-
-
-def add_info(writer: Any, output: PlannedFile, gguf: ModuleType) -> None:
-    kind = encoding(gguf, output.type)
-    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-    size = math.prod(output.shape) // block * block_bytes
-    dtype = {"f32": np.dtype(np.float32), "f16": np.dtype(np.float16)}.get(output.type, np.dtype(np.uint8))
-    shape = output.shape if dtype != np.uint8 else gguf.quant_shape_to_byte_shape(output.shape, kind)
-    writer.add_tensor_info(output.name, shape, dtype, size, raw_dtype=kind)
 
 
 def add_value(writer: Any, key: str, value: Any) -> None:

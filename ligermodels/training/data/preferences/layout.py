@@ -264,13 +264,9 @@ def collate_groups(
     return [collate_row([pieces[number] for number in row], share_prompts, pinned=pinned) for row in rows]
 
 
-def empty_batch(like: PreferenceBatch | None = None) -> PreferenceBatch:
-    """Returns a row of padding, for a rank with fewer rows than others; nothing is supervised.
-
-    It is on the device of `like`.
-    """
-    batch = collate_row([], False)
-    return batch if like is None else batch.to(like.input_ids.device)
+def empty_batch() -> PreferenceBatch:
+    """Returns a row of padding, for a rank with fewer rows than others; nothing is supervised."""
+    return collate_row([], False)
 
 
 def collate_row(
