@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
+from typing import TextIO
 
 SIGPIPE_EXIT_STATUS = 141  # what a shell reports for a process that SIGPIPE ended
 # A name on the Hub has less than 100 characters; a list of files has about 7,000.
@@ -52,10 +53,10 @@ def exhausted_memory(error: BaseException) -> str | None:
     return "host" if told else None
 
 
-def silence_closed_stdout() -> int:
-    """Call this after a BrokenPipeError on stdout; returns the exit status of the process. Redirects stdout to
+def silence_closed(stream: TextIO) -> int:
+    """Call this after a BrokenPipeError on a stream, as stdout; returns the exit status of the process. Redirects it to
     /dev/null: otherwise Python's own flush at exit fails too and prints an error."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     return SIGPIPE_EXIT_STATUS
 
 

@@ -19,8 +19,8 @@ def names_of_stub(file: str) -> dict[str, str]:
 
 
 def import_on_first_use(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """`__getattr__`, `__dir__` and `__all__` of a package. package, file: its `__name__` and `__file__`. A submodule is
-    not among the names of `__all__`."""
+    """`__getattr__`, `__dir__` and `__all__` of a package. package, file: its `__name__` and `__file__`. `dir` shows
+    the public names alone; a submodule is not among those of `__all__`."""
     homes = names_of_stub(file)
 
     def get(name: str) -> Any:
@@ -32,4 +32,4 @@ def import_on_first_use(package: str, file: str) -> tuple[Callable[[str], Any], 
         return value
 
     public = [name for name, home in homes.items() if home != package]
-    return get, lambda: sorted({*vars(import_module(package)), *homes}), public
+    return get, lambda: sorted(homes), public

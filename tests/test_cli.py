@@ -4,6 +4,7 @@ import io
 import json
 import mmap
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -101,7 +102,7 @@ def test_an_adapter_of_another_base_is_loaded_with_a_line_that_says_so(folder, a
             save_file(load_file(adapter / "adapter_model.safetensors"), adapter / "adapter_model.safetensors")
         config = json.loads((adapter / "adapter_config.json").read_text())
         (adapter / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": str(named)}))
-        flags = ["--adapter", str(adapter), "--prompt", "w5", "--max-new-tokens", "2", "--device", "cpu"]
+        flags = ["--adapter", str(adapter), "--prompt", "w5", "--max-new-tokens", "2", "--device", "cpu", "--quiet"]
         assert main(["generate", str(base), *flags]) == 0
         return capsys.readouterr().err
 
@@ -116,7 +117,7 @@ def test_an_adapter_of_another_base_is_loaded_with_a_line_that_says_so(folder, a
     assert [warned(folder), warned(copy), warned(folder, "org/Model"), warned(folder, "")] == [""] * 4
 
 
-def test_generate_on_a_cpu_computes_in_float32_and_says_so(folder, tmp_path, capsys, monkeypatch):
+def test_generate_on_a_cpu_computes_in_float32(folder, tmp_path, capsys, monkeypatch):
     half = tmp_path / "half"
     ligermodels.export(ligermodels.load(folder), half, dtype="bfloat16")
     save_words("w", half)
@@ -133,9 +134,8 @@ def test_generate_on_a_cpu_computes_in_float32_and_says_so(folder, tmp_path, cap
     for source, more in ((half, []), (half, ["--dtype", "bfloat16"]), (folder, [])):
         assert main(["generate", str(source), *flags, *more]) == 0
     assert dtypes == [torch.float32, torch.bfloat16, torch.float32]
-    assert capsys.readouterr().err == (
-        "ligermodels: the weights are in bfloat16; a CPU computes in float32 (--dtype bfloat16 for their own)\n"
-    )
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 3 and all(re.fullmatch(r"2 new tokens in \d+\.\d s, [\d,]+ tokens/s", line) for line in told)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def pipe(monkeypatch):
 
 
 def test_a_prompt_is_read_from_a_pipe(folder, capsys, pipe):
-    generate = ["generate", str(folder), "--max-new-tokens", "6", "--device", "cpu"]
+    generate = ["generate", str(folder), "--max-new-tokens", "6", "--device", "cpu", "--quiet"]
     printed = []
     for flags, content in (
         (["--prompt", "w5 w6\nw7"], b"unread"),
@@ -268,7 +268,7 @@ def test_each_line_of_a_pipe_is_a_message_of_the_conversation(folder, capsys, pi
 def test_a_text_beyond_the_trained_length_is_one_warning_after_it(folder, capsys, monkeypatch):
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     set_config(folder, max_position_embeddings=8)
-    generate = ["generate", str(folder), "--max-new-tokens", "6", "--device", "cpu"]
+    generate = ["generate", str(folder), "--max-new-tokens", "6", "--device", "cpu", "--quiet"]
     assert main([*generate, "--prompt", "w5 w6 w7"]) == 0
     assert capsys.readouterr().err == ""
     warning = "ligermodels: warning: the text is longer than the 8 tokens that the model was trained for"
@@ -280,6 +280,32 @@ def test_a_text_beyond_the_trained_length_is_one_warning_after_it(folder, capsys
         assert main([*generate, "--chat"]) == 0
     out, err = capsys.readouterr()
     assert err.startswith(warning) and err.count("\n") == 1 and out.count("\n") == 3
+
+
+def records(capsys):
+    """The JSON objects on standard output, and the text on stderr."""
+    out, err = capsys.readouterr()
+    return [json.loads(line) for line in out.splitlines()], err
+
+
+def test_with_json_generate_prints_an_object_for_each_sample_and_one_at_the_end(folder, capsys):
+    flags = ["generate", str(folder), "--prompt", "w5 w6", "--max-new-tokens", "3", "--device", "cpu"]
+    assert main(flags) == 0
+    text = capsys.readouterr().out
+    assert main([*flags, "--json"]) == 0
+    (sample, end), err = records(capsys)
+    assert sample == {"prompt": "w5 w6", "completion": text.removeprefix("w5 w6").removesuffix("\n")}
+    assert end["new_tokens"] == 3 and end["seconds"] > 0 and err.startswith(text)
+    assert main([*flags, "--json", "--quiet", "--num-samples", "2", "--temperature", "1"]) == 0
+    (first, second, end), err = records(capsys)
+    assert (first["sample"], second["sample"], end["new_tokens"]) == (0, 1, 6) and err == ""
+
+
+def test_with_json_info_prints_numbers(capsys):
+    assert main(["info", "qwen2:tiny", "--json", "--quiet"]) == 0
+    ((record,), err) = records(capsys)
+    assert err == "" and record["family"] == "qwen2" and record["parameters"]["total"] == 1050752
+    assert record["memory"]["generate"]["weights"] == 4 * 1050752 and record["files"] == {}
 
 
 def set_config(folder, **fields):
@@ -330,7 +356,7 @@ def test_info_of_a_preset_and_of_files(folder, capsys):
     assert main(["info", str(folder)]) == 0
     size = (folder / "model.safetensors").stat().st_size
     assert f"model.safetensors  {size / 1000:.1f} KB" in capsys.readouterr().out
-    assert "qwen2:7b" in error_line(["info", "qwen2"], capsys)
+    assert main(["info", "qwen2"]) == 0 and "1,050,752" in capsys.readouterr().out  # the smallest
 
 
 def test_export_writes_another_dtype_smaller_shards_and_a_merged_adapter(folder, adapted, tmp_path, capsys):

@@ -5,7 +5,10 @@ that cannot run here has an HTML comment with the reason in the line above it: <
 commands of docs/recipes.md run in test_recipes.py.
 """
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -78,6 +81,17 @@ def test_the_python_snippets_of_a_page_run_one_after_the_other_on_a_cpu(page, sc
     script.write_text(as_script(page), encoding="utf-8")
     status, output = script_server.run(script, folder=tmp_path, HOME=str(tmp_path), XDG_CACHE_HOME=str(cache))
     assert status == 0, output
+
+
+@pytest.mark.slow
+def test_the_python_snippets_of_the_readme_pass_mypy(tmp_path):
+    script = tmp_path / "snippets.py"
+    more = 'TrainConfig(model="qwen2", data="x.jsonl", log_to="wandb", offload=["optimizer"], resume=result.folder)\n'
+    script.write_text("\n".join(block.code for block in python_blocks(README)) + f"\n{more}", encoding="utf-8")
+    flags = ["--config-file", str(ROOT / "pyproject.toml"), "--num-workers", "0", "--follow-imports", "silent"]
+    command = [sys.executable, "-m", "mypy", *flags, "--cache-dir", str(tmp_path / "cache"), str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"MYPYPATH": str(ROOT)})
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("page", PAGES, ids=names)
@@ -163,7 +177,8 @@ def test_the_training_page_has_every_flag_of_train_with_its_default():
     rows = dict(re.findall(r"^\| `(--[a-z0-9-]+)` \| (.*?) \|", TRAINING.read_text(encoding="utf-8"), re.M))
     fields = {f"--{name.replace('_', '-')}": field for name, field in FIELDS.items()}
     flags = {flag: field.default for flag, field in fields.items() if "sft" in field.metadata["objectives"]}
-    assert set(rows) == {*flags, "--config", "--dry-run", "--for-gpu"} - ({"--objective"} - set(rows))
+    ours = {"--config", "--dry-run", "--for-gpu", "--json", "--quiet"}
+    assert set(rows) == {*flags, *ours} - ({"--objective"} - set(rows))
     assert [flag for flag in fields if flag not in flags and flag not in others] == []
     flags = {flag: default for flag, default in flags.items() if flag in rows}
     for flag, default in flags.items():

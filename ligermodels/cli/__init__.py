@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from importlib import import_module
 
 from ligermodels import __version__
+from ligermodels.cli.console import directed
 from ligermodels.cli.flags import UNUSABLE_INPUT, Parser
 from ligermodels.errors import (
     InputError,
@@ -14,7 +15,7 @@ from ligermodels.errors import (
     first_line,
     print_to_stderr,
     printable,
-    silence_closed_stdout,
+    silence_closed,
 )
 
 SPINS = "1000"  # some microseconds: most threads of a short operation arrive within them
@@ -33,7 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         args = build_parser(COMMANDS.keys() & set(arguments[:1]) or COMMANDS).parse_command(arguments)
-        status = args.run(args)
+        with directed(args) as args.console:
+            status = args.run(args)
         sys.stdout.flush()
         return status or 0
     except InputError as error:
@@ -42,14 +44,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_to_stderr("ligermodels: interrupted")
         return INTERRUPTED
     except BrokenPipeError:
-        return silence_closed_stdout()
+        return silence_closed(sys.stdout)
     except Exception as error:
         exhausted = exhausted_memory(error)
         if exhausted:
             advice = "take a smaller batch, prompt or dtype; `ligermodels info` shows what a model needs"
             return report_error(f"out of memory on the {exhausted}; {advice}: {first_line(error)}")
         if isinstance(error, OSError) and not can_print():
-            silence_closed_stdout()
+            silence_closed(sys.stdout)
             return report_error(f"standard output: not written: {error.strerror}; make room there")
         raise
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from numbers import Real
 
 from ligermodels.aliases import GENERATE_ALIASES, flag_of
+from ligermodels.cli.console import add_output_flags
 from ligermodels.cli.flags import Commands, add_command, number, positive, whole_number
 from ligermodels.cli.parsing import (
     CACHE_TOKENS,
@@ -76,6 +77,7 @@ def add_generate_command(commands: Commands) -> None:
     add_quantize(parser, "store the linears and experts of the blocks in this format while they are loaded")
     add_device(parser)
     add_revision(parser)
+    add_output_flags(parser)
 
 
 def option(name: str) -> Callable[[str], float]:
@@ -101,6 +103,8 @@ def refuse_flag_conflicts(args: argparse.Namespace) -> None:
         raise InputError("generate: --system needs --chat")
     if args.file is not None and args.prompt is not None:
         raise InputError("generate: --file and --prompt are both given; leave out one")
+    if args.file is not None and args.json:
+        raise InputError("generate: --file writes JSON objects a line; leave out --json")
     if args.file is not None and args.image:
         raise InputError(
             "generate: --image belongs to --prompt or --chat; a line of --file has its images in its field images"

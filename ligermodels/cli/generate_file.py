@@ -7,7 +7,6 @@ that was interrupted goes on with the samples that its output does not have.
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol, Self, TypeVar
 
 from tqdm import tqdm
 
+from ligermodels.cli.console import Console, TokenCount
 from ligermodels.cli.generate_images import PromptInputs, PromptReader
 from ligermodels.errors import InputError, print_to_stderr, printable
 from ligermodels.generation import Engine, GeneratedSample, Sampling
@@ -84,8 +84,9 @@ def prompt_encoder(reader: PromptReader, source: str, chat: bool, system: str | 
 
 
 def generate_file(
-    engine: Engine, encode: Encoder, source: str, target: str, max_new_tokens: int, sampling: Sampling, logprobs: bool
-) -> int:
+    engine: Engine, encode: Encoder, source: str, target: str, max_new_tokens: int, sampling: Sampling, logprobs: bool,
+    console: Console,
+) -> int:  # fmt: skip
     """Writes the completions of a file's prompts; returns the number of lines that cannot be used.
 
     source, target: files, or "-" for standard input and output. Such a line is reported on stderr as one line.
@@ -97,7 +98,7 @@ def generate_file(
     total = None if source == STANDARD_STREAM else sum(1 for _ in raw_lines(source))
     with ExitStack() as stack:
         output = sys.stdout.buffer if target == STANDARD_STREAM else stack.enter_context(open_output(Path(target)))
-        progress = stack.enter_context(PromptProgress(total))
+        progress = stack.enter_context(PromptProgress(total, console))
         batch = PromptBatch(engine, encode, prompt_lines(source), written, max_new_tokens, sampling, progress)
         for line, sample in batch.results():
             write(output, encode_result(line, sample, logprobs), target)
@@ -182,9 +183,10 @@ class PromptBatch:
 class PromptProgress:
     """A progress bar on a terminal, a line at the end, and a line for each line that cannot be used; all on stderr."""
 
-    def __init__(self, total: int | None) -> None:
-        self.bar = tqdm(total=total, unit=" prompts", dynamic_ncols=True, disable=not sys.stderr.isatty(), leave=False)
-        self.started, self.tokens, self.lines, self.refused = time.monotonic(), 0, 0, 0
+    def __init__(self, total: int | None, console: Console) -> None:
+        hidden = console.quiet or not sys.stderr.isatty()
+        self.bar = tqdm(total=total, unit=" prompts", dynamic_ncols=True, disable=hidden, leave=False)
+        self.console, self.count, self.lines, self.refused = console, TokenCount(), 0, 0
 
     def __enter__(self) -> Self:
         return self
@@ -194,15 +196,11 @@ class PromptProgress:
         if kind is not None:
             return
         refused = f"; {counted(self.refused, 'line')} cannot be used" if self.refused else ""
-        print_to_stderr(f"{counted(self.lines, 'prompt')}, {self.speed()}{refused}")
-
-    def speed(self) -> str:
-        seconds = time.monotonic() - self.started
-        return f"{counted(self.tokens, 'new token')}, {self.tokens / max(seconds, 1e-9):,.0f} tokens/s"
+        self.console.note(f"{counted(self.lines, 'prompt')}, {self.count}{refused}")
 
     def add_tokens(self, count: int) -> None:
-        self.tokens += count
-        self.bar.set_postfix_str(self.speed(), refresh=False)
+        self.count.tokens += count
+        self.bar.set_postfix_str(str(self.count), refresh=False)
         self.bar.update(0)
 
     def add_line(self) -> None:

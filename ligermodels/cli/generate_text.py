@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ligermodels import hub
+from ligermodels.cli.console import TokenCount
 from ligermodels.cli.flags import UNUSABLE_INPUT
 from ligermodels.cli.generate_images import PromptInputs, PromptReader, message_content
 from ligermodels.cli.parsing import (
@@ -50,24 +51,23 @@ def generate_from_flags(args: argparse.Namespace, sampling: Sampling) -> int:
     with warnings.catch_warnings(record=True) as caught:
         if args.file is not None:
             return run_file(model, reader, args, sampling)
+        count = TokenCount()
         if args.chat:
-            converse(model, reader, args, sampling, caught)
+            converse(model, reader, args, sampling, caught, count)
         else:
-            continue_prompt(model, tokenizer, prompt, args, sampling, caught)
+            continue_prompt(model, tokenizer, prompt, args, sampling, caught, count)
+    args.console.note(str(count))
+    args.console.record({"new_tokens": count.tokens, "seconds": round(count.seconds, 3)})
     return 0
 
 
 def dtype_on_cpu(folder: Path, device: torch.device) -> str | None:
-    """On a CPU, float32 in place of a narrower dtype of the weights, as `train` chooses it, and a line that says so;
-    else None. Most CPUs compute faster in it."""
+    """On a CPU, float32 in place of a narrower dtype of the weights, as `train` chooses it; else None. Most CPUs
+    compute faster in it."""
     if device.type != "cpu":
         return None
     stored = checkpoint_dtype(read_config(folder), open_checkpoint(folder))
-    if stored.itemsize >= torch.float32.itemsize:
-        return None
-    name = str(stored).removeprefix("torch.")
-    print_to_stderr(f"ligermodels: the weights are in {name}; a CPU computes in float32 (--dtype {name} for their own)")
-    return "float32"
+    return "float32" if stored.itemsize < torch.float32.itemsize else None
 
 
 def run_file(model: CausalLM, reader: PromptReader, args: argparse.Namespace, sampling: Sampling) -> int:
@@ -78,7 +78,9 @@ def run_file(model: CausalLM, reader: PromptReader, args: argparse.Namespace, sa
     engine = Engine(model, tokenizer=reader.tokenizer, max_tokens=tokens)
     encode = prompt_encoder(reader, args.file, args.chat, args.system)
     target = args.output or STANDARD_STREAM
-    refused = generate_file(engine, encode, args.file, target, args.max_new_tokens, sampling, args.logprobs)
+    refused = generate_file(
+        engine, encode, args.file, target, args.max_new_tokens, sampling, args.logprobs, args.console
+    )
     return UNUSABLE_INPUT if refused else 0
 
 
@@ -94,23 +96,26 @@ def first_messages(args: argparse.Namespace, text: str, images: Sequence[str] = 
 
 def continue_prompt(
     model: CausalLM, tokenizer: Tokenizer, prompt: PromptInputs, args: argparse.Namespace, sampling: Sampling,
-    caught: list[warnings.WarningMessage],
+    caught: list[warnings.WarningMessage], count: TokenCount,
 ) -> None:  # fmt: skip
     """Prints the prompt and its continuation as it is generated; several samples when they have ended."""
     ids, images, end = prompt
     engine = engine_for(model, tokenizer, [ids], args.max_new_tokens, None, sampling, ids, [images])
     if args.num_samples == 1:
         print(args.prompt + end, end="", flush=True)
-        show(pieces(engine), caught)
+        text = show(pieces(engine, count), caught)
+        args.console.record({"prompt": args.prompt, "completion": text})
         return
     for sample in engine:
+        count.tokens += len(sample.ids)
         print(f"--- {sample.sample + 1} ---\n{args.prompt}{end}", end="")
-        show(iter([sample.text or ""]), caught)
+        text = show(iter([sample.text or ""]), caught)
+        args.console.record({"prompt": args.prompt, "sample": sample.sample, "completion": text})
 
 
 def converse(
     model: CausalLM, reader: PromptReader, args: argparse.Namespace, sampling: Sampling,
-    caught: list[warnings.WarningMessage],
+    caught: list[warnings.WarningMessage], count: TokenCount,
 ) -> None:  # fmt: skip
     """Answers the prompt, or without one the user's messages until the input ends."""
     trained = max(model.config.trained_length, CACHE_TOKENS)
@@ -128,7 +133,8 @@ def converse(
         images = []
         inputs = reader.of_messages(messages)
         engine.submit(inputs.ids, max_new_tokens=args.max_new_tokens, shown=(), images=inputs.images, **sampling)
-        messages.append({"role": "assistant", "content": show(pieces(engine), caught)})
+        messages.append({"role": "assistant", "content": show(pieces(engine, count), caught)})
+        args.console.record(messages[-1])
     if images:
         raise InputError(f"generate: the image {images[-1]} has no message behind it; give one, or leave the image out")
 
@@ -182,6 +188,8 @@ def show(text_pieces: Iterator[str], caught: list[warnings.WarningMessage]) -> s
     return text
 
 
-def pieces(engine: Engine) -> Iterator[str]:
-    """The text of the engine's only sample, piece by piece."""
-    return (drawn.text for step in engine.run() for drawn in step)
+def pieces(engine: Engine, count: TokenCount) -> Iterator[str]:
+    """The text of the engine's only sample, piece by piece. Counts its tokens."""
+    for step in engine.run():
+        count.tokens += len(step)
+        yield from (drawn.text for drawn in step)

@@ -4,6 +4,7 @@ architectures and their presets with numbers of parameters."""
 import argparse
 from pathlib import Path
 
+from ligermodels.cli.console import add_output_flags
 from ligermodels.cli.flags import Commands, add_command, add_for_gpu, positive
 from ligermodels.cli.parsing import add_dtype, add_revision
 from ligermodels.errors import InputError
@@ -31,6 +32,7 @@ def add_info_command(commands: Commands) -> None:
     parser.add_argument("--plot", type=Path, metavar="PICTURE", help="draw the memory too: a new .png, .svg or .pdf")
     add_for_gpu(parser, "say what fits there of full fine-tuning, LoRA and QLoRA, in bfloat16, and what would make it")
     add_revision(parser)
+    add_output_flags(parser)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -47,6 +47,7 @@ def print_report(args: argparse.Namespace) -> None:
     for_gpu = for_gpu_lines(described, args) if args.for_gpu else ()
     for label, value in (*fact_lines(described), attention, *memory_lines(described, args, memory), *for_gpu):
         print_line(f"  {label:12} {value}".rstrip())
+    args.console.record(record_of(args.model, described, memory))
     if args.plot is not None:
         draw_memory(memory.peaks, args.plot, f"{args.model}: {setting_of(described, args)}")
         print_line(f"  {'plot':12} {args.plot}")
@@ -103,6 +104,16 @@ def at_peak(step: TrainingMemory) -> dict[str, int]:
 
 def setting_of(described: Description, args: argparse.Namespace) -> str:
     return f"{args.batch_size or 1} × {args.sequence_length} tokens, {described.dtype}".replace("torch.", "")
+
+
+def record_of(name: str, described: Description, memory: Memory) -> dict[str, Any]:
+    """What --json prints: numbers of parameters and bytes, where the report has words."""
+    config = described.model.config
+    return {
+        "model": name, "family": config.raw["model_type"], "layers": config.num_hidden_layers,
+        "parameters": dict(vars(count_parameters(described.model))), "memory": memory.peaks,
+        "dtype": str(described.dtype).removeprefix("torch."), "files": dict(described.files),
+    }  # fmt: skip
 
 
 def memory_of(described: Description, args: argparse.Namespace) -> Memory:

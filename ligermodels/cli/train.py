@@ -3,12 +3,14 @@
 import argparse
 import os
 from collections.abc import Callable
-from dataclasses import Field
+from dataclasses import Field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ligermodels.aliases import TRAIN_ALIASES, flag_of
+from ligermodels.cli.console import Console, add_output_flags
 from ligermodels.cli.flags import NAMES_OF_VALUES, UNUSABLE_INPUT, Commands, add_for_gpu
+from ligermodels.cli.parsing import print_line
 from ligermodels.errors import InputError
 from ligermodels.hub.names import architecture_list
 from ligermodels.training.planning.contradictions import refuse_contradictions
@@ -16,6 +18,9 @@ from ligermodels.training.settings.config import FIELDS, TrainConfig, type_of
 from ligermodels.training.settings.fields import help_text
 from ligermodels.training.settings.settings import config_from_file, config_of_run
 from ligermodels.training.settings.values import choices_of, parsed_item
+
+if TYPE_CHECKING:
+    from ligermodels.training import TrainResult
 
 EXAMPLES = """\
 examples:
@@ -48,6 +53,7 @@ def add_train_command(commands: Commands) -> None:
     add("--config", type=Path, metavar="FILE", help="TOML or YAML with any of these flags; flags come first")
     add("--dry-run", action="store_true", help="print the plan (parameters, memory, tokens, steps) and stop")
     add_for_gpu(parser, "with --dry-run: plan for these GPUs instead of this machine")
+    add_output_flags(parser)
     parser.set_defaults(run=run, parser=parser)
     parser.flag_aliases = TRAIN_ALIASES
 
@@ -95,10 +101,12 @@ def run(args: argparse.Namespace) -> int | None:
                 raise InputError(f"{args.config}: {error}") from error
             raise
         return UNUSABLE_INPUT  # a rank of torchrun, of which the first reports the error
-    return make_run(config, args.dry_run, args.for_gpu)
+    if args.quiet:
+        config = replace(config, log_every=0)
+    return make_run(config, args.dry_run, args.for_gpu, args.console)
 
 
-def make_run(config: TrainConfig, dry_run: bool, for_gpu: str | None) -> int | None:
+def make_run(config: TrainConfig, dry_run: bool, for_gpu: str | None, console: Console) -> int | None:
     """Trains, or prints the plan, perhaps for other GPUs. Returns the exit status of a run that a signal stopped, or of
     a rank whose error another one reports."""
     from ligermodels import distributed  # imports torch, as training does
@@ -108,7 +116,10 @@ def make_run(config: TrainConfig, dry_run: bool, for_gpu: str | None) -> int | N
     distributed.refuse_unfit_environment()  # told by every rank: none may be the first
     try:
         if not dry_run:
-            result = train(config)
+            with console.progress():
+                result = train(config, loggers=[RecordLogger(console)])
+            if distributed.is_first():
+                report_result(result, console)
             return SIGNALLED + result.signal if result.signal else None
         text = plan(config, for_gpu).text()
         if distributed.is_first():
@@ -120,6 +131,25 @@ def make_run(config: TrainConfig, dry_run: bool, for_gpu: str | None) -> int | N
     finally:
         distributed.stop()
     return None
+
+
+class RecordLogger:
+    """Prints the records of a run with --json."""
+
+    def __init__(self, console: Console) -> None:
+        self.write = console.record
+
+    def close(self) -> None:
+        """Leaves standard output open."""
+
+
+def report_result(result: "TrainResult", console: Console) -> None:
+    """Prints what a run has made: a record with --json, a line with --quiet, which has printed none."""
+    exported = result.exported and str(result.exported)
+    made = {"folder": str(result.folder), "exported": exported, "step": result.step, "signal": result.signal}
+    console.record(made | {"summary": result.summary})
+    if console.quiet:
+        print_line(f"{result.exported or result.folder}: {result.summary}")
 
 
 def config_from_flags(args: argparse.Namespace) -> TrainConfig:

@@ -11,11 +11,11 @@ from ligermodels.architectures import ARCHITECTURES
 from ligermodels.errors import HubError
 from ligermodels.hub import models
 from ligermodels.hub.download import indexed_files, weight_sizes
-from ligermodels.hub.names import local_folder
+from ligermodels.hub.names import family_of, local_folder
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.units import parameter_count
 from ligermodels.weights.config_file import CONFIG_FILE, DTYPE_KEYS, read_config
-from ligermodels.weights.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
+from ligermodels.weights.files import SINGLE_FILE, open_checkpoint
 from ligermodels.weights.gguf.finding import gguf_files
 from ligermodels.weights.gguf.folder import shown_file
 from ligermodels.weights.stored import Checkpoint
@@ -33,24 +33,18 @@ class Description:
 
 
 def describe(name: str, *, dtype: torch.dtype | None = None, revision: str | None = None) -> Description:
-    """Describes a preset such as "qwen2:tiny", a folder, a GGUF file, or a Hub id (downloads its config.json and
-    index, or the GGUF file that it names).
+    """Describes a family such as "qwen2" or "qwen2:0.5b", a folder, a GGUF file, or a Hub id (downloads its config.json
+    and index, or the GGUF file that it names).
 
     dtype: None for the checkpoint's dtype. Raises HubError, ConfigError or CheckpointError.
     """
-    architecture, colon, size = name.partition(":")
-    if colon and architecture in ARCHITECTURES:
-        model = models.create(architecture, size=size, device="meta")
-        return Description(model, dtype or PRESET_DTYPE, {})
-    if name in ARCHITECTURES:
-        presets = ", ".join(f"{name}:{size}" for size in ARCHITECTURES[name].SIZES)
-        raise HubError(f"{name}: is an architecture; pass one of its presets: {presets or 'it has none'}")
+    if family_of(name) in ARCHITECTURES:
+        return Description(models.create(name, device="meta"), dtype or PRESET_DTYPE, {})
     folder = local_folder(name, revision)
     if folder is not None:
         files = local_weight_sizes(folder)
     else:
-        folder = models.fetch_all_but_weights(name, revision, None, files=(CONFIG_FILE, INDEX_FILE))
-        models.refuse_without_config(name, folder, None)
+        folder = models.fetch_config(name, revision)
         files = local_weight_sizes(folder) if shown_file(folder) else weight_sizes(name, folder, token=None)
     raw = read_config(folder)
     model = models.build_on_meta(*models.select_architecture(raw, folder / CONFIG_FILE))

@@ -21,7 +21,7 @@ from ligermodels.configs.quantisation import scheme_of
 from ligermodels.errors import CheckpointError, HubError, InputError, suggest_closest
 from ligermodels.hub.download import MODEL_FILES, adapter_folder, fetch_files, fetch_weights, hub_errors
 from ligermodels.hub.gguf import gguf_names, hub_gguf
-from ligermodels.hub.names import known_models, local_folder
+from ligermodels.hub.names import DEFAULT_SIZE, family_of, known_models, local_folder
 from ligermodels.images.inputs import Processor
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.initialization import NoInitialization
@@ -31,7 +31,7 @@ from ligermodels.tokenizer.files import has_tokenizer
 from ligermodels.weights.adapter_config import ADAPTER_CONFIG_FILE
 from ligermodels.weights.config_file import CONFIG_FILE, check_objects, read_config, read_generation_config
 from ligermodels.weights.exporting import export_weights
-from ligermodels.weights.files import open_checkpoint, shortened
+from ligermodels.weights.files import INDEX_FILE, open_checkpoint, shortened
 from ligermodels.weights.gguf.folder import shown_file
 from ligermodels.weights.loading import (
     DTYPES_BY_NAME,
@@ -159,8 +159,9 @@ def create(
 ) -> CausalLM:  # fmt: skip
     """Creates a model with random weights, in training mode. On the meta device it has no weights.
 
-    architecture_or_config: a name from `list_architectures()`, together with a preset `size`; or a config.json as a
-    dict, its path, or the path of its folder.
+    architecture_or_config: a name from `list_architectures()`, with a preset as llama:8b or in `size`, else the
+    smallest; the Hub id, folder or .gguf file of a checkpoint, of which only the configuration is read; or a
+    config.json as a dict or its path.
     reward_model: a score head instead of the language-model head, also for the configuration of a language model.
     """
     raw, origin = read_preset_or_config(architecture_or_config, size)
@@ -232,22 +233,31 @@ def refuse_layers_without_tensors(config: Config, checkpoint: Checkpoint) -> Non
 
 def read_preset_or_config(source: str | Path | dict[str, Any], size: str | None) -> tuple[dict[str, Any], str | Path]:
     """The raw configuration of a preset, a dict or a file, and its name in errors."""
-    if isinstance(source, str) and source in ARCHITECTURES:
-        sizes = ARCHITECTURES[source].SIZES
-        if not sizes:
-            raise HubError(f"{source}: has no presets; load a checkpoint, or pass a config.json")
-        if size not in sizes:
-            raise HubError(f"{source}: size {size!r} is not a preset{meant_size(str(size), sizes)}")
-        return copy.deepcopy(sizes[size]), source
+    if isinstance(source, str) and family_of(source) in ARCHITECTURES:
+        return read_preset(source, size), source
     if size is not None:
         raise HubError(f"{source}: size {size!r} needs the name of an architecture{meant_family(str(source))}")
     if isinstance(source, dict):
         return source, "config"
     path = Path(source).expanduser()
-    if not path.exists():
+    if not path.exists() and "/" not in str(source):
         raise HubError(f"{source}: is neither an architecture nor a config.json{meant_family(str(source))}")
-    folder = path if path.is_dir() else path.parent
+    folder = path.parent if path.name == CONFIG_FILE else local_folder(source, None) or fetch_config(str(source))
     return read_config(folder), folder / CONFIG_FILE
+
+
+def read_preset(name: str, given: str | None) -> dict[str, Any]:
+    """The raw configuration of a preset. Its size is in the name or given beside it, else it is the smallest."""
+    family, colon, named = name.partition(":")
+    sizes = ARCHITECTURES[family].SIZES
+    if not sizes:
+        raise HubError(f"{family}: has no presets; load a checkpoint, or pass a config.json")
+    if colon and given is not None:
+        raise HubError(f"{name}: has a size, and size={given!r} is given too; leave one out")
+    size = named if colon else DEFAULT_SIZE if given is None else given
+    if size not in sizes:
+        raise HubError(f"{family}: size {size!r} is not a preset{meant_size(size, sizes)}")
+    return copy.deepcopy(sizes[size])
 
 
 def meant_family(wrong: str) -> str:
@@ -298,7 +308,7 @@ def all_but_weights(name_or_folder: str | Path, revision: str | None, token: str
     if folder is not None:
         return folder
     name = str(name_or_folder)
-    if name in ARCHITECTURES:
+    if family_of(name) in ARCHITECTURES:
         raise HubError(f"{name}: is an architecture and has no weights to load; create a model, or pass a checkpoint")
     return fetch_all_but_weights(name, revision, token)
 
@@ -312,6 +322,13 @@ def complete_model(name_or_folder: str | Path, folder: Path, token: str | None) 
         select_architecture(read_config(folder), folder / CONFIG_FILE)
         if shown_file(folder) is None:
             fetch_weights(name, folder, token=token)
+    return folder
+
+
+def fetch_config(name: str, revision: str | None = None, token: str | None = None) -> Path:
+    """The snapshot of a Hub repository with its config.json and the index of its weights alone."""
+    folder = fetch_all_but_weights(name, revision, token, files=(CONFIG_FILE, INDEX_FILE))
+    refuse_without_config(name, folder, token)
     return folder
 
 

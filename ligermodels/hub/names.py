@@ -12,6 +12,7 @@ from ligermodels.errors import CheckpointError, HubError
 
 SETTINGS_FILE, MODEL, ADAPTER = "train.toml", "model", "adapter"  # names in the folder of a run
 CONFIG_FILES = ("config.json", "adapter_config.json")
+DEFAULT_SIZE = "tiny"  # of a family that is named without a size
 
 
 @functools.cache
@@ -30,6 +31,11 @@ def known_models() -> tuple[str, ...]:
 def list_architectures() -> list[str]:
     """The supported values of config.json's model_type."""
     return [line.split()[0] for line in architecture_list().splitlines()]
+
+
+def family_of(name: str) -> str:
+    """The family of a name that may be a family's, with its size as llama:8b or without."""
+    return name.partition(":")[0]
 
 
 def local_folder(name_or_folder: str | Path, revision: str | None) -> Path | None:
@@ -73,11 +79,10 @@ def refuse_mistyped(name: str) -> None:
 
     name: of an architecture, with a preset as qwen2:tiny or without, a folder, or a Hub id.
     """
-    architectures = list_architectures()
-    family = name.partition(":")[0]
-    if "/" in name or family in architectures or os.path.exists(os.path.expanduser(name)):
+    families = list_architectures()
+    if "/" in name or family_of(name) in families or os.path.exists(os.path.expanduser(name)):
         return
-    if meant := suggestion(family, (*known_models(), *architectures)):
+    if meant := suggestion(family_of(name), (*known_models(), *families)):
         raise HubError(f"{name}: is neither an architecture, nor a folder, nor a Hub id, which has an owner{meant}")
 
 

@@ -41,6 +41,25 @@ def special_token_id(name: str) -> property:
     return property(get)
 
 
+class TokenizedTexts(dict[str, Any]):
+    """input_ids and attention_mask, as the arguments of a model: `model(**tokenizer(text, return_tensors="pt"))`.
+
+    Of one text lists of numbers, of several a list for each; or tensors [B, T] int64.
+    """
+
+    @property
+    def input_ids(self) -> Any:
+        return self["input_ids"]
+
+    @property
+    def attention_mask(self) -> Any:
+        return self["attention_mask"]
+
+    def to(self, device: int | str | torch.device) -> "TokenizedTexts":
+        """Copies the tensors to a device."""
+        return TokenizedTexts({name: x.to(device) if isinstance(x, Tensor) else x for name, x in self.items()})
+
+
 class Tokenizer:
     """The tokenizer of a checkpoint folder.
 
@@ -76,6 +95,57 @@ class Tokenizer:
     def chat_template(self) -> str | None:
         """The source of the default chat template."""
         return self.templates[DEFAULT_TEMPLATE].source if DEFAULT_TEMPLATE in self.templates else None
+
+    def __call__(
+        self, text: str | Sequence[str], *, padding: bool | str = False, truncation: bool = False,
+        max_length: int | None = None, return_tensors: str | None = None, add_special_tokens: bool = True,
+        padding_side: str | None = None,
+    ) -> TokenizedTexts:  # fmt: skip
+        """Token ids and attention mask of one text or several, by the arguments of Hugging Face's tokenizers.
+
+        padding: True or "longest", to the longest row; "max_length", to `max_length`. truncation: cut what exceeds
+        `max_length` from the end of a text; the tokens behind it, such as eos, stay. max_length: None for the folder's
+        model_max_length. return_tensors: "pt" for tensors, of rows of one length. padding_side: as for `pad`.
+        Raises InputError for other values, without a pad_token to pad with, and if a row is longer than it may be.
+        """
+        if padding not in (False, True, "longest", "max_length"):
+            raise InputError(f"padding: is {padding!r}; must be True, False, 'longest' or 'max_length'")
+        if return_tensors not in (None, "pt"):
+            raise InputError(f"return_tensors: is {return_tensors!r}; must be 'pt' or None")
+        limited = truncation or padding == "max_length"
+        if max_length is not None and not limited:
+            raise InputError(f"max_length: is {max_length}; it goes with truncation=True or padding='max_length'")
+        length = self.model_max_length if max_length is None else max_length
+        if limited and length is None:
+            raise InputError(f"max_length: is missing, and {self.file.parent} has no model_max_length; give it")
+        texts = [text] if isinstance(text, str) else list(text)
+        rows = self.encode_batch(texts, add_special_tokens=add_special_tokens)
+        if truncation and length is not None and max(map(len, rows), default=0) > length:
+            rows = self.truncated(texts, length, add_special_tokens)
+        masks: Any = [[1] * len(ids) for ids in rows]
+        values: dict[str, Any] = {"input_ids": rows, "attention_mask": masks}
+        if padding is not False:
+            padded = self.pad(rows, side=padding_side, length=length if padding == "max_length" else None)
+            values = dict(zip(values, padded, strict=True))
+        elif return_tensors:
+            if len({*map(len, rows)}) > 1:
+                raise InputError("return_tensors: the texts have different numbers of tokens; give padding=True")
+            values = {name: torch.tensor(value, dtype=torch.int64) for name, value in values.items()}
+        if not return_tensors:
+            values = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in values.items()}
+            if isinstance(text, str):
+                values = {name: value[0] for name, value in values.items()}
+        return TokenizedTexts(values)
+
+    def truncated(self, texts: Sequence[str], length: int, add_special_tokens: bool) -> list[list[int]]:
+        """The ids of texts that are cut until each has, with the special tokens around it, at most `length` tokens."""
+        around = self.tokenizer.num_special_tokens_to_add(False) if add_special_tokens else 0
+        if length < around:
+            raise InputError(f"max_length: is {length}, but the special tokens around a text are {around}")
+        encodings = self.call_encoder(self.tokenizer.encode_batch, texts, texts, add_special_tokens=False)
+        for encoding in encodings:
+            encoding.truncate(length - around)
+        return [self.tokenizer.post_process(encoding, None, add_special_tokens).ids for encoding in encodings]
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The token ids of a text. add_special_tokens: add the tokens before and after a text, such as bos."""

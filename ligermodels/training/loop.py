@@ -8,7 +8,7 @@ changes what is learned, nor in which order. What is minimised, and on which dat
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -39,7 +39,7 @@ from ligermodels.training.planning.plan import refuse_without_host_memory
 from ligermodels.training.preparing import Run, make_optimizer, prepare
 from ligermodels.training.reporting.curves import draw_curves
 from ligermodels.training.reporting.flops import peak_flops
-from ligermodels.training.reporting.loggers import open_loggers
+from ligermodels.training.reporting.loggers import Logger, open_loggers
 from ligermodels.training.reporting.metrics import METRICS_FILE, Metrics
 from ligermodels.training.reporting.notebook import notebook_plots
 from ligermodels.training.reporting.profile import StepProfiler
@@ -63,7 +63,7 @@ class TrainResult:
     weights: the last one, or that with the lowest validation loss (`best_checkpoint`). metrics has the records of
     metrics.jsonl, in order, such as {"step": 1, "loss": 6.9, …}. folder is that of the run, and exported the model's or
     the adapter's folder in it; None where nothing was exported. signal is the number of the one that stopped the run on
-    any rank; 0 for a run that came to its end.
+    any rank; 0 for a run that came to its end. summary is the last line that it prints: its steps, tokens and time.
     """
 
     model: CausalLM
@@ -72,6 +72,7 @@ class TrainResult:
     folder: Path
     exported: Path | None
     signal: int
+    summary: str
 
 
 @dataclass(frozen=True)
@@ -119,9 +120,10 @@ class Taken(NamedTuple):
         return math.isfinite(self.loss) and math.isfinite(self.norm)
 
 
-def train(config: TrainConfig) -> TrainResult:
+def train(config: TrainConfig, *, loggers: Sequence[Logger] = ()) -> TrainResult:
     """Makes a run: trains, validates, saves checkpoints, exports. Under torchrun every rank calls.
 
+    loggers: get every record of metrics.jsonl on the first rank, beside those of `log_to`, and are closed at the end.
     Everything is written into the run's folder (docs/training.md). SIGTERM, SIGINT and SIGHUP end it after its
     current step, with a checkpoint; before its first step at once. A process group that it starts stays:
     `ligermodels.distributed.stop()` leaves it.
@@ -131,7 +133,7 @@ def train(config: TrainConfig) -> TrainResult:
         stop = held.enter_context(signals())
         run = prepare(config, distributed.start())
         refuse_without_host_memory(run.plan)
-        session, progress = open_session(run, stop, held)
+        session, progress = open_session(run, stop, held, loggers)
         stop.takes_steps = True
         metrics, validations = session.metrics, session.validations
         expected = validation_due(run.config, progress.step) if progress.step else run.pretrained is not None
@@ -158,10 +160,10 @@ def train(config: TrainConfig) -> TrainResult:
         exported, step = finish(session, progress, stopped=stopped)
         records = distributed.from_first(metrics.records())
         signal = max(distributed.gather_objects(session.stop.signal)) if stopped else 0
-    return TrainResult(run.model, step, records, session.output, exported, signal)
+    return TrainResult(run.model, step, records, session.output, exported, signal, metrics.summary())
 
 
-def open_session(run: Run, stop: Stop, held: ExitStack) -> tuple[Session, Progress]:
+def open_session(run: Run, stop: Stop, held: ExitStack, loggers: Sequence[Logger]) -> tuple[Session, Progress]:
     """Opens the run's folder, gives the model its weights, and restores the newest checkpoint of a run to resume.
 
     What must be closed again is entered into `held`.
@@ -188,7 +190,7 @@ def open_session(run: Run, stop: Stop, held: ExitStack) -> tuple[Session, Progre
     in_backward = OptimizerInBackward(optimizer, config.max_grad_norm) if config.optimizer_in_backward else None
     check = UpdateCheck(optimizer.shards(), first=config.warmup)
     progress = (checkpoints.restore(run.model, optimizer, say) if config.resume else None) or Progress()
-    metrics, profiler = open_metrics(run, output, progress, say, held)
+    metrics, profiler = open_metrics(run, output, progress, say, held, loggers)
     resume = resume_command(output, world, allow_changes=config.allow_changes)
     status = open_status(run, output, progress, metrics, resume, held)
     losses, saved = distributed.from_first((validation_losses(metrics.records()), checkpoints.steps()))
@@ -233,9 +235,9 @@ def trains_chats(run: Run) -> bool:
 
 
 def open_metrics(
-    run: Run, output: Path, progress: Progress, say: Callable[[str], Any], held: ExitStack
+    run: Run, output: Path, progress: Progress, say: Callable[[str], Any], held: ExitStack, given: Sequence[Logger]
 ) -> tuple[Metrics, StepProfiler]:
-    """Opens what a run measures and shows."""
+    """Opens what a run measures and shows. given: loggers beside those of the settings."""
     config, world = run.config, run.world
     loggers = open_loggers(config.log_to, output, settings(config), progress.step) if world.is_first else []
     plots = notebook_plots(output, progress.step, say) if world.is_first else []
@@ -245,8 +247,8 @@ def open_metrics(
     metrics = held.enter_context(
         Metrics(
             output, steps=config.steps, done=progress.step, device=world.device, flops_per_token=run.plan.flops,
-            peak=peak_of_one and peak_of_one * world.size, loggers=[*loggers, *plots], enabled=world.is_first,
-            prints_steps=not plots,
+            peak=peak_of_one and peak_of_one * world.size, loggers=[*loggers, *plots, *given], enabled=world.is_first,
+            log_every=0 if plots else config.log_every,
         )
     )  # fmt: skip
     traced = config.profile if world.is_first else None
@@ -363,7 +365,7 @@ def finish(session: Session, progress: Progress, *, stopped: bool) -> tuple[Path
     config, exports = run.config, not stopped and not run.config.no_export
     if not exports:
         session.checkpoints.wait()
-    metrics.finish()
+    metrics.bar.close()  # later lines appear below
     if stopped:
         metrics.say(f"Stopped after step {progress.step}. To resume:")
         metrics.say(f"  {session.resume}")
@@ -373,6 +375,8 @@ def finish(session: Session, progress: Progress, *, stopped: bool) -> tuple[Path
     if run.world.is_first:
         draw_curves(metrics.records(), session.output / "curves.png", str(session.output), metrics.say)
     publish(config, exported, step, validations.losses.get(step), run.world, metrics.say)
+    if metrics.completed:
+        metrics.say(metrics.summary())
     session.status.end("stopped" if stopped else "finished")
     distributed.wait_for_all()
     return exported, step

@@ -10,6 +10,7 @@ from pathlib import Path
 from ligermodels import hub
 from ligermodels.verify import reference
 from ligermodels.verify.certificate import Certificate, write_certificate
+from ligermodels.verify.certificate import as_json as as_json
 from ligermodels.verify.parity import parity_checks, scope
 from ligermodels.verify.round_trip import round_trip_checks, text_checks
 from ligermodels.weights.config_file import read_config

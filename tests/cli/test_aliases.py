@@ -90,7 +90,7 @@ def test_the_error_says_what_a_flag_of_another_tool_is_called_here(flags, hint):
         ("--use_liger_kernel", "always fused; leave it out"),
         ("--attn_implementation", "attention without a mask"),
         ("--assistant-only-loss", "only the answers are trained on"),
-        ("--logging-steps", "every step is a line of metrics.jsonl"),
+        ("--logging-strategy", "every step is a line of metrics.jsonl"),
     ],
 )
 def test_the_error_says_what_to_do_where_there_is_no_such_flag(flag, words):

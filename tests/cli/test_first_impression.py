@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+import ligermodels
+
 MOST_SECONDS = 1.5  # of CPU; about 0.15 on an idle core, more where processes share one
 # Runs a command, then prints what it imported and the CPU time of the whole process.
 SCRIPT = """
@@ -66,6 +68,11 @@ def test_importing_the_package_does_not_import_torch():
     packages = "ligermodels, ligermodels.hub, ligermodels.generation, ligermodels.tokenizer, ligermodels.training"
     output, _ = ran(f"import sys, {packages}; print('torch' in sys.modules, len(dir(ligermodels.hub)) > 10)")
     assert output == "False True\n"
+
+
+def test_dir_of_the_package_shows_the_public_names_alone():
+    output, _ = ran("import ligermodels; ligermodels.create; print(*dir(ligermodels))")
+    assert set(output.split()) == {*ligermodels.__all__, "losses", "nn", "ops", "training"}
 
 
 def test_ranks_of_torchrun_report_an_error_of_usage_once():

@@ -12,6 +12,7 @@ from tokenizers.pre_tokenizers import Whitespace
 
 import ligermodels
 from ligermodels.cli import generate_file, main
+from ligermodels.cli.console import Console
 from ligermodels.cli.generate_images import PromptReader
 from ligermodels.errors import InputError
 from tests.cases import LLAMA
@@ -66,7 +67,7 @@ def test_each_line_gets_its_completion_and_keeps_its_fields(run, folder):
         expected = {"index": index, "sample": 0, **fields, "completion": text(ids)}
         assert result == expected | {"finish_reason": "stop" if ids[-1] == 2 else "length"}
     count = sum(map(len, new))
-    assert err.startswith(f"3 prompts, {count} new tokens, ") and err.count("\n") == 1
+    assert err.startswith(f"3 prompts, {count} new tokens in ") and err.count("\n") == 1
 
 
 def test_messages_and_chats_go_through_the_template(run, folder):
@@ -247,7 +248,7 @@ def test_no_more_lines_are_read_than_wait_and_run(folder, monkeypatch):
             yield index, f"line {index}", b'{"prompt": "w5"}'
 
     encode = generate_file.prompt_encoder(PromptReader(folder, engine.tokenizer), "prompts.jsonl", False, None)
-    with generate_file.PromptProgress(None) as progress:
+    with generate_file.PromptProgress(None, Console(None, quiet=False)) as progress:
         batch = generate_file.PromptBatch(engine, encode, lines(), {}, 3, {}, progress)
         for done, _ in enumerate(batch.results()):
             assert len(read) <= done + 2 * engine.max_rows + 1
@@ -259,6 +260,7 @@ def test_no_more_lines_are_read_than_wait_and_run(folder, monkeypatch):
     [
         (["--output", "x"], "--output needs --file"),
         (["--logprobs"], "--logprobs needs --file"),
+        (["--file", "x", "--json"], "--file writes JSON objects a line; leave out --json"),
         (["--prompt", "y", "--cache-tokens", "8"], "--cache-tokens needs --chat or --file"),
         (["--file", "x", "--prompt", "y"], "--file and --prompt are both given"),
         (["--chat", "--num-samples", "2", "--temperature", "1"], "a conversation continues one answer"),

@@ -1,16 +1,19 @@
 """The flags of `ligermodels train`, the settings they make, and the files these are read from and written to."""
 
 import dataclasses
+import json
 import os
 import re
 import shlex
 import sys
+from pathlib import Path
 
 import pytest
 
 from ligermodels import cli
 from ligermodels.cli import main
 from ligermodels.cli import train as command
+from ligermodels.cli.console import Console
 from ligermodels.errors import InputError
 from ligermodels.training import TrainConfig
 from ligermodels.training.optimizers import OPTIMIZERS
@@ -40,7 +43,7 @@ FLAGS = {
     "checkpoint_minutes": 30.0, "keep_checkpoints": 2, "best_checkpoint": False, "early_stopping": None,
     "no_export": False, "push_to_hub": None, "on_nan": "stop", "context_parallel": 1,
     "expert_parallel": 1, "dp_replicate": 1,
-    "eval_every": None, "log_to": (), "profile": None, "objective": "sft",
+    "eval_every": None, "log_every": 1, "log_to": (), "profile": None, "objective": "sft",
     **dict.fromkeys(("pairs", "examples", "max_prompt_length", "loss", "beta", "label_smoothing", "f_divergence")),
     **dict.fromkeys(("ld_alpha", "discopop_tau", "gamma", "alpha", "nll_weight", "desirable_weight")),
     **dict.fromkeys(("undesirable_weight", "reference", "center_rewards", "teacher", "temperature", "prompts")),
@@ -52,7 +55,7 @@ FLAGS = {
     "sampler_clip": 3.0, "top_entropy": 1.0, "entropy_coef": 0.0, "mask_truncated": False, "keep_zero_spread": False,
     "completions_every": 1, "mean_logits": False, "on_policy": 0.0, "sampler": "own", "teacher_states": None,
 }  # fmt: skip
-OF_THE_COMMAND = ("config", "dry_run", "for_gpu")
+OF_THE_COMMAND = ("config", "dry_run", "for_gpu", "json", "quiet")
 
 
 def parse_arguments(argv):
@@ -473,3 +476,66 @@ def test_settings_in_python_take_lists_paths_and_whole_numbers(tmp_path):
     assert TrainConfig(resume=tmp_path).output == tmp_path
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.steps = 3
+
+
+class FakeResult:
+    """What a run returns, as far as the command reads it."""
+
+    folder = Path("runs/x")
+    exported = Path("runs/x/model")
+    step = 2
+    signal = 0
+    summary = "2 steps, 8 tokens in 0:01"
+
+
+@pytest.mark.parametrize("flags", [[], ["--quiet"], ["--json"], ["--json", "--quiet"]], ids=" ".join)
+def test_json_and_quiet_say_what_a_run_prints_and_where(flags, capsys, monkeypatch):
+    def train(config, loggers):
+        print("step 1/2, loss 2.500")
+        print("warning: it is a tiny run")
+        loggers[0].write({"step": 1, "loss": 2.5})
+        loggers[0].close()
+        assert config.log_every == (0 if "--quiet" in flags else 1)
+        return FakeResult()
+
+    monkeypatch.setattr("ligermodels.training.train", train)
+    assert cli.main(["train", "--model", "qwen2", *flags]) == 0
+    lines, warning = "step 1/2, loss 2.500\nwarning: it is a tiny run\n", "warning: it is a tiny run\n"
+    summary = "runs/x/model: 2 steps, 8 tokens in 0:01\n"
+    made = {"folder": "runs/x", "exported": "runs/x/model", "step": 2, "signal": 0}
+    written = [{"step": 1, "loss": 2.5}, made | {"summary": FakeResult.summary}]
+    out, err = capsys.readouterr()
+    if "--json" in flags:
+        assert [json.loads(line) for line in out.splitlines()] == written
+        assert err == (warning if "--quiet" in flags else lines)
+    else:
+        assert (out, err) == ((summary, warning) if flags else (lines, ""))
+
+
+def test_a_run_goes_on_when_the_reader_of_its_records_has_left(tmp_path):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as stream:
+        console = Console(stream, quiet=True)
+        for step in (1, 2):
+            console.record({"step": step})
+
+
+@pytest.mark.parametrize(
+    ("field", "hint"),
+    [
+        ({"lr": 1e-4}, "lr: no such field; here it is learning_rate, with the value 0.0001"),
+        ({"report_to": ["wandb"]}, "report_to: no such field; here it is log_to, with the value wandb"),
+        ({"lerning_rate": 1}, "lerning_rate: no such field; did you mean 'learning_rate'?"),
+    ],
+)
+def test_a_field_that_does_not_exist_is_refused_with_what_it_is_called_here(field, hint):
+    with pytest.raises(InputError) as error:
+        TrainConfig(model="qwen2", **field)
+    assert str(error.value).startswith(f"TrainConfig: {hint}")
+
+
+def test_the_size_of_a_model_is_in_its_name_or_beside_it():
+    assert TrainConfig(model="llama:8b") == TrainConfig(model="llama", size="8b")
+    with pytest.raises(InputError, match="size is '1b', but model is 'llama:8b'; leave one size out"):
+        TrainConfig(model="llama:8b", size="1b")

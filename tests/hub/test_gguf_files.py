@@ -38,6 +38,12 @@ def test_a_file_is_found_by_its_name_or_a_part_of_it(repository, model, name):
     assert base_model(loaded.source) == (f"{NAME}:model-F32.gguf", commit)
 
 
+def test_create_reads_the_configuration_alone(repository, model):
+    new = ligermodels.create(f"{NAME}:F32", seed=7)
+    assert new.config.hidden_size == model.config.hidden_size and new.source is None
+    assert not torch.equal(new.head.weight, model.head.weight)
+
+
 def test_info_and_generate_take_the_name(repository, capsys):
     assert main(["info", f"{NAME}:Q8_0"]) == 0
     assert "model-Q8_0.gguf" in capsys.readouterr().out

@@ -68,6 +68,16 @@ def test_create_export_load_gives_the_same_model(tmp_path, size):
     assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == (size == "tied")
 
 
+def test_create_takes_the_names_that_other_entrances_take(tmp_path):
+    tiny, tied = hub.create("tiny", seed=3), hub.create("tiny:tied", seed=3)
+    assert same(tiny, hub.create("tiny", size="tiny", seed=3)) and same(tied, hub.create("tiny", size="tied", seed=3))
+    hub.export(tied, tmp_path / "out")
+    for name in (tmp_path / "out", str(tmp_path / "out"), tmp_path / "out" / "config.json"):
+        assert same(tied, hub.create(name, seed=3))
+    with pytest.raises(HubError, match="tiny:tied: is an architecture and has no weights to load"):
+        hub.load("tiny:tied")
+
+
 def test_load_uses_the_dtype_of_the_config_by_default(tmp_path):
     hub.export(hub.create("tiny", size="tiny", dtype=torch.bfloat16), tmp_path / "out")
     assert hub.load(tmp_path / "out").lm_head.weight.dtype == torch.bfloat16
@@ -186,7 +196,9 @@ def test_the_hint_for_a_size_is_the_nearest_number_of_parameters(wrong, meant):
     ("source", "size", "names"),
     [
         ("tiny", "tinny", "tiny: size 'tinny' is not a preset; did you mean 'tiny'?; choose from: tiny, tied"),
-        ("tiny", None, "tiny: size None is not a preset; choose from: tiny, tied"),
+        ("tiny:tinny", None, "tiny: size 'tinny' is not a preset; did you mean 'tiny'?; choose from: tiny, tied"),
+        ("tiny:", None, "tiny: size '' is not a preset; choose from: tiny, tied"),
+        ("tiny:tied", "tiny", "tiny:tied: has a size, and size='tiny' is given too; leave one out"),
         ("tinny", None, "tinny: is neither an architecture nor a config.json; did you mean 'tiny'?"),
         ("tinny", "tiny", "tinny: size 'tiny' needs the name of an architecture; did you mean 'tiny'?"),
     ],

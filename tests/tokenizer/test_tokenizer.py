@@ -496,3 +496,52 @@ def test_the_tokens_of_many_spans_are_found_in_linear_time():
     started = time.process_time()
     assert overlap_mask(tokens, [(0, 20_000)] * 20_000) == [True] * 20_000
     assert time.process_time() - started < 1
+
+
+CALLS = (
+    {},
+    {"add_special_tokens": False},
+    {"padding": True},
+    {"padding": "max_length", "max_length": 30, "truncation": True, "return_tensors": "pt"},
+    {"truncation": True, "max_length": 5},
+    {"padding": "longest", "truncation": True, "max_length": 4, "add_special_tokens": False, "padding_side": "left"},
+)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_call_equals_that_of_transformers(tmp_path, form):
+    ours, theirs = both(write_folder(tmp_path, form))
+    pads = ours.pad_token is not None
+    for options in (options for options in CALLS if pads or "padding" not in options):
+        for texts in ([*TEXTS], TEXTS[2]):
+            found, wanted = ours(texts, **options), theirs(texts, **options)
+            for name in ("input_ids", "attention_mask"):
+                x, y = (given.tolist() if hasattr(given, "tolist") else given for given in (found[name], wanted[name]))
+                assert x == y, (options, name)
+
+
+def test_a_call_gives_the_arguments_of_a_model(tmp_path):
+    tokenizer = Tokenizer.from_folder(write_folder(tmp_path, "qwen"))
+    inputs = tokenizer("Hello world", return_tensors="pt").to("cpu")
+    assert inputs.input_ids.shape == inputs.attention_mask.shape == (1, len(tokenizer.encode("Hello world")))
+    model = ligermodels.create("qwen2")
+    assert model(**tokenizer(["a", "b b"], padding=True, return_tensors="pt")).logits.shape[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"padding": "longst"}, "padding: is 'longst'; must be True, False, 'longest' or 'max_length'"),
+        ({"return_tensors": "np"}, "return_tensors: is 'np'; must be 'pt' or None"),
+        ({"max_length": 4}, "max_length: is 4; it goes with truncation=True or padding='max_length'"),
+        ({"return_tensors": "pt"}, "return_tensors: the texts have different numbers of tokens; give padding=True"),
+        ({"padding": "max_length", "max_length": 1}, "length: is 1, but a row has"),
+    ],
+)
+def test_a_call_refuses_what_it_cannot_do(tmp_path, options, message):
+    tokenizer = Tokenizer.from_folder(write_folder(tmp_path, "qwen"))
+    with pytest.raises(InputError, match=message.replace("[", r"\[")):
+        tokenizer(["a", "b c d e"], **options)
+    tokenizer.model_max_length = None
+    with pytest.raises(InputError, match=r"max_length: is missing, and .* has no model_max_length; give it"):
+        tokenizer("a", truncation=True)

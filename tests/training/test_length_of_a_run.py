@@ -270,8 +270,8 @@ def test_an_upload_that_fails_leaves_the_export_and_prints_the_command(hub, scri
     hub.errors["upload_folder"] = ConnectionError("gone")
     result = run(tmp_path / "a run", steps=1, push_to_hub="mine")
     said = capsys.readouterr().out.splitlines()
-    assert said[-2].startswith("warning: --push-to-hub mine: ") and "gone" in said[-2]
-    assert said[-1] == f"  hf upload mine '{result.exported}' . --private" and result.exported.is_dir()
+    assert said[-3].startswith("warning: --push-to-hub mine: ") and "gone" in said[-3]
+    assert said[-2] == f"  hf upload mine '{result.exported}' . --private" and result.exported.is_dir()
 
 
 def test_without_a_token_nothing_is_trained(scripted, tmp_path, monkeypatch):

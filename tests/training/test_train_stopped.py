@@ -71,7 +71,7 @@ def test_a_run_stopped_by_a_signal_saves_and_resumes_bit_exactly(stopped, straig
     assert run.status == 143 and "SIGTERM: stopping after this step" in run.stderr
     reached = steps_of(folder)[-1]
     assert 4 <= reached < 16
-    assert run.last_lines[1:] == [f"Stopped after step {reached}. To resume:", f"  python {TRAIN} --resume stopped"]
+    assert run.last_lines[:2] == [f"Stopped after step {reached}. To resume:", f"  python {TRAIN} --resume stopped"]
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {f"step-{reached:06d}"}
 
     copy = copied(folder, "interrupted")

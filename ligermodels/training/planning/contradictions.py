@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from ligermodels.aliases import TRAIN_ALIASES, flag_of
 from ligermodels.errors import InputError
-from ligermodels.hub.names import refuse_mistyped
+from ligermodels.hub.names import DEFAULT_SIZE, refuse_mistyped
 from ligermodels.training.data.formats.specs import BUILT_IN_SOURCES, RANDOM, missing_data, parse_spec
-from ligermodels.training.settings.config import DEFAULT_SIZE, FIELDS, SUPERVISED, UNIT_SETTINGS, RunConfig, TrainConfig
+from ligermodels.training.settings.config import FIELDS, SUPERVISED, UNIT_SETTINGS, RunConfig, TrainConfig
 from ligermodels.units import counted, memory_size
 
 if TYPE_CHECKING:

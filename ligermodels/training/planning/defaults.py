@@ -21,11 +21,11 @@ from ligermodels.units import counted
 
 TORCH_DTYPES = {"float32": torch.float32, "tf32": torch.float32, "bfloat16": torch.bfloat16}
 TINY = {
-    "dtype": "float32", "sequence_length": 256, "batch_size": 4, "warmup": 30, "eval_every": 400,
+    "dtype": "float32", "sequence_length": 256, "batch_size": 4, "eval_every": 400,
     "activation_checkpointing": "none",
 }  # fmt: skip
 TINY_GROUPS = {"dtype": "float32", "activation_checkpointing": "none"}  # of a tiny model that is trained on groups
-TINY_STEPS = 1600
+TINY_STEPS, TINY_WARMUP = 1600, 30
 SFT_EPOCHS, TEXT_EPOCHS = 3, 1
 SFT_TOKENS_PER_STEP, TEXT_TOKENS_PER_STEP = 2**15, 2**17
 MIN_STEPS_PER_EPOCH = 40  # small data has smaller batches: every epoch should have some updates
@@ -66,8 +66,7 @@ def as_flag_value(value: Any) -> str:
 
 def precision(config: TrainConfig, world: World) -> dict[str, Choice]:
     """The compute dtype, and all that a new tiny model has."""
-    values = (TINY if config.objective in SUPERVISED else TINY_GROUPS) if config.is_tiny else {}
-    tiny = {name: Choice(value) for name, value in values.items()}
+    tiny = {name: Choice(value) for name, value in tiny_values(config).items()}
     on_gpu = world.device.type == "cuda"
     dtype = Choice("bfloat16", "the model is on a GPU") if on_gpu else Choice("float32", "the model is on a CPU")
     return tiny | ({} if config.is_tiny else {"dtype": dtype})
@@ -84,6 +83,15 @@ def parameter_precision(config: TrainConfig, world: World, stored: torch.dtype |
     if half and stored == torch.float32:
         return {"param_dtype": Choice("float32", "that of the checkpoint's weights")}
     return {"param_dtype": Choice("bfloat16" if half else "float32")}
+
+
+def tiny_values(config: TrainConfig) -> dict[str, Any]:
+    """What a new tiny model has, with a warmup that is shorter than the run; empty for other models."""
+    if not config.is_tiny:
+        return {}
+    if config.objective not in SUPERVISED:
+        return TINY_GROUPS
+    return TINY | {"warmup": min(TINY_WARMUP, (config.steps or TINY_STEPS) - 1)}
 
 
 def schedule(

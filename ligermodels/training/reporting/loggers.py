@@ -1,4 +1,4 @@
-"""Optional loggers in addition to metrics.jsonl: TensorBoard, Weights & Biases and Trackio (`--log-to`).
+"""Optional loggers in addition to metrics.jsonl: TensorBoard, Weights & Biases, Trackio and MLflow (`--log-to`).
 
 A record is a line of metrics.jsonl: {"step": n, name: value, …}. A logger's package is imported only if the logger is
 enabled.
@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from ligermodels.errors import InputError, first_line
+from ligermodels.errors import InputError, first_line, shorten
 from ligermodels.optional_packages import import_package
+
+MAX_PARAMETER = 6000  # characters of a parameter of MLflow
 
 
 class Logger(Protocol):
@@ -114,8 +116,50 @@ class Trackio:
         self.run.finish()
 
 
+class MLflow:
+    """An MLflow run with the name of the folder, in the experiment `ligermodels` or MLFLOW_EXPERIMENT_NAME.
+
+    It is kept where MLFLOW_TRACKING_URI says. A resumed run continues the same MLflow run.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], done: int) -> None:
+        from mlflow import MlflowClient
+        from mlflow.exceptions import MlflowException
+
+        id_file = folder / "mlflow-run-id"
+        try:
+            self.client = MlflowClient()
+            if done and id_file.exists():
+                self.run_id = id_file.read_text(encoding="utf-8")
+                self.client.update_run(self.run_id, status="RUNNING")
+                return
+            name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "ligermodels")
+            found = self.client.get_experiment_by_name(name)
+            experiment = found.experiment_id if found else self.client.create_experiment(name)
+            self.run_id = self.client.create_run(experiment, run_name=folder.name).info.run_id
+            for setting, value in settings.items():
+                self.client.log_param(self.run_id, setting, shorten(str(value), MAX_PARAMETER))
+        except (MlflowException, OSError) as error:
+            raise InputError(
+                f"--log-to mlflow: {first_line(error)}; MLFLOW_TRACKING_URI says where it is kept"
+            ) from error
+        id_file.write_text(self.run_id, encoding="utf-8")
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        step = record["step"]
+        for name, value in record.items():
+            if isinstance(value, str):
+                self.client.log_text(self.run_id, value, f"{name}/{step}.txt")
+            elif name != "step" and isinstance(value, int | float):
+                self.client.log_metric(self.run_id, name, value, step=step)
+
+    def close(self) -> None:
+        self.client.set_terminated(self.run_id)
+
+
 LOGGERS: dict[str, Callable[[Path, Mapping[str, Any], int], Logger]] = {
-    "wandb": WeightsAndBiases,  # the first two can raise
+    "wandb": WeightsAndBiases,  # all but the last can raise
     "trackio": Trackio,
+    "mlflow": MLflow,
     "tensorboard": TensorBoard,
 }

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Self, TextIO
 import torch
 from tqdm import tqdm
 
-from ligermodels.errors import CheckpointError, InputError, shorten, silence_closed_stdout
+from ligermodels.errors import CheckpointError, InputError, shorten, silence_closed
 from ligermodels.training.reporting.loggers import Logger
 from ligermodels.units import counted, duration, memory_size
 from ligermodels.weights.reading import open_for_reading, parse_json
@@ -66,8 +66,8 @@ class Metrics:
     done: steps already completed when a run is resumed; later records in the metrics file are removed.
     flops_per_token, peak: model FLOPs per token, and peak FLOP/s of all devices together, as in `flops`; MFU is shown
     if both are known.
-    loggers: get every record, and are closed at the end. prints_steps: whether each step is a line where there is no
-    progress bar. enabled: False on all ranks but the first, where nothing is
+    loggers: get every record, and are closed at the end. log_every: steps between the lines that are printed where
+    there is no progress bar; 0 for no lines and no bar. enabled: False on all ranks but the first, where nothing is
     printed or written.
     """
 
@@ -81,25 +81,26 @@ class Metrics:
         flops_per_token: int | None = None,
         peak: float | None = None,
         loggers: Sequence[Logger] = (),
-        prints_steps: bool = True,
+        log_every: int = 1,
         enabled: bool = True,
     ) -> None:
         self.steps = steps
         self.device = device
         self.mfu_at_one_token_per_second = flops_per_token / peak if flops_per_token and peak else None
-        self.loggers, self.prints_steps = loggers, prints_steps
+        self.loggers, self.log_every = loggers, log_every
         self.file: TextIO | None = None
         if enabled:
             folder.mkdir(parents=True, exist_ok=True)
             self.file = reopen_metrics(folder / METRICS_FILE, done)
         self.bar = tqdm(
-            total=steps, initial=done, dynamic_ncols=True, disable=not (enabled and sys.stderr.isatty()),
+            total=steps, initial=done, dynamic_ncols=True,
+            disable=not (enabled and log_every and sys.stderr.isatty()),
             bar_format="{percentage:3.0f}%|{bar:12}| {n_fmt}/{total_fmt}{postfix}",
         )  # fmt: skip
         if not self.bar.disable and self.bar.ncols == 0:  # some containers have terminals without a width
             self.bar.disable = True
         self.write_failed = False
-        self.completed = self.skipped = 0  # steps of this process
+        self.completed = self.skipped = self.tokens = 0  # of the steps of this process
         self.seconds = 0.0  # time of these steps
         self.speeds: list[float] = []  # tokens per second of each timed step
         self.timed_since = 0.0
@@ -134,6 +135,7 @@ class Metrics:
         now = time.perf_counter()
         self.completed += 1
         self.skipped += skipped
+        self.tokens += tokens
         self.seconds += now - self.clock
         record = {"step": step, "loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate, **values}
         if skipped:
@@ -151,11 +153,11 @@ class Metrics:
 
         shown = [f"{words} {values[name]:z.2f}" for name, words in SHOWN.items() if name in values]
         short = [*self.time_left(now, self.steps - step), f"loss {loss:z.3f}", *shown]
-        status = [*short, f"grad norm {grad_norm:.2f}", f"lr {learning_rate:.1e}", *self.costs()]
+        status = [*short, f"grad norm {significant(grad_norm)}", f"lr {learning_rate:.1e}", *self.costs()]
         if not self.bar.disable:
             self.bar.set_postfix_str(self.longest_that_fits(status, [*short, *self.costs()], short), refresh=False)
             self.bar.update()
-        elif self.prints_steps:
+        elif self.log_every and (step % self.log_every == 0 or step == self.steps):
             self.say(f"step {step}/{self.steps}, {', '.join(status)}")
         self.clock = now
 
@@ -202,7 +204,7 @@ class Metrics:
                 self.bar.write(line)
                 sys.stdout.flush()
             except BrokenPipeError:
-                silence_closed_stdout()
+                silence_closed(sys.stdout)
             except OSError:
                 pass  # the buffer keeps the line until there is room
         self.resume_clock()
@@ -236,17 +238,12 @@ class Metrics:
             stream.seek(0)
             return parse_records(stream.read(), Path(self.file.name))
 
-    def finish(self) -> None:
-        """Closes the progress bar and prints the summary, if there were steps. Later lines appear below."""
-        self.bar.close()
-        if self.completed:
-            self.say(self.summary())
-
     def summary(self) -> str:
-        """Returns throughput, MFU, peak memory and the number of skipped updates."""
+        """Returns the steps of this process, their tokens and time, throughput, MFU, peak memory and the number of
+        skipped updates."""
         skipped = [f"{counted(self.skipped, 'update')} skipped"] if self.skipped else []
-        untimed = [] if self.speeds else ["too few steps to measure tokens/s"]
-        return ", ".join([*untimed, *self.costs(), *skipped])
+        done = f"{counted(self.completed, 'step')}, {counted(self.tokens, 'token')} in {duration(self.seconds)}"
+        return ", ".join([done, *self.costs(), *skipped])
 
     def costs(self) -> list[str]:
         """Returns throughput, MFU and peak memory, as far as they are known."""
@@ -273,6 +270,11 @@ class Metrics:
     def tokens_per_second(self) -> float:
         """The median over the last steps."""
         return median(self.speeds[-RECENT_STEPS:])
+
+
+def significant(value: float) -> str:
+    """A number with three significant digits: 0.0000123 -> "1.23e-05", 2.1 -> "2.10", 100 -> "100"."""
+    return f"{value:#.3g}".removesuffix(".")
 
 
 def is_not_finite(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The commands that a run prints at its end: how to resume it, generate with its model, and train on two devices.
+"""The commands that a run prints at its end: how to resume it, generate with its model, and train on two GPUs.
 
 Only commands that work are printed.
 """
@@ -33,7 +33,7 @@ def advice(config: RunConfig, world: World, exported: Path, *, chats: bool) -> l
         commands["generate with it"] = f"ligermodels generate {shlex.quote(str(exported))} {prompt}"
     if runs_on_two(config, world):
         file = shlex.quote(str(exported.parent / SETTINGS_FILE))
-        commands["train the same on two devices"] = f"torchrun --nproc-per-node 2 {torchrun_target()} --config {file}"
+        commands["train the same on two GPUs"] = f"torchrun --nproc-per-node 2 {torchrun_target()} --config {file}"
     saved = f"Saved {exported}" + (", in PEFT's format" if exported.name == ADAPTER else "")
     if not commands:
         return [saved]
@@ -67,9 +67,9 @@ def is_script() -> bool:
 
 
 def runs_on_two(config: RunConfig, world: World) -> bool:
-    """Whether a run on one device can also run on two of this host."""
+    """Whether a run on one GPU can also run on two of this host."""
     try:
         split_global_batch(config.units, config.micro_batch_size, World(world.device, size=2))
     except InputError:
         return False
-    return world.size == 1 and (world.device.type == "cpu" or torch.cuda.device_count() > 1)
+    return world.size == 1 and world.device.type == "cuda" and torch.cuda.device_count() > 1

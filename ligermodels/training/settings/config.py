@@ -9,11 +9,10 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from ligermodels.errors import InputError
-from ligermodels.hub.names import list_architectures
+from ligermodels.hub.names import DEFAULT_SIZE, list_architectures
 from ligermodels.tokenizer.built_in_templates import BUILT_IN_TEMPLATES
 from ligermodels.training.settings.fields import (
     DISTILL_ALONE,
@@ -29,6 +28,10 @@ from ligermodels.training.settings.fields import (
     UNIT_SETTINGS,
     WITH_IMAGES,
     WITH_REFERENCE,
+    Given,
+    OptionalPath,
+    OptionalValues,
+    Values,
     setting,
 )
 from ligermodels.training.settings.values import (
@@ -47,17 +50,27 @@ from ligermodels.training.settings.values import (
     POSITIVE_FRACTION,
     SEED,
     checked_value,
+    hint_of_key,
 )
 
-DEFAULT_SIZE = "tiny"
+Offloaded = Literal["none", "optimizer", "activations"]
+TrainedPart = Literal["vision", "projector", "text"]
+LoggerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
     """The settings of a run. Every field is also a flag of `ligermodels train` and a key of its TOML files.
 
-    Raises InputError, which names the field, its value and the rule, for a value that a field cannot have.
+    Raises InputError, which names the field, its value and the rule, for a value that a field cannot have; for a field
+    that does not exist, with what it is called here.
     """
+
+    def __new__(cls, *_: Any, **given: Any) -> Self:
+        for name, value in given.items():
+            if name not in FIELDS:
+                raise InputError(f"{cls.__name__}: {name}: no such field{hint_of_key(name, value, FIELDS)}")
+        return super().__new__(cls)
 
     # fmt: off
     model: str | None = setting("model", None, "a family (new weights), with its size as llama:8b, a Hub id or a "
@@ -69,9 +82,9 @@ class TrainConfig:
         "model", "sft", "what is minimised: sft, the cross-entropy of the next token; distill, the divergence from a "
         "teacher; reward, the loss of a reward model; a loss of preferences; grpo, reinforcement learning")
 
-    data: tuple[str, ...] | None = setting("data", None, "training data", metavar="SPEC",
+    data: OptionalValues[str] = setting("data", None, "training data", metavar="SPEC",
         shown="the embedded stories for a new tiny model", names="data")
-    validation_data: tuple[str, ...] | None = setting("data", None, "validation data", metavar="SPEC",
+    validation_data: OptionalValues[str] = setting("data", None, "validation data", metavar="SPEC",
         shown="a part of --data", names="data")
     text_field: str | None = setting("data", None, "field or column that has the text, or the messages", metavar="NAME",
         shown="the fields of a known format", objectives=SUPERVISED)
@@ -109,13 +122,13 @@ class TrainConfig:
     optimizer_in_backward: bool | None = setting("training", None, "update each parameter as soon as its gradient is "
         "complete, which frees the gradient; clips by the running norm of the steps before",
         shown="off, or on to fit into memory", objectives=("sft",))
-    offload: tuple[Literal["none", "optimizer", "activations"], ...] | None = setting("training", None, "what is kept "
+    offload: OptionalValues[Offloaded] = setting("training", None, "what is kept "
         "in pinned host memory: optimizer, its states; activations, the inputs of checkpointed blocks",
         shown="none, or optimizer to fit into memory", may_be_empty=True)
     learning_rate: float | None = setting("training", None, "peak learning rate", ABOVE_ZERO,
         shown="2e-5; LoRA: 2e-4; new weights: 4.5e-3 at width 128, with images 1e-3, 1/width; of preferences and "
         "rewards a quarter to a half of these")
-    train_parts: tuple[Literal["vision", "projector", "text"], ...] | None = setting("training", None, "parts of a "
+    train_parts: OptionalValues[TrainedPart] = setting("training", None, "parts of a "
         "model with images that are trained; the others are frozen", shown="all; with LoRA its updates alone",
         objectives=WITH_IMAGES)
     vision_learning_rate: float | None = setting("training", None, "peak learning rate of the vision tower", ABOVE_ZERO,
@@ -155,7 +168,7 @@ class TrainConfig:
         "longer than --max-length", objectives=ON_GROUPS)
     share_prompts: bool = setting("preferences", True, "the completions of a prompt share one copy of it",
         objectives=(*ON_PAIRS, *RL))
-    loss: tuple[str, ...] | None = setting("preferences", None, "the loss of a pair, or several that are added, such "
+    loss: OptionalValues[str] = setting("preferences", None, "the loss of a pair, or several that are added, such "
         "as sigmoid sft=0.2; grpo: grpo, dapo, bnpo, dr_grpo, luspo, cispo, sapo, vespo, gmpo or rloo", metavar="NAME",
         shown="sigmoid; kto: kto; grpo: dapo", objectives=("dpo", "cpo", "kto", *RL))
     beta: float | None = setting("preferences", None, "how closely the policy keeps to the reference; of losses "
@@ -194,7 +207,7 @@ class TrainConfig:
     teacher: str | None = setting("distillation", None, "the model to learn from: a Hub id or a folder; or top-k: "
         "teacher_ids and teacher_logprobs of the data", metavar="NAME", objectives=DISTILL_ALONE, names="model",
         built_in=("top-k",))
-    teacher_states: Path | None = setting("distillation", None, "store the teacher's hidden states here once, and "
+    teacher_states: OptionalPath = setting("distillation", None, "store the teacher's hidden states here once, and "
         "train from them, without the teacher in memory", metavar="FOLDER", objectives=DISTILL_ALONE, names="folder")
     divergence: str = setting("distillation", "forward_kl", "from the teacher: forward_kl, reverse_kl, jsd:B, tvd or "
         "cosine", metavar="KIND", objectives=DISTILL_ALONE)
@@ -210,9 +223,9 @@ class TrainConfig:
     generations: int = setting("reinforcement", 8, "completions that are sampled of each prompt", LENGTH, objectives=RL)
     max_completion_length: int | None = setting("reinforcement", None, "most tokens of a completion that is sampled",
         POSITIVE, shown="512; tiny: 64", objectives=(*RL, *DISTILL_ALONE))
-    stop: tuple[str, ...] = setting("reinforcement", (), "texts that end a completion, beside the model's stop tokens",
+    stop: Values[str] = setting("reinforcement", (), "texts that end a completion, beside the model's stop tokens",
         metavar="TEXT", objectives=RL)
-    reward: tuple[str, ...] | None = setting("reinforcement", None, "reward functions, each with a weight or without: "
+    reward: OptionalValues[str] = setting("reinforcement", None, "reward functions, each with a weight or without: "
         "FILE.py:FUNCTION=1.0, model:FOLDER of a reward model, or the built-in exact, number, format:REGEX, "
         "length[:TOKENS]", metavar="NAME",
         objectives=RL, names="reward")
@@ -265,9 +278,9 @@ class TrainConfig:
     lora_alpha: float | None = setting("LoRA", None, "the updates are scaled by alpha / rank", ABOVE_ZERO,
         shown="2 x rank")
     lora_dropout: float = setting("LoRA", 0.0, "dropout on the input of the updates", BELOW_ONE)
-    lora_targets: tuple[str, ...] = setting("LoRA", ("all-linear",), "projections, as q_proj v_proj or q_proj,v_proj; "
+    lora_targets: Values[str] = setting("LoRA", ("all-linear",), "projections, as q_proj v_proj or q_proj,v_proj; "
         "experts for routed experts", metavar="NAME")
-    modules_to_save: tuple[str, ...] = setting("LoRA", (), "train these as a whole beside the updates: embed_tokens, "
+    modules_to_save: Values[str] = setting("LoRA", (), "train these as a whole beside the updates: embed_tokens, "
         "lm_head, norm", metavar="NAME")
     adapter: str | None = setting("LoRA", None, "continue this adapter in PEFT's format, with its rank, alpha, targets "
         "and base model", metavar="FOLDER", names="model")
@@ -276,9 +289,9 @@ class TrainConfig:
     lora_export: Literal["merged", "adapter"] | None = setting("LoRA", None, "a whole model, or an adapter in PEFT's "
         "format", shown="merged; with --adapter: adapter")
 
-    output: Path | None = setting("run", None, "a new folder", metavar="FOLDER",
+    output: OptionalPath = setting("run", None, "a new folder", metavar="FOLDER",
         shown="runs/MODEL, numbered if it exists", names="folder")
-    resume: Path | None = setting("run", None, "continue the run in this folder, with the settings of its train.toml",
+    resume: OptionalPath = setting("run", None, "continue the run in this folder, with the settings of its train.toml",
         metavar="FOLDER", names="folder")
     allow_changes: bool = setting("run", False, "resume although settings that change the result differ")
     checkpoint_every: int | None = setting("run", None, "steps between checkpoints, with one at the end; 0: only when "
@@ -302,7 +315,9 @@ class TrainConfig:
 
     eval_every: int | None = setting("monitoring", None, "steps between validations", POSITIVE,
         shown="a tenth of the steps; tiny: 400")
-    log_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = setting("monitoring", (), "loggers beside "
+    log_every: int = setting("monitoring", 1, "steps between lines where there is no progress bar, with one at the "
+        "end; 0: no lines, no bar", COUNT)
+    log_to: Values[LoggerName] = setting("monitoring", (), "loggers beside "
         "metrics.jsonl; without it nothing is sent anywhere")
     profile: int | None = setting("monitoring", None, "trace three steps from this one on", POSITIVE, metavar="STEP")
     # fmt: on
@@ -312,6 +327,8 @@ class TrainConfig:
             self._set(name, checked_value(field, *type_of(name), getattr(self, name)))
         family, colon, size = (self.model or "").partition(":")
         if colon and family in list_architectures():
+            if self.size not in (DEFAULT_SIZE, size):
+                raise InputError(f"size is {self.size!r}, but model is {self.model!r}; leave one size out")
             self._set("model", family)
             self._set("size", size)
         for name in ("lora_targets", "modules_to_save"):
@@ -358,7 +375,6 @@ class TrainConfig:
         return self.with_lora and (self.lora_export or ("adapter" if self.adapter else "merged")) == "adapter"
 
 
-@dataclass(frozen=True, kw_only=True)
 class RunConfig(TrainConfig):
     """The settings of a run, with those chosen that were not given (planning/defaults.py).
 
@@ -376,7 +392,7 @@ class RunConfig(TrainConfig):
     eval_every: int
     optimizer: Literal["adamw", "adamw8bit", "muon"]
     optimizer_in_backward: bool
-    offload: tuple[Literal["none", "optimizer", "activations"], ...]  # empty for none
+    offload: tuple[Offloaded, ...]  # empty for none
 
     @property
     def loses_updates(self) -> bool:
@@ -393,6 +409,8 @@ class RunConfig(TrainConfig):
 def type_of(name: str) -> tuple[Any, bool]:
     """The type of one value of a field, without None, and whether the field holds several of them."""
     kind = TYPES[name]
+    if typing.get_origin(kind) is Given:
+        kind = typing.get_args(kind)[0]
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
         kind = next(option for option in typing.get_args(kind) if option is not types.NoneType)
     if typing.get_origin(kind) is tuple:

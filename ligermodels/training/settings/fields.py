@@ -2,7 +2,8 @@
 
 import dataclasses
 from collections.abc import Collection, Sequence
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from ligermodels.training.settings.values import Constraint
 
@@ -21,6 +22,25 @@ UNIT_SETTINGS = {  # the setting that says how many units a step takes
     **dict.fromkeys(ON_EXAMPLES, "examples"), **dict.fromkeys(RL, "prompts"),
 }  # fmt: skip
 
+T = TypeVar("T")
+KeptType = TypeVar("KeptType", covariant=True)
+AcceptedType = TypeVar("AcceptedType", contravariant=True)
+
+
+class Given(Generic[KeptType, AcceptedType]):
+    """The type of a field that takes more types than it keeps: `TrainConfig(output="runs/x").output` is a Path. To type
+    checkers a descriptor, whose methods say both; none exists at run time."""
+
+    if TYPE_CHECKING:
+
+        def __get__(self, instance: object, owner: object) -> KeptType: ...
+
+        def __set__(self, instance: object, value: AcceptedType) -> None: ...
+
+
+OptionalPath = Given[Path | None, str | Path | None]
+Values = Given[tuple[T, ...], T | Sequence[T]]
+OptionalValues = Given[tuple[T, ...] | None, T | Sequence[T] | None]
 Named = Literal["data", "model", "reference", "reward", "template", "folder", "repository"]
 
 

@@ -6,16 +6,15 @@ training unchanged.
 
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ligermodels.aliases import TRAIN_ALIASES, alias_hint
-from ligermodels.errors import InputError, suggest_closest
+from ligermodels.errors import InputError
 from ligermodels.hub.names import SETTINGS_FILE
 from ligermodels.training.settings.config import FIELDS, TrainConfig, type_of
 from ligermodels.training.settings.settings_file import read_settings
-from ligermodels.training.settings.values import parsed_item
+from ligermodels.training.settings.values import hint_of_key, parsed_item, text_of_value
 
 # These tell a process what to do and do not describe the run; a run's folder is the one that holds its train.toml.
 NOT_SETTINGS = ("output", "resume", "allow_changes")
@@ -23,7 +22,7 @@ NOT_SETTINGS = ("output", "resume", "allow_changes")
 WITHOUT_EFFECT_ON_RESULT = (
     *("allow_bad_lines", "micro_batch_size", "activation_checkpointing", "compile", "lora_export", "checkpoint_every"),
     *("checkpoint_minutes", "keep_checkpoints", "best_checkpoint", "early_stopping", "no_export", "push_to_hub"),
-    *("on_nan", "dp_replicate", "context_parallel", "expert_parallel", "eval_every", "log_to", "profile"),
+    *("on_nan", "dp_replicate", "context_parallel", "expert_parallel", "eval_every", "log_every", "log_to", "profile"),
     *("deterministic", "offload"),
 )
 # A run may be lengthened. Its number of steps is known, and compared, once the data are open: run/resuming.py.
@@ -36,9 +35,9 @@ def config_from_file(file: Path, **changes: Any) -> TrainConfig:
     Raises InputError that names the file and the key.
     """
     values = read_values(file)
-    for name, other in (("epochs", "steps"), ("steps", "epochs")):
+    for name, other in (("epochs", "steps"), ("steps", "epochs"), ("model", "size")):
         if changes.get(name) is not None:
-            values.pop(other, None)  # both set the length of the run
+            values.pop(other, None)  # epochs and steps both set the length; the name of a model brings its size
     return TrainConfig(**(values | changes))
 
 
@@ -63,23 +62,6 @@ def read_values(file: Path) -> dict[str, Any]:
         if key not in known:
             raise InputError(f"{file}: {key}: no such flag{hint_of_key(key, value, known)}")
     return {key: parsed_value(key, value, f"{file}: {key}") for key, value in content.items() if value is not None}
-
-
-def hint_of_key(key: str, value: Any, known: Collection[str]) -> str:
-    """The end of a message about a key that is no setting."""
-    values = value if isinstance(value, list) else [value]
-    texts = [text_of_value(item) for item in values if isinstance(item, str | bool | int | float)]
-    hint = alias_hint(key, texts, TRAIN_ALIASES, known, key_with_value)
-    return hint or f"{suggest_closest(key, known)}; `ligermodels train --help` lists them"
-
-
-def key_with_value(key: str, value: str | None) -> str:
-    return key if value is None else f"{key}, with the value {value}"
-
-
-def text_of_value(value: str | bool | int | float) -> str:
-    """The text that the command line would have for a value of a file."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def parsed_value(name: str, value: Any, place: str) -> Any:

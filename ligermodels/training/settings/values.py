@@ -3,10 +3,11 @@
 import dataclasses
 import math
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from ligermodels.aliases import TRAIN_ALIASES, alias_hint
 from ligermodels.errors import InputError, suggest_closest
 from ligermodels.units import is_whole_number
 
@@ -90,6 +91,23 @@ def parsed_item(field: dataclasses.Field, kind: Any, text: str) -> Any:
     if value is None or (rule is not None and not rule.holds(value)):
         raise ValueError(f"is {text!r}; must be {words_of(kind, rule)}")
     return value
+
+
+def hint_of_key(key: str, value: Any, known: Collection[str]) -> str:
+    """The end of a message about a key of a file, or an argument of TrainConfig, that is no setting."""
+    values = value if isinstance(value, list | tuple) else [value]
+    texts = [text_of_value(item) for item in values if isinstance(item, str | bool | int | float)]
+    hint = alias_hint(key, texts, TRAIN_ALIASES, known, key_with_value)
+    return hint or f"{suggest_closest(key, known)}; `ligermodels train --help` lists them"
+
+
+def key_with_value(key: str, value: str | None) -> str:
+    return key if value is None else f"{key}, with the value {value}"
+
+
+def text_of_value(value: str | bool | int | float) -> str:
+    """The text that the command line would have for a value of a file."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def not_a_choice(value: Any, choices: Sequence[str]) -> str:

@@ -1,7 +1,7 @@
 """TensorBoard, Weights & Biases in offline mode, and a stand-in for Trackio: nothing leaves the machine."""
 
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -132,4 +132,64 @@ def test_a_resumed_run_continues_the_trackio_run_of_its_name(tmp_path, trackio, 
     monkeypatch.setenv("TRACKIO_PROJECT", "registry-x")
     with pytest.raises(InputError, match=r"^--log-to trackio: Project name 'registry-x' is not allowed$"):
         open_loggers(["trackio", "tensorboard"], tmp_path, {})
+    assert not any(tmp_path.iterdir())
+
+
+class MlflowStore:
+    """What `mlflow.MlflowClient()` returns, as far as it is used: its package is large."""
+
+    def __init__(self):
+        self.calls = []
+
+    def get_experiment_by_name(self, name):
+        return None if name == "new" else SimpleNamespace(experiment_id=f"id of {name}")
+
+    def create_run(self, experiment, run_name):
+        return SimpleNamespace(info=SimpleNamespace(run_id=f"{run_name} in {experiment}"))
+
+    def create_experiment(self, name):
+        return f"created {name}"
+
+    def __getattr__(self, name):
+        return lambda *given, **options: self.calls.append((name, *given, *options.values()))
+
+
+@pytest.fixture
+def mlflow(monkeypatch):
+    package, errors = ModuleType("mlflow"), ModuleType("mlflow.exceptions")
+    package.__file__, package.MlflowClient = "mlflow/__init__.py", MlflowStore
+    errors.MlflowException = type("MlflowException", (Exception,), {})
+    monkeypatch.setitem(sys.modules, "mlflow", package)
+    monkeypatch.setitem(sys.modules, "mlflow.exceptions", errors)
+    monkeypatch.delenv("MLFLOW_EXPERIMENT_NAME", raising=False)
+    return package
+
+
+def test_mlflow_gets_the_settings_and_the_metrics_by_step_and_goes_on_with_a_resumed_run(tmp_path, mlflow, monkeypatch):
+    (logger,) = open_loggers(["mlflow"], tmp_path, {"steps": 3, "data": ["a"]})
+    run = f"{tmp_path.name} in id of ligermodels"
+    logger.write({"step": 1, "loss": 2.5, "grad_norm": None})
+    logger.write({"step": 1, "validation_loss": 1.5, "sample": "Once"})
+    logger.close()
+    assert logger.client.calls == [
+        ("log_param", run, "steps", "3"), ("log_param", run, "data", "['a']"), ("log_metric", run, "loss", 2.5, 1),
+        ("log_metric", run, "validation_loss", 1.5, 1), ("log_text", run, "Once", "sample/1.txt"),
+        ("set_terminated", run),
+    ]  # fmt: skip
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "new")
+    (resumed,) = open_loggers(["mlflow"], tmp_path, {"steps": 3}, done=2)
+    assert resumed.client.calls == [("update_run", run, "RUNNING")]
+    (again,) = open_loggers(["mlflow"], tmp_path, {})
+    assert again.run_id == f"{tmp_path.name} in created new"
+
+
+def test_an_error_of_mlflow_is_one_line_that_says_where_its_place_is_set(tmp_path, mlflow):
+    def fail():
+        raise sys.modules["mlflow.exceptions"].MlflowException("no such place\nmore")
+
+    mlflow.MlflowClient = fail
+    with pytest.raises(
+        InputError, match=r"^--log-to mlflow: no such place; MLFLOW_TRACKING_URI says where it is kept$"
+    ):
+        open_loggers(["mlflow"], tmp_path, {})
     assert not any(tmp_path.iterdir())

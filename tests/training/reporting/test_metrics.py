@@ -11,7 +11,7 @@ import torch
 
 from ligermodels.errors import InputError
 from ligermodels.training.reporting import metrics as module
-from ligermodels.training.reporting.metrics import METRICS_FILE, Metrics, Validation, read_metrics
+from ligermodels.training.reporting.metrics import METRICS_FILE, Metrics, Validation, read_metrics, significant
 
 CPU = torch.device("cpu")
 
@@ -106,7 +106,7 @@ def test_throughput_mfu_and_eta_leave_out_the_steps_that_compile(tmp_path, clock
                 clock.now += 5.0
                 metrics.say("a trace was written")
         assert metrics.tokens_per_second == 50.0
-        assert metrics.summary() == "50 tokens/s, MFU 35.0%"
+        assert metrics.summary() == "5 steps, 500 tokens in 1:38, 50 tokens/s, MFU 35.0%"
         assert metrics.seconds == 98.0
     speeds = [(r.get("tokens_per_second"), r.get("mfu")) for r in records(tmp_path) if "loss" in r]
     assert speeds == [(None, None), (None, None), (50, 0.35), (50, 0.35), (25, 0.175)]
@@ -121,7 +121,7 @@ def test_on_a_gpu_the_peak_memory_is_shown(tmp_path, clock, capsys, monkeypatch)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 13 * 2**28)
     with Metrics(tmp_path, steps=1, device=torch.device("cuda")) as metrics:
         metrics.step(1, 1.0, 1.0, 0.1, tokens=100)
-        assert metrics.summary() == "too few steps to measure tokens/s, 3.2 GiB"
+        assert metrics.summary() == "1 step, 100 tokens in 0:00, 3.2 GiB"
     assert records(tmp_path)[0]["peak_memory_gib"] == 3.25
     assert capsys.readouterr().out == "step 1/1, loss 1.000, grad norm 1.00, lr 1.0e-01, 3.2 GiB\n"
 
@@ -131,7 +131,7 @@ def test_a_low_throughput_is_not_rounded_to_zero(tmp_path, clock):
         for step in (1, 2, 3):
             clock.now += 250
             metrics.step(step, 1.0, 1.0, 0.1, tokens=100)
-        assert metrics.summary() == "0.40 tokens/s"
+        assert metrics.summary() == "3 steps, 300 tokens in 12:30, 0.40 tokens/s"
     assert records(tmp_path)[-1]["tokens_per_second"] == 0.4
 
 
@@ -323,12 +323,29 @@ def test_loggers_get_every_record_and_are_closed_when_the_run_fails(tmp_path):
     assert recorder.seen == [*records(tmp_path), "closed"]
 
 
-@pytest.mark.parametrize("steps, printed", [(0, ""), (2, "too few steps to measure tokens/s\n"), (3, "100 tokens/s\n")])
-def test_finish_prints_a_summary_if_there_were_steps(steps, printed, tmp_path, clock, capsys):
+@pytest.mark.parametrize("steps, speed", [(2, ""), (3, ", 100 tokens/s")])
+def test_the_summary_has_the_steps_of_this_process_their_tokens_and_time(steps, speed, tmp_path, clock):
     with run(tmp_path, 3 + steps, done=3) as metrics:
         for step in range(4, 4 + steps):
             clock.now += 1
             metrics.step(step, 1.0, 1.0, 0.1, tokens=100)
-        capsys.readouterr()
-        metrics.finish()
-    assert capsys.readouterr().out == printed
+        assert metrics.summary() == f"{steps} steps, {steps}00 tokens in 0:0{steps}{speed}"
+
+
+@pytest.mark.parametrize(("every", "shown"), [(1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (0, [])])
+def test_a_line_is_printed_every_few_steps_and_at_the_end(every, shown, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: every == 0)
+    with run(tmp_path, 5, log_every=every) as metrics:
+        for step in range(1, 6):
+            metrics.step(step, 1.0, 0.000012345, 0.1, tokens=100)
+    out, err = capsys.readouterr()
+    assert [int(line.split("/")[0].removeprefix("step ")) for line in out.splitlines()] == shown
+    assert err == "" and all("grad norm 1.23e-05, " in line for line in out.splitlines())
+    assert len(records(tmp_path)) == 5
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(0.0, "0.00"), (0.0123456, "0.0123"), (2.1, "2.10"), (99.96, "100"), (1234.0, "1.23e+03")]
+)
+def test_a_norm_has_three_significant_digits(value, shown):
+    assert significant(value) == shown

@@ -9,7 +9,7 @@ from tests.training.planning.configs import run_config
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 GENERATE = '  ligermodels generate run/model --prompt "Once upon a time"'
 TORCHRUN = "  torchrun --nproc-per-node 2 '../my train.py' --config run/train.toml"
-TO_TRAIN = "To train the same on two devices:"
+TO_TRAIN = "To train the same on two GPUs:"
 
 
 @pytest.fixture(autouse=True)
@@ -28,31 +28,33 @@ def advised(here, *argv, saved="model", world=None, chats=False):
     return advice(args, world or World(CPU), folder, chats=chats)
 
 
-def test_no_generate_command_is_printed_without_a_tokenizer(here):
-    assert advised(here) == [f"Saved run/model. {TO_TRAIN}", TORCHRUN]
-    assert advised(here, world=World(CPU, 0, 2)) == ["Saved run/model"]
+def test_no_generate_command_is_printed_without_a_tokenizer(here, monkeypatch):
+    monkeypatch.setattr(module.torch.cuda, "device_count", lambda: 2)
+    assert advised(here, world=World(GPU)) == [f"Saved run/model. {TO_TRAIN}", TORCHRUN]
+    assert advised(here) == advised(here, world=World(GPU, 0, 2)) == ["Saved run/model"]
     (here / "run/model/vocab.json").touch()
-    both = "Saved run/model. To generate with it, and to train the same on two devices:"
-    assert advised(here) == [both, GENERATE, TORCHRUN]
+    both = "Saved run/model. To generate with it, and to train the same on two GPUs:"
+    assert advised(here, world=World(GPU)) == [both, GENERATE, TORCHRUN]
 
 
 @pytest.mark.parametrize(
     "argv, world, devices, can",
     [
-        (["--batch-size", "3"], World(CPU), 0, False),
-        (["--batch-size", "4", "--micro-batch-size", "4"], World(CPU), 0, False),
-        (["--batch-size", "4", "--micro-batch-size", "2"], World(CPU), 0, True),
-        ([], World(CPU, 0, 2), 0, False),
+        (["--batch-size", "3"], World(GPU), 2, False),
+        (["--batch-size", "4", "--micro-batch-size", "4"], World(GPU), 2, False),
+        (["--batch-size", "4", "--micro-batch-size", "2"], World(GPU), 2, True),
+        ([], World(CPU), 0, False),
+        ([], World(GPU, 0, 2), 2, False),
         ([], World(GPU), 1, False),
         ([], World(GPU), 2, True),
     ],
 )
-def test_the_two_device_command_is_printed_only_if_two_devices_can_run_it(argv, world, devices, can, here, monkeypatch):
+def test_the_command_for_two_gpus_is_printed_only_where_two_can_run_it(argv, world, devices, can, here, monkeypatch):
     monkeypatch.setattr(module.torch.cuda, "device_count", lambda: devices)
     (here / "run/model/tokenizer.json").touch()
     lines = advised(here, *argv, world=world)
     assert lines[0].startswith("Saved run/model. To generate with it") and lines[1] == GENERATE
-    assert (TORCHRUN in lines) == ("two devices" in lines[0]) == can
+    assert (TORCHRUN in lines) == ("two GPUs" in lines[0]) == can
 
 
 def test_an_adapter_stands_for_its_base_model_and_a_chat_needs_no_prompt(here):
