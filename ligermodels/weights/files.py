@@ -182,15 +182,15 @@ def parse_entry(file: Path, name: str, entry: Any) -> StoredTensor:
     dtype, shape, offsets = (fields.get(field) for field in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or dtype not in SAFETENSORS_DTYPES:
         raise CheckpointError(
-            f"{file}: tensor {name} has dtype {shown(dtype)}; supported: {', '.join(SAFETENSORS_DTYPES)}"
+            f"{file}: tensor {name} has dtype {header_value(dtype)}; supported: {', '.join(SAFETENSORS_DTYPES)}"
         )
     if not is_list_of_sizes(shape) or len(shape) > MAX_DIMENSIONS:
         raise CheckpointError(
-            f"{file}: tensor {name} has shape {shown(shape)}, not a list of at most 64 sizes; {DOWNLOAD_AGAIN}"
+            f"{file}: tensor {name} has shape {header_value(shape)}, not a list of at most 64 sizes; {DOWNLOAD_AGAIN}"
         )
     if not is_list_of_sizes(offsets) or len(offsets) != 2:
         raise CheckpointError(
-            f"{file}: tensor {name} has data_offsets {shown(offsets)}, not a begin and an end; {DOWNLOAD_AGAIN}"
+            f"{file}: tensor {name} has data_offsets {header_value(offsets)}, not a begin and an end; {DOWNLOAD_AGAIN}"
         )
     stored = StoredTensor(file, SAFETENSORS_DTYPES[dtype], tuple(shape), offsets[0])
     if stored.begin + stored.nbytes != offsets[1]:
@@ -199,7 +199,7 @@ def parse_entry(file: Path, name: str, entry: Any) -> StoredTensor:
     return stored
 
 
-def shown(value: Any) -> str:
+def header_value(value: Any) -> str:
     """A value of a header as an error shows it."""
     return shorten(str(value), MAX_SHOWN_CHARACTERS)
 
