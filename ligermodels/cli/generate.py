@@ -11,7 +11,6 @@ from ligermodels.aliases import GENERATE_ALIASES, flag_of
 from ligermodels.cli.console import add_output_flags
 from ligermodels.cli.flags import Commands, add_command, number, positive, whole_number
 from ligermodels.cli.parsing import (
-    CACHE_TOKENS,
     IMAGE_COMMAND,
     add_adapter,
     add_device,
@@ -21,7 +20,7 @@ from ligermodels.cli.parsing import (
     given_prompt,
 )
 from ligermodels.errors import InputError
-from ligermodels.generation.sampling import RULES, Sampling, SamplingOptions
+from ligermodels.generation.sampling import CACHE_TOKENS, RULES, Sampling, SamplingOptions
 from ligermodels.hub.names import refuse_mistyped
 
 # The flag of each option of sampling, and what it does; a rule of generation/sampling.py says what it may be.

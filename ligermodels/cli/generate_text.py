@@ -14,7 +14,6 @@ from ligermodels.cli.console import TokenCount
 from ligermodels.cli.flags import UNUSABLE_INPUT
 from ligermodels.cli.generate_images import PromptInputs, PromptReader, message_content
 from ligermodels.cli.parsing import (
-    CACHE_TOKENS,
     IMAGE_COMMAND,
     chosen_device,
     lines_of_stdin,
@@ -26,7 +25,7 @@ from ligermodels.errors import InputError, print_to_stderr, printable
 from ligermodels.generation.capacity import tokens_that_fit
 from ligermodels.generation.decoding import engine_for
 from ligermodels.generation.engine import DEFAULT_ROWS, Engine
-from ligermodels.generation.sampling import Sampling
+from ligermodels.generation.sampling import CACHE_TOKENS, Sampling
 from ligermodels.hub.models import checkpoint_dtype
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.tokenizer import Tokenizer

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 DTYPE_CHOICES = ("float32", "bfloat16", "float16")
 IMAGE_COMMAND = "/image"  # begins a line that names an image of the next message
-CACHE_TOKENS = 16384  # on a CPU, or of a conversation with a model that was trained for less; 2 GiB for Llama-3-8B
 
 
 def print_line(line: str) -> None:

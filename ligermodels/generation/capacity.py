@@ -8,6 +8,7 @@ from ligermodels.errors import InputError
 from ligermodels.generation.cache import GenerativeModel, Kept, PerRow
 from ligermodels.generation.paged_cache import PAGE_SIZE, PagedCache, layer_groups
 from ligermodels.generation.requests import Request
+from ligermodels.generation.sampling import CACHE_TOKENS
 from ligermodels.units import counted, memory_size
 
 SHARE = 0.8  # of the free memory; the rest is for activations and logits
@@ -57,18 +58,41 @@ def free_memory(device: torch.device) -> int:
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
+def longest_request(model: GenerativeModel, max_rows: int) -> int:
+    """The most tokens of a request whose cache is made for it: on a GPU what its free memory holds, on a CPU what the
+    model was trained for, or CACHE_TOKENS."""
+    if model.device.type == "cuda":
+        return tokens_that_fit(model, max_rows)
+    return max(model.config.trained_length, CACHE_TOKENS)
+
+
+def check_length(prompt_length: int, max_new_tokens: int, longest: int) -> None:
+    """Raises InputError for a request of more tokens than `longest`; see `Request.length`."""
+    if prompt_length + max_new_tokens - 1 > longest:
+        raise InputError(
+            f"generate: a prompt of {request_size(prompt_length, max_new_tokens)} is longer than the {longest:,} that "
+            "the engine holds for one request; shorten it, lower max_new_tokens, or give the engine a larger "
+            "max_length (--cache-tokens of --chat and --file)"
+        )
+
+
+def check_samples(samples: int, max_rows: int) -> None:
+    """Raises InputError for more samples of a request than run at a time."""
+    if samples > max_rows:
+        raise InputError(f"generate: n is {samples}, but the engine runs {counted(max_rows, 'sample')} at a time")
+
+
+def request_size(prompt_length: int, max_new_tokens: int) -> str:
+    return f"{counted(prompt_length, 'token')} and {max_new_tokens:,} new ones"
+
+
 def check_room(cache: PagedCache, request: Request, max_rows: int) -> None:
     """Raises InputError for a request that the cache could not hold even if it were empty."""
     samples, prompt_length = request.options.n, len(request.ids)
-    if samples > max_rows:
-        raise InputError(f"generate: n is {samples}, but the engine runs {counted(max_rows, 'sample')} at a time")
-    size = f"{counted(prompt_length, 'token')} and {request.max_new_tokens:,} new ones"
+    check_samples(samples, max_rows)
     longest = min((group.longest for group in cache.groups if group.longest is not None), default=request.length)
-    if request.length > longest:
-        raise InputError(
-            f"generate: a prompt of {size} is longer than the {longest:,} that the engine holds for one request; lower "
-            "max_new_tokens, or give the engine a larger max_length (--cache-tokens)"
-        )
+    check_length(prompt_length, request.max_new_tokens, longest)
+    size = request_size(prompt_length, request.max_new_tokens)
     needed = cache.pages_needed(prompt_length, request.length, samples)
     for group, pages in zip(cache.groups, needed, strict=True):
         if pages > group.pages:

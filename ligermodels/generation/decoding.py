@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.generation.cache import GenerativeModel
-from ligermodels.generation.capacity import tokens_that_fit
+from ligermodels.generation.capacity import check_length, check_samples, longest_request
 from ligermodels.generation.engine import DEFAULT_ROWS, Drawn, Engine, check_prompt
 from ligermodels.generation.paged_cache import PAGE_SIZE, pages_for
 from ligermodels.generation.sampling import Sampling, SamplingOptions
@@ -58,7 +58,7 @@ def generate(
     Each call has a cache of its own; `Engine` keeps one, takes requests with different options, and returns
     log-probabilities. Warns when a row exceeds the length that the model was trained for.
     Raises InputError for an empty prompt, a token id outside the vocabulary, options out of range, texts without a
-    tokenizer, and a prompt whose cache does not fit into the GPU's free memory.
+    tokenizer, and a prompt that is longer than `longest_request` allows.
     """
     ids, decoder = encode_prompts(prompts, tokenizer)
     if max_new_tokens == 0 or not ids:
@@ -132,13 +132,16 @@ def engine_for(
     options, images = SamplingOptions(**sampling), [None] * len(prompts) if images is None else images
     if len(images) != len(prompts):
         raise InputError(f"generate: images has {len(images)} entries for {len(prompts)} prompts; None stands for none")
+    check_samples(options.n, DEFAULT_ROWS)
+    rows = min(DEFAULT_ROWS, options.n * len(prompts))
+    longest = longest_request(model, rows)
     for prompt in prompts:
         check_prompt(prompt, max_new_tokens, model.config.embedded_tokens)
+        check_length(len(prompt), max_new_tokens, longest)
     lengths = [len(prompt) + max_new_tokens - 1 for prompt in prompts]
-    rows = min(DEFAULT_ROWS, options.n * len(prompts))
     tokens = sum(options.n * pages_for(length) * PAGE_SIZE for length in lengths)
     if model.device.type == "cuda":
-        tokens = min(tokens, tokens_that_fit(model, rows))
+        tokens = min(tokens, longest)
     engine = Engine(model, tokenizer=tokenizer, max_tokens=tokens, max_length=max(lengths), max_rows=rows)
     for prompt, pixels in zip(prompts, images, strict=True):
         engine.submit(

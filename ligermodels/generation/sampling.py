@@ -35,6 +35,8 @@ RULES = {
     "n": OptionRule(Integral, between(1, 2**31 - 1), "a whole number of at least 1"),
     "seed": OptionRule(Integral, between(-(2**63), 2**63 - 1), "a whole number of 64 bits, or None"),
 }
+# Of a cache on a CPU, or for a model that was trained for less; 2 GiB for Llama-3-8B.
+CACHE_TOKENS = 16384
 NONE_ALLOWED = ("top_k", "top_p", "min_p", "seed")
 
 

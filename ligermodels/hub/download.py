@@ -211,15 +211,19 @@ def failure_reason(
         case _ if http_status(error) == 403:
             return f"the Hub refuses {token_source(token)}{hub_message(error)}; see {hub_page(name)}"
         case errors.LocalEntryNotFoundError():
-            return absent_folder(name) + not_cached(error, revision, missing) + suggestion(name, known)
+            return (
+                ("" if missing else absent_folder(name))
+                + not_cached(error, revision, missing)
+                + suggestion(name, known)
+            )
     failed = f"{missing or 'it'} could not be downloaded"
     return f"{failed} ({type(error).__name__}: {first_line(error)}); complete files are kept: try again"
 
 
 def absent_folder(name: str) -> str:
-    """The start of a message about a Hub id that may be meant as a folder: where it would be, there are folders."""
+    """The start of a message about a Hub id that may be meant as a folder."""
     owner = Path(name).parent
-    return f"is no folder in {owner}, and " if owner.is_dir() and "/" in name else ""
+    return f"is no folder in {owner}, and " if owner.is_dir() and "/" in name else "is no folder, and "
 
 
 def not_cached(error: Exception, revision: str | None, missing: str) -> str:

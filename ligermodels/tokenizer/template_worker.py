@@ -97,6 +97,11 @@ def strftime_now(form: str) -> str:
     return datetime.now().strftime(form)
 
 
+def lipsum(*_: Any, **__: Any) -> None:
+    """In place of Jinja's function, which imports a module, and so opens a file."""
+    raise SecurityError("calls the function lipsum, which is not allowed")
+
+
 def new_environment() -> ImmutableSandboxedEnvironment:
     """The Jinja environment of transformers, for which templates on the Hub are written."""
     extensions = [Generation, jinja2.ext.loopcontrols]
@@ -105,6 +110,7 @@ def new_environment() -> ImmutableSandboxedEnvironment:
     environment.globals |= {
         "raise_exception": raise_exception,
         "strftime_now": strftime_now,
+        "lipsum": lipsum,
         "namespace": PublicNamespace,
         "dict": lambda *args, **values: dict(*args, **values),  # a function, without the attributes of the type
     }

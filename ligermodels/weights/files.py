@@ -16,7 +16,7 @@ from typing import Any, TypeGuard
 
 import torch
 
-from ligermodels.errors import CheckpointError
+from ligermodels.errors import CheckpointError, shorten
 from ligermodels.weights.gguf.finding import gguf_files
 from ligermodels.weights.gguf.header import read_gguf_header
 from ligermodels.weights.gguf.tensors import open_gguf
@@ -38,6 +38,7 @@ HASH_BLOCK_BYTES = 4 * 2**20
 COMPARED_BYTES = 4096  # of each tensor, to tell models apart
 MAX_FILE_NAME_BYTES = 255  # the limit of file systems; pathlib raises an error for a longer name
 MAX_DIMENSIONS = 64  # torch's limit
+MAX_SHOWN_CHARACTERS = 100  # of a value in an error
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 SAFETENSORS_DTYPES = {
@@ -180,20 +181,27 @@ def parse_entry(file: Path, name: str, entry: Any) -> StoredTensor:
     fields = entry if isinstance(entry, dict) else {}
     dtype, shape, offsets = (fields.get(field) for field in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or dtype not in SAFETENSORS_DTYPES:
-        raise CheckpointError(f"{file}: tensor {name} has dtype {dtype}; supported: {', '.join(SAFETENSORS_DTYPES)}")
+        raise CheckpointError(
+            f"{file}: tensor {name} has dtype {header_value(dtype)}; supported: {', '.join(SAFETENSORS_DTYPES)}"
+        )
     if not is_list_of_sizes(shape) or len(shape) > MAX_DIMENSIONS:
         raise CheckpointError(
-            f"{file}: tensor {name} has shape {shape}, not a list of at most 64 sizes; {DOWNLOAD_AGAIN}"
+            f"{file}: tensor {name} has shape {header_value(shape)}, not a list of at most 64 sizes; {DOWNLOAD_AGAIN}"
         )
     if not is_list_of_sizes(offsets) or len(offsets) != 2:
         raise CheckpointError(
-            f"{file}: tensor {name} has data_offsets {offsets}, not a begin and an end; {DOWNLOAD_AGAIN}"
+            f"{file}: tensor {name} has data_offsets {header_value(offsets)}, not a begin and an end; {DOWNLOAD_AGAIN}"
         )
     stored = StoredTensor(file, SAFETENSORS_DTYPES[dtype], tuple(shape), offsets[0])
     if stored.begin + stored.nbytes != offsets[1]:
         given = f"data_offsets {offsets} give {offsets[1] - offsets[0]}"
         raise CheckpointError(f"{file}: tensor {name} needs {stored.nbytes} bytes, {given}; {DOWNLOAD_AGAIN}")
     return stored
+
+
+def header_value(value: Any) -> str:
+    """A value of a header as an error shows it."""
+    return shorten(str(value), MAX_SHOWN_CHARACTERS)
 
 
 def is_list_of_sizes(value: Any) -> TypeGuard[list[int]]:

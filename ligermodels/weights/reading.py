@@ -131,7 +131,7 @@ def parse_json(data: bytes, file: Path, *, may_be_huge: Container[str] = ()) -> 
         )
         unbounded = next((field for field in unbounded_numbers(value) if field not in may_be_huge), None)
     except RecursionError:
-        raise CheckpointError(f"{file}: field {deepest_field(data)} is nested too deeply; {DOWNLOAD_AGAIN}") from None
+        raise CheckpointError(f"{file}: {deepest_field(data)}is nested too deeply; {DOWNLOAD_AGAIN}") from None
     except ValueError as error:
         raise CheckpointError(f"{file}: not JSON: {error}; {DOWNLOAD_AGAIN}") from None
     if not isinstance(value, dict):
@@ -164,7 +164,8 @@ def unbounded_numbers(value: Any, depth: int = 0) -> Iterator[str]:
 
 
 def deepest_field(data: bytes) -> str:
-    """The top-level field whose brackets nest deeper than MAX_JSON_DEPTH: the last string before they open.
+    """The top-level field whose brackets nest deeper than MAX_JSON_DEPTH, as 'field "x" ': the last string before they
+    open; "" without one.
 
     Without escapes strings can be matched without backtracking, whose stack would take a hundred times the memory of
     the text.
@@ -178,7 +179,7 @@ def deepest_field(data: bytes) -> str:
             break
         if depth == 1 and plain.startswith(b'"', start):
             field = slice(*token.span())
-    return data[field].decode()
+    return f"field {data[field].decode()} " if field.stop else ""
 
 
 def has_more_values(data: bytes, limit: int) -> bool:

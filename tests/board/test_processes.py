@@ -103,6 +103,8 @@ def test_an_export_is_talked_to(board, stopped):
         model = next(model for model in board.get("/api/models") if model["kind"] == "model")
     body = {"model": model["id"], "slot": 1, "prompt": "Once", "max_new_tokens": 3, "temperature": 0.7, "seed": 1}
     assert chat(board, body)[-1] == {"end": True}
+    refused = chat(board, body | {"prompt": "x " * 200_000})[-1]["error"]
+    assert "is longer than the 16,384 that the engine holds for one request" in refused
 
 
 @pytest.mark.parametrize(

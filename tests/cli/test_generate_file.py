@@ -145,7 +145,7 @@ def test_an_interrupt_is_one_line_and_leaves_whole_lines(run, tmp_path, monkeypa
         ({"prompt": [{"role": "person", "content": "w5"}]}, "field prompt[0].role is 'person'"),
         ({"prompt": "w5", "completion": "w6"}, "has a field completion, which is one of the results; rename it"),
         ({"prompt": "w5", "score": float("inf")}, "has a number that is infinite or NaN, which JSON does not have"),
-        ({"prompt": "w5 " * 300}, "lower max_new_tokens, or give the engine a larger max_length (--cache-tokens)"),
+        ({"prompt": "w5 " * 300}, "shorten it, lower max_new_tokens, or give the engine a larger max_length"),
     ],
 )
 def test_a_line_that_cannot_be_used_is_one_line_on_stderr_and_others_go_on(run, line, reason):

@@ -164,6 +164,7 @@ def test_the_help_says_which_weights_are_quantised_without_a_flag(capsys):
         ),
         (["--sequence-length", "1"], ["--sequence-length: is '1'; must be a whole number above 1"]),
         (["--learning-rate", "0"], ["--learning-rate: is '0'; must be a number above 0"]),
+        (["--reward-timeout", "1e-9"], ["--reward-timeout: is '1e-9'; must be a number of at least 0.001"]),
         (["--learning-rate", "nan"], ["--learning-rate: is 'nan'"]),
         (["--learning-rate", "inf"], ["--learning-rate: is 'inf'; must be a number above 0"]),
         (["--max-grad-norm", "0"], ["--max-grad-norm: is '0'; must be a number above 0, or inf for none"]),

@@ -7,6 +7,9 @@ import torch
 
 import ligermodels
 from ligermodels.errors import InputError
+from ligermodels.generation import decoding
+from ligermodels.generation.capacity import longest_request
+from ligermodels.generation.sampling import CACHE_TOKENS
 from ligermodels.generation.texts import model_stop_tokens
 from tests.cases import LLAMA
 from tests.conftest import DEVICE
@@ -49,6 +52,35 @@ def test_a_number_of_new_tokens_below_zero_is_refused_and_without_prompts_there_
         ligermodels.generate(model(), [[5]], max_new_tokens=-5)
     assert ligermodels.generate(model(), [], max_new_tokens=4) == []
     assert list(ligermodels.stream(model(), [], 4)) == []
+
+
+@pytest.mark.parametrize(
+    ("function", "prompt", "new", "options", "message"),
+    [
+        (
+            ligermodels.generate,
+            [5] * 20_000,
+            3,
+            {},
+            "a prompt of 20,000 tokens and 3 new ones is longer than the 16,384",
+        ),
+        (ligermodels.stream, [5] * 20_000, 3, {}, "a prompt of 20,000 tokens and 3 new ones is longer than the 16,384"),
+        (ligermodels.generate, [5, 6], 10**12, {}, "2 tokens and 1,000,000,000,000 new ones is longer than the 16,384"),
+        (ligermodels.generate, [5], 3, {"n": 10**9, "temperature": 1.0}, "n is 1000000000, but the engine runs 256"),
+    ],
+)
+def test_a_prompt_that_is_too_long_is_refused_before_it_gets_a_cache(
+    function, prompt, new, options, message, monkeypatch
+):
+    monkeypatch.setattr(decoding, "Engine", None)
+    with pytest.raises(InputError, match=message):
+        function(ligermodels.create(LLAMA), [prompt], max_new_tokens=new, **options)
+
+
+def test_a_prompt_may_be_as_long_as_the_model_was_trained_for():
+    model = ligermodels.create(LLAMA | {"max_position_embeddings": 20_000})
+    assert longest_request(model, 1) == 20_000
+    assert longest_request(ligermodels.create(LLAMA), 1) == CACHE_TOKENS == 16_384
 
 
 def test_a_prompt_of_numbers_that_are_not_whole_is_refused():

@@ -357,7 +357,7 @@ def test_an_unknown_name_gets_a_suggestion_and_is_not_replaced(server, capsys, n
     for token, access in {None: "private, which needs HF_TOKEN", "a-token": "the token passed cannot see it"}.items():
         message = error_message(hub.resolve, name, token=token)
         ending = f"did you mean {meant}?" if meant else "check the spelling"
-        assert message == f"{name}: is not a repository of the Hub, or {access}; {ending}"
+        assert message == f"{name}: is no folder, and is not a repository of the Hub, or {access}; {ending}"
     assert main(["generate", name, "--prompt", "w5", "--device", "cpu"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
     assert all("meta-llama/Meta" not in request.path and "Qwen/Q" not in request.path for request in server.requests)
@@ -444,7 +444,7 @@ def test_without_the_hub_an_error_names_the_files_that_are_not_cached(repository
 def test_without_the_hub_and_with_an_empty_cache_an_error_names_the_revision(server, without_hub):
     why = without_hub()
     message = error_message(hub.resolve, "meta-llama/Llama-3-8B")
-    assert message.startswith(f"meta-llama/Llama-3-8B: {why}")
+    assert message.startswith(f"meta-llama/Llama-3-8B: is no folder, and {why}")
     assert f"the cache {constants.HF_HUB_CACHE} does not hold revision 'main'" in message
     assert "did you mean 'meta-llama/Meta-Llama-3-8B'?" in message
     assert "does not hold revision 'v2'" in error_message(hub.resolve, "meta-llama/Meta-Llama-3-8B", revision="v2")

@@ -42,6 +42,7 @@ from ligermodels.training.settings.values import (
     FINITE,
     FRACTION,
     FROM_0_TO_1,
+    FROM_A_MILLISECOND,
     IMAGE_TOKENS,
     LENGTH,
     NORM,
@@ -229,8 +230,8 @@ class TrainConfig:
         "FILE.py:FUNCTION=1.0, model:FOLDER of a reward model, or the built-in exact, number, format:REGEX, "
         "length[:TOKENS]", metavar="NAME",
         objectives=RL, names="reward")
-    reward_timeout: float = setting("reinforcement", 300.0, "seconds that a reward function may take", ABOVE_ZERO,
-        objectives=RL)
+    reward_timeout: float = setting("reinforcement", 300.0, "seconds that a reward function may take",
+        FROM_A_MILLISECOND, objectives=RL)
     reward_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = setting("reinforcement",
         "sum_then_normalize", "how several rewards become one advantage; normalize_then_sum is GDPO", objectives=RL)
     scale_rewards: Literal["group", "batch", "none"] | None = setting("reinforcement", None, "whose standard deviation "

@@ -24,6 +24,7 @@ COUNT = Constraint(lambda x: x >= 0, "a whole number, 0 or more")
 LENGTH = Constraint(lambda x: 2 <= x < 2**31, "a whole number above 1 and below 2^31")  # positions are int32
 SEED = Constraint(lambda x: 0 <= x < 2**62, "a whole number, 0 or more and below 2^62")  # torch's seeds have 64 bits
 ABOVE_ZERO = Constraint(lambda x: 0 < x < math.inf, "a number above 0")
+FROM_A_MILLISECOND = Constraint(lambda x: 0.001 <= x < math.inf, "a number of at least 0.001")
 NOT_NEGATIVE = Constraint(lambda x: 0 <= x < math.inf, "a number, 0 or more")
 NORM = Constraint(lambda x: x > 0, "a number above 0, or inf for none")
 FRACTION = Constraint(lambda x: 0 < x < 1, "a number between 0 and 1")
