@@ -185,7 +185,8 @@ def open_preferences(
     tokenizer, _ = reader.tokenizer
     return PreferenceData(
         " ".join(names), describe_sources(specs, notes_on(reader, excluded, used_twice)), training, validation,
-        reader.lengths, tokenizer, reader.new_tokenizer, questions(validation) if "sums" in (separate or names) else None,
+        reader.lengths, tokenizer, reader.new_tokenizer,
+        questions(validation) if "sums" in (separate or names) else None,
         decoder.processor if decoder else None, images if reader.new_tokenizer else None,
         sample_pictures(stores, decoder.processor) if decoder else (),
     )  # fmt: skip

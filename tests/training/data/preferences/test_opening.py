@@ -28,7 +28,8 @@ def small_embedded_data(monkeypatch):
 
 def opened(*data, kind="pairs", seed=0, **options):
     given = {"row_length": 300, "max_length": 200} | options
-    settings = {name: given.pop(name) for name in ("allow_bad_lines", "validation_data", "validation_fraction") if name in given}
+    names = ("allow_bad_lines", "validation_data", "validation_fraction")
+    settings = {name: given.pop(name) for name in names if name in given}
     config = TrainConfig(model="qwen2", data=data, seed=seed, **settings)
     return open_preferences(config, GroupOptions(kind=kind, **given), None, 1024)
 
