@@ -359,6 +359,51 @@ def test_info_of_a_preset_and_of_files(folder, capsys):
     assert main(["info", "qwen2"]) == 0 and "1,050,752" in capsys.readouterr().out  # the smallest
 
 
+def overlapping(folder):
+    file = folder / "model.safetensors"
+    header = {name: {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} for name in ("a", "b")}
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
+
+
+def without_a_tensor(folder):
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.norm.weight"]
+    save_file(tensors, file)
+
+
+def replaced(make):
+    def damage(folder):
+        (folder / "model.safetensors").unlink()
+        make(folder / "model.safetensors")
+
+    return damage
+
+
+DAMAGES = {
+    "empty": lambda folder: (folder / "model.safetensors").write_bytes(b""),
+    "not a header": lambda folder: (folder / "model.safetensors").write_bytes(bytes([5, *bytes(7)]) + b"hello"),
+    "a header of 2^63 bytes": lambda folder: (folder / "model.safetensors").write_bytes(bytes(7) + b"\x80" + b"{}"),
+    "overlapping tensors": overlapping,
+    "a missing tensor": without_a_tensor,
+    "a link to itself": replaced(lambda file: file.symlink_to(file)),
+    "a pipe": replaced(os.mkfifo),
+    "a missing shard": replaced(
+        lambda file: file.with_suffix(".safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
+    ),
+    "too many layers": lambda folder: set_config(folder, num_hidden_layers=500),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_info_refuses_weights_that_cannot_be_loaded_as_generate_does(folder, capsys, damage):
+    DAMAGES[damage](folder)
+    error = error_line(["info", str(folder)], capsys)
+    assert error == error_line(["generate", str(folder), "--prompt", "w5", "--device", "cpu"], capsys)
+    assert error.startswith(f"ligermodels: {folder}") and error.count("\n") == 1
+
+
 def test_export_writes_another_dtype_smaller_shards_and_a_merged_adapter(folder, adapted, tmp_path, capsys):
     model, adapter = adapted
     assert main(["export", str(folder), str(tmp_path / "same")]) == 0

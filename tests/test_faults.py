@@ -273,7 +273,7 @@ for end in ([[1]], {"a": 1}, [1, None], "2", 1.5, True, -1, [2, -1]):
     damage = lambda folder, end=end: (folder / GENERATION).write_text(json.dumps({"eos_token_id": end}))  # noqa: E731
     fault(f"16 eos_token_id {end} to generate with", damage, GENERATION, f"eos_token_id is {end!r}; must be a token id")
 for fields, *words in (
-    ({"model_type": "lama"}, "model_type", "'lama'", "did you mean 'llama'?", "qwen2"),
+    ({"model_type": "lama"}, "model_type", "'lama'", "did you mean 'llama'?", "`ligermodels list` shows all"),
     ({"model_type": None}, "model_type", "None"),
     ({"model_type": ["llama"]}, "model_type", "['llama']"),
     ({"model_type": "a\n" * 1_000_000}, "model_type", r"a\na\n"),

@@ -1,5 +1,6 @@
-"""Describes a model from its config.json and its file names alone: no weights are read or downloaded."""
+"""Describes a model from its config.json and the headers of its files: no weights are read or downloaded."""
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 
 from ligermodels.architectures import ARCHITECTURES
+from ligermodels.configs.base import Config
 from ligermodels.errors import HubError
 from ligermodels.hub import models
 from ligermodels.hub.download import indexed_files, weight_sizes
@@ -18,6 +20,7 @@ from ligermodels.weights.config_file import CONFIG_FILE, DTYPE_KEYS, read_config
 from ligermodels.weights.files import SINGLE_FILE, open_checkpoint
 from ligermodels.weights.gguf.finding import gguf_files
 from ligermodels.weights.gguf.folder import shown_file
+from ligermodels.weights.loading import plan_loading
 from ligermodels.weights.stored import Checkpoint
 
 PRESET_DTYPE = torch.float32  # the default dtype of `create`
@@ -33,6 +36,7 @@ class Description:
 
 
 def describe(name: str, *, dtype: torch.dtype | None = None, revision: str | None = None) -> Description:
+<<<<<<< HEAD
     """Describes a family such as "qwen2" or "qwen2:0.5b", a folder, a GGUF file, or a Hub id (downloads its config.json
     and index, or the GGUF file that it names).
 
@@ -46,25 +50,59 @@ def describe(name: str, *, dtype: torch.dtype | None = None, revision: str | Non
     else:
         folder = models.fetch_config(name, revision)
         files = local_weight_sizes(folder) if shown_file(folder) else weight_sizes(name, folder, token=None)
+=======
+    """Describes a preset such as "qwen2:tiny", a folder, a GGUF file, or a Hub id (downloads its config.json and
+    index, or the GGUF file that it names). The headers of weights that are there must fit the model, as for `load`.
+
+    dtype: None for the checkpoint's dtype. Raises HubError, ConfigError or CheckpointError.
+    """
+    architecture, colon, size = name.partition(":")
+    if colon and architecture in ARCHITECTURES:
+        model = models.create(architecture, size=size, device="meta")
+        return Description(model, dtype or PRESET_DTYPE, {})
+    if name in ARCHITECTURES:
+        presets = ", ".join(f"{name}:{size}" for size in ARCHITECTURES[name].SIZES)
+        raise HubError(f"{name}: is an architecture; pass one of its presets: {presets or 'it has none'}")
+    local = local_folder(name, revision)
+    folder = local or models.fetch_all_but_weights(name, revision, None, files=(CONFIG_FILE, INDEX_FILE))
+    if local is None:
+        models.refuse_without_config(name, folder, None)
+>>>>>>> work-fixb
     raw = read_config(folder)
-    model = models.build_on_meta(*models.select_architecture(raw, folder / CONFIG_FILE))
-    return Description(model, dtype or weight_dtype(raw, folder), files)
+    selected = models.select_architecture(raw, folder / CONFIG_FILE)
+    is_whole = local is not None or shown_file(folder) is not None
+    checkpoint = open_checkpoint(folder) if is_whole and has_weights(folder) else None
+    model = build_for(checkpoint, *selected)
+    files = local_weight_sizes(folder) if is_whole else weight_sizes(name, folder, token=None)
+    return Description(model, dtype or weight_dtype(raw, folder, checkpoint), files)
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a folder has weights, valid or not, or an index of weights."""
+    return any(os.path.lexists(folder / name) for name in (SINGLE_FILE, INDEX_FILE)) or bool(gguf_files(folder))
+
+
+def build_for(checkpoint: Checkpoint | None, architecture: type[CausalLM], config: Config) -> CausalLM:
+    """Builds the model on the meta device. Raises CheckpointError, as `load` does, for weights that do not fit."""
+    if checkpoint is None:
+        return models.build_on_meta(architecture, config)
+    models.refuse_layers_without_tensors(config, checkpoint)
+    model = models.build_on_meta(architecture, config)
+    plan_loading(model, checkpoint)
+    return model
 
 
 def local_weight_sizes(folder: Path) -> dict[str, int | None]:
-    """The weight files of a folder and their bytes; None for a file that the index names and that is missing."""
+    """The weight files of a folder, which exist, and their bytes."""
     names = [SINGLE_FILE] if (folder / SINGLE_FILE).exists() else indexed_files(folder)
-    names = names or [file.name for file in gguf_files(folder)]
-    return {name: (folder / name).stat().st_size if (folder / name).exists() else None for name in names}
+    return {name: (folder / name).stat().st_size for name in names or [file.name for file in gguf_files(folder)]}
 
 
-def weight_dtype(raw: Mapping[str, Any], folder: Path) -> torch.dtype:
+def weight_dtype(raw: Mapping[str, Any], folder: Path, checkpoint: Checkpoint | None) -> torch.dtype:
     """The dtype in config.json, else that of the stored weights. Raises HubError if neither is known."""
-    if any(raw.get(key) for key in DTYPE_KEYS):
-        return models.checkpoint_dtype(dict(raw), Checkpoint(folder, {}))
-    if (folder / SINGLE_FILE).exists():
-        return models.checkpoint_dtype(dict(raw), open_checkpoint(folder))
-    raise HubError(f"{folder / CONFIG_FILE}: field dtype is missing; pass --dtype")
+    if checkpoint is None and not any(raw.get(key) for key in DTYPE_KEYS):
+        raise HubError(f"{folder / CONFIG_FILE}: field dtype is missing; pass --dtype")
+    return models.checkpoint_dtype(dict(raw), checkpoint or Checkpoint(folder, {}))
 
 
 def architecture_lines() -> Iterator[str]:

@@ -21,7 +21,11 @@ from ligermodels.configs.quantisation import scheme_of
 from ligermodels.errors import CheckpointError, HubError, InputError, suggest_closest
 from ligermodels.hub.download import MODEL_FILES, adapter_folder, fetch_files, fetch_weights, hub_errors
 from ligermodels.hub.gguf import gguf_names, hub_gguf
+<<<<<<< HEAD
 from ligermodels.hub.names import DEFAULT_SIZE, family_of, known_models, local_folder
+=======
+from ligermodels.hub.names import known_models, local_folder, nearest_model
+>>>>>>> work-fixb
 from ligermodels.images.inputs import Processor
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.initialization import NoInitialization
@@ -262,7 +266,8 @@ def read_preset(name: str, given: str | None) -> dict[str, Any]:
 
 def meant_family(wrong: str) -> str:
     """The end of a message about an unknown family: the closest one, if one is close; what lists all."""
-    return f"{suggest_closest(wrong, ARCHITECTURES)}; `ligermodels list` shows all"
+    meant = nearest_model(wrong, ARCHITECTURES)
+    return f"{f'; did you mean {meant!r}?' if meant else ''}; `ligermodels list` shows all"
 
 
 def meant_size(wrong: str, sizes: Iterable[str]) -> str:

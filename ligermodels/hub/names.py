@@ -8,11 +8,20 @@ from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
 
-from ligermodels.errors import CheckpointError, HubError
+from ligermodels.errors import MAX_WORD_CHARACTERS, CheckpointError, HubError
 
 SETTINGS_FILE, MODEL, ADAPTER = "train.toml", "model", "adapter"  # names in the folder of a run
 CONFIG_FILES = ("config.json", "adapter_config.json")
+<<<<<<< HEAD
 DEFAULT_SIZE = "tiny"  # of a family that is named without a size
+=======
+# Well-known values of model_type that are not supported: another family of a similar name is not what is meant.
+ABSENT_FAMILIES = {
+    "bart", "bert", "bloom", "codegen", "deepseek_v2", "distilbert", "falcon", "falcon_mamba", "gpt2", "gpt_bigcode",
+    "gpt_neo", "gpt_neox", "gptj", "jamba", "mamba", "mamba2", "mpt", "mt5", "olmo", "opt", "phi", "phimoe", "roberta",
+    "rwkv", "stablelm", "starcoder2", "t5", "whisper",
+}  # fmt: skip
+>>>>>>> work-fixb
 
 
 @functools.cache
@@ -75,14 +84,21 @@ def exported_by_run(folder: Path) -> Path:
 
 
 def refuse_mistyped(name: str) -> None:
-    """Raises HubError for a name that can be none on the Hub, because it has no owner, and resembles one that is known.
+    """Raises HubError for a name without an owner, as none on the Hub is, that resembles a known one or is an absent
+    family's.
 
     name: of an architecture, with a preset as qwen2:tiny or without, a folder, or a Hub id.
     """
     families = list_architectures()
     if "/" in name or family_of(name) in families or os.path.exists(os.path.expanduser(name)):
         return
+<<<<<<< HEAD
     if meant := suggestion(family_of(name), (*known_models(), *families)):
+=======
+    if family.lower() in ABSENT_FAMILIES:
+        raise HubError(f"{name}: is not among the families; `ligermodels list` shows them")
+    if meant := suggestion(family, (*known_models(), *architectures)):
+>>>>>>> work-fixb
         raise HubError(f"{name}: is neither an architecture, nor a folder, nor a Hub id, which has an owner{meant}")
 
 
@@ -95,10 +111,12 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 def nearest_model(name: str, candidates: Iterable[str]) -> str | None:
     """The candidate most similar to `name`, or None; the first one of several that are equal. Owner, case and
-    separators are ignored. A word alone, such as mamba, is a family's, and must be more similar than an id."""
+    separators are ignored. A word alone, such as lama, is a family's, and must be more similar than an id."""
+    if name.lower() in ABSENT_FAMILIES:
+        return None
     spelled = {normalized_name(candidate): candidate for candidate in reversed(list(candidates))}
     cutoff = 0.75 if name.isidentifier() else 0.65
-    alike = difflib.get_close_matches(normalized_name(name), spelled, n=1, cutoff=cutoff)
+    alike = difflib.get_close_matches(normalized_name(name)[:MAX_WORD_CHARACTERS], spelled, n=1, cutoff=cutoff)
     return spelled[alike[0]] if alike else None
 
 

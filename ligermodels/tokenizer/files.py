@@ -16,6 +16,7 @@ any text is encoded. Ordinary components make it no longer, apart from Unicode's
 import base64
 import functools
 import json
+import math
 import re
 import types
 from collections.abc import Callable, Container, Iterator, Mapping
@@ -339,6 +340,8 @@ def refuse_growth(tokenizer: tokenizers.Tokenizer) -> None:
             raise InputError(f"field {name} has {len(settings)} bytes, more than {MAX_COMPONENT_BYTES}")
         factor, added = growth_of(json.loads(settings) or {})
         if factor > MAX_FACTOR or added > MAX_ADDED:
+            if factor == math.inf:
+                raise InputError(f"field {name} replaces an empty pattern; its pattern must be a text to find")
             raise InputError(
                 f"field {name} may make a text {factor:g} times as long and {added:g} longer; at most {MAX_FACTOR} "
                 f"times and {MAX_ADDED} are supported"
@@ -374,7 +377,9 @@ def growth_of(component: Mapping[str, Any]) -> Growth:
         case {"type": "Sequence"}:
             parts = next(component[field] for field in PARTS_OF_SEQUENCE if field in component)
             return functools.reduce(Growth.then, map(growth_of, parts), Growth())
-        case {"type": "Replace", "pattern": {"String": str(pattern)}, "content": str(content)} if pattern:
+        case {"type": "Replace", "pattern": {"String": ""} | {"Regex": ""}}:  # the library panics
+            return Growth(math.inf)
+        case {"type": "Replace", "pattern": {"String": str(pattern)}, "content": str(content)}:
             return Growth(max(1.0, len(content) / len(pattern)))
         case {"type": "Replace", "content": str(content)}:  # a regular expression may match between any two characters
             return Growth(1.0 + len(content))

@@ -3,7 +3,16 @@ from pathlib import Path
 
 import pytest
 
-from ligermodels.hub.names import known_models, list_architectures, nearest_model, normalized_name
+from ligermodels.errors import HubError
+from ligermodels.hub.models import select_architecture
+from ligermodels.hub.names import (
+    ABSENT_FAMILIES,
+    known_models,
+    list_architectures,
+    nearest_model,
+    normalized_name,
+    refuse_mistyped,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,10 +47,26 @@ def test_a_mistyped_name_gets_the_most_similar_known_model(typed, meant):
         ("qwne2", "qwen2"),
         ("lama", "llama"),
         ("cohere", "cohere2"),
+        ("LLAMA", "llama"),
+        ("phi", None),
     ],
 )
 def test_a_word_alone_gets_a_family_that_is_spelled_almost_like_it(typed, meant):
     assert nearest_model(typed, list_architectures()) == meant
+
+
+@pytest.mark.parametrize("name", ["mamba", "BERT", "phi:tiny"])
+def test_a_well_known_family_that_is_absent_is_refused_without_a_hint(name):
+    with pytest.raises(HubError, match=f"^{name}: is not among the families; `ligermodels list` shows them$"):
+        refuse_mistyped(name)
+    assert not ABSENT_FAMILIES & set(list_architectures())
+
+
+@pytest.mark.parametrize(("kind", "hint"), [("mamba", ""), ("LLAMA", "; did you mean 'llama'?")])
+def test_a_model_type_is_hinted_at_whatever_its_case_but_not_in_place_of_an_absent_family(kind, hint):
+    message = f"config: model_type {kind!r} is not supported{hint}; `ligermodels list` shows all"
+    with pytest.raises(HubError, match=f"^{re.escape(message)}$"):
+        select_architecture({"model_type": kind}, "config")
 
 
 def test_every_id_is_valid_on_the_hub_and_no_two_are_equal_after_normalisation():

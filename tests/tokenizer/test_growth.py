@@ -84,6 +84,17 @@ def test_a_component_that_could_fill_the_memory_is_refused(tmp_path, name):
         Tokenizer.from_folder(tmp_path)
 
 
+@pytest.mark.parametrize("pattern", ["", Regex("")], ids=["text", "expression"])
+@pytest.mark.parametrize("whole", [lambda part: part, lambda part: Sequence([part])], ids=["alone", "in a sequence"])
+def test_a_replacement_of_an_empty_pattern_is_refused(tmp_path, pattern, whole):
+    tokenizer = tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    tokenizer.normalizer = whole(Replace(pattern, "hi"))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    reason = "field normalizer replaces an empty pattern; its pattern must be a text to find"
+    with pytest.raises(CheckpointError, match=f"^{tmp_path / 'tokenizer.json'}: {reason}$"):
+        Tokenizer.from_folder(tmp_path)
+
+
 LONG = "a" * 4000
 MANY_BYTES = {
     "one token": lambda: json.dumps([{"id": 1, "content": "a" * (MAX_ADDED_TOKEN_BYTES + 1)}]),

@@ -37,6 +37,7 @@ from ligermodels.training.data.formats.records import (
     Record,
     Text,
     record_batches,
+    refuse_undecoded,
     with_written_arguments,
 )
 from ligermodels.training.data.rows.image_documents import ImageChats, as_prefix, plan_images, prefix_document
@@ -259,16 +260,18 @@ def render(
     """Renders some of a conversation's messages, with its tools and variables.
 
     Most templates take the arguments of a tool call as an object. Those that concatenate them with text fail on that,
-    and get the JSON as it was written.
+    and get the text as it was written.
     """
     options |= {"tools": conversation.tools, **(conversation.template_kwargs or {})}
     try:
-        return tokenizer.render(messages, **options)
+        rendered = tokenizer.render(messages, **options)
     except InputError:
         written = with_written_arguments(messages)
         if written == list(messages):
             raise
         return tokenizer.render(written, **options)
+    refuse_undecoded(messages)
+    return rendered
 
 
 def render_turn_by_turn(

@@ -35,6 +35,7 @@ from ligermodels.units import counted
 DEFAULT_SEQUENCE_LENGTH = 2048
 SAMPLED_IMAGES = 64  # of a store, whose mean size stands for that of all
 MOST_DOCUMENTS = 0.99  # a sequence length that would hold so many as a whole is shown
+USED_TWICE = "for training and for validation, too few to hold one out"
 
 
 class DocumentLengths(NamedTuple):
@@ -128,7 +129,7 @@ def open_data(
         *reader.notes_on_splits(),
         (reader.skipped, "bad line", "skipped"),
         (excluded, "document", "excluded, also in the validation data"),
-        (used_twice, "document", "for training and for validation, too few to hold one out"),
+        (used_twice, "document", USED_TWICE),
         (unsupervised_pieces(kept, training), "piece", "of long documents without a supervised token left out"),
     ]
     return Data(

@@ -1,6 +1,7 @@
 """The tokens of texts, completions and conversations, and which of them are supervised."""
 
 import json
+import re
 import unicodedata
 
 import pytest
@@ -117,15 +118,36 @@ CONCATENATING = (
 )
 
 
-def test_a_template_that_concatenates_the_arguments_of_a_call_gets_them_as_they_were_written(tmp_path):
+def called_with(arguments):
+    call = CALL | {"function": {"name": "get_weather", "arguments": arguments}}
+    return [ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}, *CALLED[2:]]
+
+
+@pytest.mark.parametrize("arguments", ['{"city":"Paris"}', "[1]", "3", "null", "{bad", "Paris, please"])
+def test_a_template_that_concatenates_the_arguments_of_a_call_gets_them_as_they_were_written(tmp_path, arguments):
     tokenizer = tokenizer_of(tmp_path / "model", "qwen 2", source=CONCATENATING)
-    call = CALL | {"function": {"name": "get_weather", "arguments": '{"city":"Paris"}'}}
-    turns = [ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}, *CALLED[2:]]
+    turns = called_with(arguments)
     (tmp_path / "d.jsonl").write_text(json.dumps({"messages": turns}))
     (document,) = documents_of(tokenizer, *read(tmp_path / "d.jsonl"))
     assert document.ids == tokenizer.apply_chat_template(turns)
-    answers = ['get_weather{"city":"Paris"}<|im_end|>', "It's 21 degrees.<|im_end|>"]
+    answers = [f"get_weather{arguments}<|im_end|>", "It's 21 degrees.<|im_end|>"]
     assert supervised_texts(tokenizer, document) == answers
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        ("x=1", "is a string that is not JSON: Expecting value"),
+        ("[" + "[]," * 2**21 + "0]", "is a string of more than 2,000,000 JSON values"),
+    ],
+    ids=["not JSON", "too many values"],
+)
+def test_a_template_that_takes_objects_refuses_arguments_that_cannot_be_decoded(tmp_path, arguments, fault):
+    tokenizer = tokenizer_of(tmp_path / "model", "qwen 2.5")
+    (tmp_path / "d.jsonl").write_text(json.dumps({"messages": called_with(arguments)}))
+    place = re.escape(f"{tmp_path / 'd.jsonl'}:1: field messages[1].tool_calls[0].function.arguments {fault}")
+    with pytest.raises(InputError, match=f"^{place}"):
+        documents_of(tokenizer, *read(tmp_path / "d.jsonl"))
 
 
 def test_generation_blocks_of_a_template_define_what_is_supervised(tmp_path):

@@ -6,6 +6,7 @@ format, takes it out of the loss: it is context only. Errors name the field.
 """
 
 import difflib
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -233,16 +234,18 @@ def parse_content(value: Any, field: str) -> str:
     return "".join(require_string(part.get("text"), f"{field}[{index}].text") for index, part in enumerate(value))
 
 
-class Arguments(dict[str, Any]):
-    """The arguments of a tool call. written: the JSON string that they were given as."""
+class WrittenFunction(dict[str, Any]):
+    """The function of a tool call whose arguments were given as a string. written: that string. fault: why it could not
+    be decoded; its arguments are then empty."""
 
     written: str
+    fault: str | None = None
 
 
 def parse_tool_calls(value: Any, field: str) -> list[dict[str, Any]]:
     """Decodes arguments given as a JSON string, as in OpenAI's API, because most templates write the JSON themselves.
 
-    A blank string gives no arguments.
+    A blank string gives no arguments. One that is not JSON is left to `refuse_undecoded`: some templates only copy it.
     """
     if not isinstance(value, list) or not all(isinstance(call, Mapping) for call in value):
         raise InputError(f"field {field} is {json_type(value)}; must be a list of objects")
@@ -250,13 +253,26 @@ def parse_tool_calls(value: Any, field: str) -> list[dict[str, Any]]:
     for index, call in enumerate(calls):
         function = call.get("function")
         if isinstance(function, Mapping) and isinstance(function.get("arguments"), str):
-            written = function["arguments"].strip() or "{}"
-            arguments = parse_json_string(written, f"field {field}[{index}].function.arguments")
-            if isinstance(arguments, dict):
-                arguments = Arguments(arguments)
-                arguments.written = written
-            call["function"] = {**function, "arguments": arguments}
+            call["function"] = decode_arguments(function, f"field {field}[{index}].function.arguments")
     return calls
+
+
+def decode_arguments(function: Mapping[str, Any], field: str) -> WrittenFunction:
+    decoded = WrittenFunction(function)
+    decoded.written = function["arguments"].strip() or "{}"
+    try:
+        decoded["arguments"] = parse_json_string(decoded.written, field)
+    except InputError as error:
+        decoded["arguments"], decoded.fault = {}, str(error)
+    return decoded
+
+
+def refuse_undecoded(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raises InputError for arguments of a tool call that are a string which is not JSON."""
+    for call in itertools.chain.from_iterable(message.get("tool_calls") or () for message in messages):
+        function = call.get("function")
+        if isinstance(function, WrittenFunction) and function.fault:
+            raise InputError(function.fault)
 
 
 def with_written_arguments(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -271,9 +287,9 @@ def with_written_arguments(messages: Sequence[Mapping[str, Any]]) -> list[dict[s
 
 def with_written_call(call: Mapping[str, Any]) -> Mapping[str, Any]:
     function = call.get("function")
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), Arguments):
+    if not isinstance(function, WrittenFunction):
         return call
-    return {**call, "function": {**function, "arguments": function["arguments"].written}}
+    return {**call, "function": {**function, "arguments": function.written}}
 
 
 def parse_tools(value: Any) -> list[Any] | None:

@@ -12,6 +12,7 @@ Everything that can be wrong with the data raises InputError here, before weight
 
 import dataclasses
 import functools
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from ligermodels.training.data.formats.specs import (
     parse_sources,
 )
 from ligermodels.training.data.formats.streams import ReadingProgress
-from ligermodels.training.data.opening import sample_pictures
+from ligermodels.training.data.opening import USED_TWICE, sample_pictures
 from ligermodels.training.data.preferences.formats import GroupFormats
 from ligermodels.training.data.preferences.steps import GroupSelection, TrainingGroups, ValidationGroups
 from ligermodels.training.data.preferences.store import GroupOptions, GroupStore, open_groups, write_groups
@@ -111,13 +112,13 @@ def refuse_other_kind(record: GroupRecord, kind: str, title: str) -> None:
 def split_by_prompt(store: GroupStore, fraction: float) -> tuple[np.ndarray, np.ndarray]:
     """Returns the numbers of the groups for (training, validation), int64.
 
-    Validation has the prompts whose hashes are the smallest: `fraction` of the prompts, at least one. All groups of a
-    prompt are on the same side. The split depends on nothing else.
+    Validation has the prompts whose hashes are the smallest: `fraction` of the prompts, at least one, and nothing where
+    there is one alone. All groups of a prompt are on the same side. The split depends on nothing else.
     """
     hashes = store.prompt_hashes
     prompts = np.unique(hashes)
-    count = max(1, round(len(prompts) * fraction))
-    chosen = hashes <= prompts[count - 1]
+    count = min(max(1, round(len(prompts) * fraction)), len(prompts) - 1)  # something is left to train on
+    chosen = hashes < prompts[count]
     return np.flatnonzero(~chosen), np.flatnonzero(chosen)
 
 
@@ -169,18 +170,23 @@ def open_preferences(
     kept = [[without(part, hashes) for part in training] for training, _ in split]
     refuse_no_groups("--data", names, kept, reader)
     excluded = sum(count(training) for training, _ in split) - sum(map(count, kept))
+    used_twice = 0
+    if not count(held_out):
+        held_out = [*itertools.chain(*kept)]
+        used_twice = count(held_out)
 
     selections = number_completions([*kept, held_out])
     *trained, validated = selections
-    mixed = trained if weights else [[part for parts in trained for part in parts]]
+    mixed = trained if weights else [[*itertools.chain(*trained)]]
     stores = [part.store.tokens for selection in selections for part in selection]
     decoder = reader.image_decoder(stores, prepare_inputs)
     training = TrainingGroups(mixed, weights or [1.0], config.seed, options, decoder)
     validation = ValidationGroups(validated, options, decoder)
     tokenizer, _ = reader.tokenizer
     return PreferenceData(
-        " ".join(names), describe_sources(specs, notes_on(reader, excluded)), training, validation, reader.lengths,
-        tokenizer, reader.new_tokenizer, questions(validation) if "sums" in (separate or names) else None,
+        " ".join(names), describe_sources(specs, notes_on(reader, excluded, used_twice)), training, validation,
+        reader.lengths, tokenizer, reader.new_tokenizer,
+        questions(validation) if "sums" in (separate or names) else None,
         decoder.processor if decoder else None, images if reader.new_tokenizer else None,
         sample_pictures(stores, decoder.processor) if decoder else (),
     )  # fmt: skip
@@ -254,10 +260,10 @@ def questions(validation: ValidationGroups) -> list[Question]:
     return [(prompt.text, prompt.columns["answer"]) for prompt in asked if "answer" in prompt.columns]
 
 
-def notes_on(reader: GroupReader, excluded: int) -> list[tuple[int, str, str]]:
+def notes_on(reader: GroupReader, excluded: int, used_twice: int) -> list[tuple[int, str, str]]:
     """Returns what `describe_sources` says about records and groups.
 
-    excluded: groups with a prompt of the validation data.
+    excluded: groups with a prompt of the validation data. used_twice: groups of a single prompt.
     """
     lengths, options = reader.lengths, reader.options
     return [
@@ -267,6 +273,7 @@ def notes_on(reader: GroupReader, excluded: int) -> list[tuple[int, str, str]]:
         (lengths.cut_prompts, "prompt", f"cut to --max-prompt-length {options.max_prompt_length}"),
         (lengths.cut_completions, "group", f"cut to --max-length {options.max_length}"),
         (excluded, "group", "excluded, with a prompt of the validation data"),
+        (used_twice, "group", USED_TWICE),
     ]
 
 

@@ -28,7 +28,8 @@ def small_embedded_data(monkeypatch):
 
 def opened(*data, kind="pairs", seed=0, **options):
     given = {"row_length": 300, "max_length": 200} | options
-    settings = {name: given.pop(name) for name in ("allow_bad_lines", "validation_data") if name in given}
+    names = ("allow_bad_lines", "validation_data", "validation_fraction")
+    settings = {name: given.pop(name) for name in names if name in given}
     config = TrainConfig(model="qwen2", data=data, seed=seed, **settings)
     return open_preferences(config, GroupOptions(kind=kind, **given), None, 1024)
 
@@ -141,6 +142,20 @@ def test_files_are_split_by_prompt(tmp_path):
     assert sum(step.units for step in steps) == len(data.validation)
 
 
+@pytest.mark.parametrize(("kind", "copies", "units"), [("pairs", 1, 1), ("pairs", 20, 20), ("judged", 20, 40)])
+def test_groups_of_a_single_prompt_are_trained_on_and_validated_with(tmp_path, kind, copies, units):
+    data = opened(write(tmp_path / "a.jsonl", pairs(1) * copies), kind=kind)
+    assert (len(data.training), len(data.validation)) == (units, units)
+    groups = "1 group" if units == 1 else f"{units} groups"
+    assert f"({groups} for training and for validation, too few to hold one out)" in data.description
+    assert sum(step.units for step in data.validation.steps(4, CPU)) == units
+
+
+def test_a_fraction_of_all_prompts_leaves_one_to_train_on(tmp_path):
+    data = opened(write(tmp_path / "a.jsonl", pairs(4)), validation_fraction=0.9)
+    assert (len(data.training), len(data.validation)) == (1, 3)
+
+
 def test_a_fault_of_the_validation_data_names_their_flag():
     with pytest.raises(InputError, match=r"^--validation-data gone.jsonl: no file, folder or glob"):
         opened("preferences", validation_data=("gone.jsonl",))
@@ -164,7 +179,7 @@ def test_validation_data_take_their_prompts_out_of_training_and_counts_are_said(
     ("records", "options", "message"),
     [
         ([{"prompt": "a", "chosen": "b", "rejected": "b"}], {}, "a.jsonl:1: fields chosen and rejected are equal"),
-        (pairs(1), {}, "has no group outside the validation split; give more data"),
+        (pairs(1), {"max_length": 2}, "has no group outside the validation split"),
         (pairs(3), {"max_length": 4}, r"\(3 groups dropped as too long; raise --max-length, or use --too-long cut\)"),
         (pairs(3), {"kind": "prompts", "max_length": 2}, "dropped as too long"),
     ],
