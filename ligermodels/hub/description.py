@@ -17,7 +17,7 @@ from ligermodels.hub.names import family_of, local_folder
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.units import parameter_count
 from ligermodels.weights.config_file import CONFIG_FILE, DTYPE_KEYS, read_config
-from ligermodels.weights.files import SINGLE_FILE, open_checkpoint
+from ligermodels.weights.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
 from ligermodels.weights.gguf.finding import gguf_files
 from ligermodels.weights.gguf.folder import shown_file
 from ligermodels.weights.loading import plan_loading
@@ -36,38 +36,15 @@ class Description:
 
 
 def describe(name: str, *, dtype: torch.dtype | None = None, revision: str | None = None) -> Description:
-<<<<<<< HEAD
     """Describes a family such as "qwen2" or "qwen2:0.5b", a folder, a GGUF file, or a Hub id (downloads its config.json
-    and index, or the GGUF file that it names).
+    and index, or the GGUF file that it names). The headers of weights that are there must fit the model, as for `load`.
 
     dtype: None for the checkpoint's dtype. Raises HubError, ConfigError or CheckpointError.
     """
     if family_of(name) in ARCHITECTURES:
         return Description(models.create(name, device="meta"), dtype or PRESET_DTYPE, {})
-    folder = local_folder(name, revision)
-    if folder is not None:
-        files = local_weight_sizes(folder)
-    else:
-        folder = models.fetch_config(name, revision)
-        files = local_weight_sizes(folder) if shown_file(folder) else weight_sizes(name, folder, token=None)
-=======
-    """Describes a preset such as "qwen2:tiny", a folder, a GGUF file, or a Hub id (downloads its config.json and
-    index, or the GGUF file that it names). The headers of weights that are there must fit the model, as for `load`.
-
-    dtype: None for the checkpoint's dtype. Raises HubError, ConfigError or CheckpointError.
-    """
-    architecture, colon, size = name.partition(":")
-    if colon and architecture in ARCHITECTURES:
-        model = models.create(architecture, size=size, device="meta")
-        return Description(model, dtype or PRESET_DTYPE, {})
-    if name in ARCHITECTURES:
-        presets = ", ".join(f"{name}:{size}" for size in ARCHITECTURES[name].SIZES)
-        raise HubError(f"{name}: is an architecture; pass one of its presets: {presets or 'it has none'}")
     local = local_folder(name, revision)
-    folder = local or models.fetch_all_but_weights(name, revision, None, files=(CONFIG_FILE, INDEX_FILE))
-    if local is None:
-        models.refuse_without_config(name, folder, None)
->>>>>>> work-fixb
+    folder = local or models.fetch_config(name, revision)
     raw = read_config(folder)
     selected = models.select_architecture(raw, folder / CONFIG_FILE)
     is_whole = local is not None or shown_file(folder) is not None

@@ -21,11 +21,7 @@ from ligermodels.configs.quantisation import scheme_of
 from ligermodels.errors import CheckpointError, HubError, InputError, suggest_closest
 from ligermodels.hub.download import MODEL_FILES, adapter_folder, fetch_files, fetch_weights, hub_errors
 from ligermodels.hub.gguf import gguf_names, hub_gguf
-<<<<<<< HEAD
-from ligermodels.hub.names import DEFAULT_SIZE, family_of, known_models, local_folder
-=======
-from ligermodels.hub.names import known_models, local_folder, nearest_model
->>>>>>> work-fixb
+from ligermodels.hub.names import DEFAULT_SIZE, family_of, known_models, local_folder, nearest_model
 from ligermodels.images.inputs import Processor
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.initialization import NoInitialization

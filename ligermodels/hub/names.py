@@ -12,16 +12,13 @@ from ligermodels.errors import MAX_WORD_CHARACTERS, CheckpointError, HubError
 
 SETTINGS_FILE, MODEL, ADAPTER = "train.toml", "model", "adapter"  # names in the folder of a run
 CONFIG_FILES = ("config.json", "adapter_config.json")
-<<<<<<< HEAD
 DEFAULT_SIZE = "tiny"  # of a family that is named without a size
-=======
 # Well-known values of model_type that are not supported: another family of a similar name is not what is meant.
 ABSENT_FAMILIES = {
     "bart", "bert", "bloom", "codegen", "deepseek_v2", "distilbert", "falcon", "falcon_mamba", "gpt2", "gpt_bigcode",
     "gpt_neo", "gpt_neox", "gptj", "jamba", "mamba", "mamba2", "mpt", "mt5", "olmo", "opt", "phi", "phimoe", "roberta",
     "rwkv", "stablelm", "starcoder2", "t5", "whisper",
 }  # fmt: skip
->>>>>>> work-fixb
 
 
 @functools.cache
@@ -92,13 +89,10 @@ def refuse_mistyped(name: str) -> None:
     families = list_architectures()
     if "/" in name or family_of(name) in families or os.path.exists(os.path.expanduser(name)):
         return
-<<<<<<< HEAD
-    if meant := suggestion(family_of(name), (*known_models(), *families)):
-=======
+    family = family_of(name)
     if family.lower() in ABSENT_FAMILIES:
         raise HubError(f"{name}: is not among the families; `ligermodels list` shows them")
-    if meant := suggestion(family, (*known_models(), *architectures)):
->>>>>>> work-fixb
+    if meant := suggestion(family, (*known_models(), *families)):
         raise HubError(f"{name}: is neither an architecture, nor a folder, nor a Hub id, which has an owner{meant}")
 
 
