@@ -107,3 +107,10 @@ def test_another_file_is_no_model(tmp_path, capsys):
     (tmp_path / "x.bin").write_bytes(b"")
     assert main(["info", str(tmp_path / "x.bin")]) == 2
     assert "x.bin: is a file; pass the folder that contains it, or a .gguf file" in capsys.readouterr().err
+
+
+def test_verify_names_what_it_can_compare(folder, tmp_path, capsys):
+    file = tmp_path / "a.gguf"
+    assert main(["export", str(folder), str(file)]) == 0 and main(["verify", str(file)]) == 2
+    told = f"verify: {file} is GGUF; verify the folder that ligermodels export {file} FOLDER makes of it"
+    assert told in capsys.readouterr().err
