@@ -19,6 +19,7 @@ from ligermodels.training.planning.defaults import (
     TORCH_DTYPES,
     Choice,
     completed,
+    parameter_precision,
     precision,
     with_choices,
 )
@@ -69,7 +70,8 @@ def fit_of(model: CausalLM, name: str, training: Training, world: World) -> Memo
         model=name, data=(RANDOM,), dtype="bfloat16", sequence_length=training.length, batch_size=training.rows,
         lora_rank=None if training.way == "full" else training.rank, micro_batch_size=training.micro_batch_size,
     )  # fmt: skip
-    choices = precision(given, world) | {name: Choice(value) for name, value in WITHOUT_DATA.items()}
+    choices = precision(given, world) | parameter_precision(given, world, None)
+    choices |= {name: Choice(value) for name, value in WITHOUT_DATA.items()}
     choices["activation_checkpointing"] = Choice(training.checkpointing or "auto")
     config = completed(with_choices(given, choices)[0])
     compute_dtype, param_dtype = TORCH_DTYPES[config.dtype], TORCH_DTYPES[config.param_dtype]
