@@ -57,7 +57,7 @@ def test_info_and_generate_take_the_name(repository, capsys):
         (f"{NAME}:model", "several GGUF models are 'model': model-F32.gguf, model-Q8_0.gguf; it has owner/model-GGUF:"),
         (f"{NAME}:Q4", "no GGUF model is 'Q4'; it has owner/model-GGUF:model-F32.gguf, owner/model-GGUF:model-Q8_0.g"),
         (f"{NAME}:other.gguf", "has no file other.gguf; it has owner/model-GGUF:model-F32.gguf"),
-        ("owner/none:x.gguf", "owner/none: is not a repository of the Hub"),
+        ("owner/none:x.gguf", "owner/none: is no folder, and is not a repository of the Hub"),
     ],
 )
 def test_a_name_that_is_no_file_is_refused_with_those_that_are(repository, name, words):
