@@ -6,6 +6,7 @@ record that the next one reads: `choose` -> Start, `read_data` -> Opened, `fit_m
 
 import functools
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 
 from ligermodels import distributed
 from ligermodels.distributed import World
+from ligermodels.errors import CheckpointError
 from ligermodels.hub import adapter_folder, resolve
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.memory.model import TrainingMemory
@@ -178,8 +180,7 @@ def choose(given: TrainConfig, world: World) -> Start:
     refuse_other_settings(named)
     check_hub_access(config, sharing)
     pretrained = None if config.has_new_weights else resolve(str(config.model), revision=config.revision)
-    stored = None if pretrained is None else most_common_dtype(open_checkpoint(pretrained).tensors.values())
-    config, of_parameters = with_choices(config, parameter_precision(config, sharing, stored))
+    config, of_parameters = with_choices(config, parameter_precision(config, sharing, stored_dtype(pretrained)))
     refuse_unused_rounding(config)
     # Whether fp32 products use tf32 is set in torch, for the process.
     torch.set_float32_matmul_precision("high" if config.dtype == "tf32" else "highest")
@@ -188,6 +189,15 @@ def choose(given: TrainConfig, world: World) -> Start:
     refuse_unfit_model(model, sharing.context)
     refuse_unfit_experts(model, config, sharing)
     return Start(config, [*chosen, *of_parameters], sharing, pretrained, adapter, model, objective)
+
+
+def stored_dtype(pretrained: Path | None) -> torch.dtype | None:
+    """The dtype of most weights of a checkpoint; None for new weights, and for unreadable ones, which are told of when
+    they are loaded, after faults of the settings and of the data."""
+    if pretrained is not None:
+        with suppress(CheckpointError):
+            return most_common_dtype(open_checkpoint(pretrained).tensors.values())
+    return None
 
 
 def read_data(start: Start) -> Opened:

@@ -438,6 +438,4 @@ def test_a_run_in_python_gives_back_the_model_the_metrics_and_the_folder(tmp_pat
     assert result.step == 3
     for ours, stored in zip(result.model.parameters(), ligermodels.load(result.exported).parameters(), strict=True):
         assert torch.equal(ours, stored)
-    assert capsys.readouterr().out.splitlines()[-1] == (
-        "  torchrun --nproc-per-node 2 -m ligermodels train --config runs/llama/train.toml"
-    )
+    assert capsys.readouterr().out.splitlines()[-1].startswith("3 steps, 384 tokens in ")

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import os
 import re
 import shutil
@@ -304,11 +303,15 @@ def test_two_ranks_agree_on_checkpoints_by_time_the_best_and_early_stopping(laun
 
 
 def test_all_ranks_stop_at_a_loss_that_is_not_finite_and_resume_without_that_step(straight, launcher):
-    """A token of the model has no embedding that is finite; one document of eight, a row each, begins with it."""
+    """A token's embedding, multiplied as in Granite, is infinite; one document of eight, a row each, begins with it."""
     model = shutil.copytree(straight / "model", launcher.folder / "holed")
+    config = json.loads((model / "config.json").read_text())
+    multipliers = {"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "residual_multiplier": 1.0}
+    config |= {"model_type": "granite", "architectures": ["GraniteForCausalLM"], "logits_scaling": 1.0, **multipliers}
+    (model / "config.json").write_text(json.dumps(config))
     weights = load_file(model / "model.safetensors")
     (token,) = ligermodels.load_tokenizer(model).encode("~", add_special_tokens=False)
-    weights["model.embed_tokens.weight"][token] = math.nan
+    weights["model.embed_tokens.weight"][token] = 3e38
     save_file(weights, model / "model.safetensors")
     lines = [{"text": "~" * (number == 2) + text} for number, (text, _) in enumerate(stories(5, 8))]
     (launcher.folder / "eight.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -393,6 +396,6 @@ def test_torchrun_saves_and_exits_after_a_signal(launcher):
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate()
     reached = int(re.search(r"Stopped after step (\d+)", output)[1])
-    assert output.splitlines()[-1] == f"  torchrun --nproc-per-node 2 {TRAIN} --resume torchrun"
+    assert output.splitlines()[-2] == f"  torchrun --nproc-per-node 2 {TRAIN} --resume torchrun"
     record = json.loads((launcher.folder / f"torchrun/checkpoints/step-{reached:06d}/training.json").read_text())
     assert record["ranks"] == 2 and record["progress"]["rows"] == 2 * reached
