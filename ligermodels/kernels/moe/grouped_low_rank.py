@@ -36,7 +36,7 @@ def group_linear_reference(
 
 class Projection(NamedTuple):
     """A linear of all experts as the arguments of a node: autograd sees only those tensors that are arguments
-    themselves. Which of their gradients are needed, a node is told in the same fields."""
+    themselves. In a node the same fields say which of their gradients are needed."""
 
     weight: Tensor  # [E, N, K], or its bytes
     a: Tensor | None  # of the update, and b
