@@ -180,7 +180,7 @@ def choose(given: TrainConfig, world: World) -> Start:
     refuse_other_settings(named)
     check_hub_access(config, sharing)
     pretrained = None if config.has_new_weights else resolve(str(config.model), revision=config.revision)
-    config, of_parameters = with_choices(config, parameter_precision(config, sharing, stored_dtype(pretrained)))
+    config, of_parameters = with_choices(config, parameter_precision(config, sharing, dtype_of_checkpoint(pretrained)))
     refuse_unused_rounding(config)
     # Whether fp32 products use tf32 is set in torch, for the process.
     torch.set_float32_matmul_precision("high" if config.dtype == "tf32" else "highest")
@@ -191,7 +191,7 @@ def choose(given: TrainConfig, world: World) -> Start:
     return Start(config, [*chosen, *of_parameters], sharing, pretrained, adapter, model, objective)
 
 
-def stored_dtype(pretrained: Path | None) -> torch.dtype | None:
+def dtype_of_checkpoint(pretrained: Path | None) -> torch.dtype | None:
     """The dtype of most weights of a checkpoint; None for new weights, and for unreadable ones, which are told of when
     they are loaded, after faults of the settings and of the data."""
     if pretrained is not None:
