@@ -81,23 +81,24 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("real")
     write(folder / "data", most=2)
     config = TrainConfig(
-        model="qwen2", data=(str(folder / "data/questions-train.jsonl"),), steps=2, output=folder / "r"
-    )
+        model="qwen2", data=(str(folder / "data/questions-train.jsonl"),), steps=1, batch_size=1, sequence_length=64,
+        output=folder / "r",
+    )  # fmt: skip
     return folder, str(train(config).exported)
 
 
 def test_a_run_is_trained_exported_and_measured(folder):
     folder, model = folder
-    place = run.Place({"tiny": model}, folder / "data", folder, "cpu", steps=2, most=2, given=["learning_rate=1e-3"])
+    place = run.Place({"tiny": model}, folder / "data", folder, "cpu", steps=6, most=2, given=["learning_rate=1e-3"])
     meter = measure.Measure(folder / "data", "cpu", most=2)
     before = run.run(Recipe("tiny", "questions", "before", before=True), place, meter, keep=False)["after"]
     result = run.run(Recipe("tiny", "questions"), place, meter, keep=False)
-    assert result["steps"] == 2 and result["chosen"]["learning_rate"] == 1e-3
+    assert result["steps"] == 6 and result["chosen"]["learning_rate"] == 1e-3
     first, *_, last = result["validations"]
     assert first["validation_loss"] == pytest.approx(before["loss"], abs=1e-3)  # the trainer's own is the same number
     assert last["validation_loss"] == pytest.approx(result["after"]["loss"], abs=1e-3)
     assert last["validation_loss"] < first["validation_loss"] - 0.01
-    assert [step for step, _ in result["curves"]["loss"]] == [1, 2]
+    assert [step for step, _ in result["curves"]["loss"]] == [1, 2, 3, 4, 5, 6]
     assert "validation" in run.line({"name": "x", **result})
     assert not (folder / Recipe("tiny", "questions").name).exists()
 
