@@ -25,6 +25,7 @@ from ligermodels.kernels.moe import grouped_gemm
 from tests import interpreter
 from tests.forking import ScriptServer
 
+launch.interpreting = False  # CPU tensors take the reference, as for users; the fixture `kernels` turns kernels on
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TENS_OF_GIB = pytest.mark.usefixtures("turn")
 
@@ -137,9 +138,7 @@ def free_gpu_memory(request):
 
 
 @pytest.fixture(autouse=True)
-def reference_on_cpu(monkeypatch):
-    """CPU tensors take the plain PyTorch reference, as for users; the fixture `kernels` turns the kernels on."""
-    monkeypatch.setattr(launch, "interpreting", False)
+def seeded():
     if DEVICE == "cuda":
         torch.manual_seed(0)
     else:  # which would note the stack of its caller for each kind of device that is not there: 2 ms a test
@@ -147,7 +146,7 @@ def reference_on_cpu(monkeypatch):
 
 
 @pytest.fixture
-def kernels(reference_on_cpu, monkeypatch):
+def kernels(monkeypatch):
     """Runs the Triton kernels: compiled on a GPU, under the interpreter on a CPU."""
     monkeypatch.setattr(launch, "interpreting", DEVICE == "cpu")
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import ligermodels
-from ligermodels.kernels import launch
 from ligermodels.weights.user_cache import fill_once
 
 MODELS = ("smollm2", "gemma3")
@@ -25,14 +24,6 @@ SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
 def packages():
     if not all(map(find_spec, PACKAGES)):
         pytest.skip("needs the trained models of the extra `real`: see CONTRIBUTING.md")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_interpreter():
-    """For fixtures that train before the fixtures of a test: a real model is too large for Triton's interpreter."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "interpreting", False)
-        yield
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import ligermodels
-from ligermodels.kernels import launch
 from ligermodels.training.data.embedded import embedded_stories
 from ligermodels.training.data.embedded.embedded_stories import conversation_question, conversations, stories
 from ligermodels.training.data.run_tokenizer import train_tokenizer
@@ -30,7 +29,6 @@ def small():
         patch.setattr(embedded_stories, "ADDENDS", range(1, 4))
         patch.setattr(embedded_stories, "MINUENDS", range(2, 7))
         patch.setattr(embedded_stories, "TURN_COUNTS", (1, 2))
-        patch.setattr(launch, "interpreting", False)  # `base` trains before the fixtures of a test
         yield
 
 

@@ -14,7 +14,6 @@ import ligermodels
 from ligermodels.cli import main
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
-from ligermodels.kernels import launch
 from ligermodels.training import TrainConfig, plan, train
 from ligermodels.training.checkpoints import Progress
 from ligermodels.training.objectives import RunSetup
@@ -42,7 +41,6 @@ def folder(tmp_path_factory):
     save_model(folder / "student", TEXTS, seed=1, hidden_size=16, vocab_size=333)  # padded further
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        patch.setattr(launch, "interpreting", False)  # the teacher trains before the fixtures of a test
         run = train(settings(folder, "untrained", steps=120, eval_every=120, output=folder / "taught"))
     return folder, validations(run)[120]["validation_loss"]
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from ligermodels.distributed import World
-from ligermodels.kernels import launch
 from ligermodels.kernels.losses.linear_logprobs import linear_logprobs
 from ligermodels.kernels.losses.linear_logprobs_loss import LogProbsLoss
 from ligermodels.layers import lm_head
@@ -42,7 +41,6 @@ def made(tmp_path_factory):
         }  # fmt: skip
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-            patch.setattr(launch, "interpreting", False)  # before the fixtures of a test
             run = prepare(TrainConfig(**(given | changes)), World(torch.device("cpu")))
             model, objective = run.model.to_empty(device="cpu"), run.objective
             model.initialize(0)

@@ -8,7 +8,6 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import ligermodels
 from ligermodels.errors import InputError
-from ligermodels.kernels import launch
 from ligermodels.training import TrainConfig, plan, train
 from ligermodels.training.reward_function import RewardModelFunction
 from tests.training.small_models import save_model, validations
@@ -29,7 +28,6 @@ def folder(tmp_path_factory):
     save_model(folder / "base", texts)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        patch.setattr(launch, "interpreting", False)
         train(settings(folder, steps=30, eval_every=30, center_rewards=0.01))
     return folder
 
