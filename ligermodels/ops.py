@@ -96,9 +96,8 @@ from ligermodels.kernels.losses.linear_cross_entropy import (
     linear_cross_entropy_with_metrics,
 )
 from ligermodels.kernels.losses.linear_divergence import DivergenceOutput, linear_divergence
-from ligermodels.kernels.losses.linear_logprobs import linear_logprobs
+from ligermodels.kernels.losses.linear_logprobs import LogProbs, linear_logprobs
 from ligermodels.kernels.losses.linear_logprobs_loss import LogProbsLoss, linear_logprobs_loss
-from ligermodels.kernels.losses.logprobs_of_logits import LogProbs
 from ligermodels.kernels.moe.experts import experts, route
 from ligermodels.kernels.moe.grouped_low_rank import GroupedLowRank
 from ligermodels.kernels.norms.gated_rms_norm import gated_rms_norm

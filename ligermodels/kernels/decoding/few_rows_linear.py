@@ -37,6 +37,14 @@ from ligermodels.kernels.pdl import launch_dependents, pdl_constants, wait_for_p
 from ligermodels.kernels.quant.nf4 import Nf4, nf4_scales, sections
 from ligermodels.kernels.quant.quantised_weight import Weight, aligned, operand
 
+FEW_ROWS = 2  # up to so many, layers take these kernels instead of cuBLAS, which is faster from four on (H200)
+MAX_ROWS = 8  # of x: more would not fit into the registers
+STEP_BYTES = 1024  # of each row of W that a program reads in one step
+COLUMNS = {1: 8, 2: 8, 4: 4, 8: 2}  # rows of W that a program multiplies, at most; by rows of x, at most
+MIN_COLUMNS = 2
+WARPS, STAGES = 4, 3
+LINEAR_PROGRAMS_PER_MULTIPROCESSOR = 2  # at least, if there are enough rows of W
+
 
 class Nf4Tile(NamedTuple):
     """What a program reads in one step: rows of W, blocks of each."""
@@ -143,15 +151,6 @@ def few_rows_input(
         activated, _ = activate(x * GATE_MULTIPLIER, ACTIVATION)
         x = activated * up * DOWN_MULTIPLIER
     return x * scale, x
-
-
-FEW_ROWS = 2  # up to so many, layers take these kernels instead of cuBLAS, which is faster from four on (H200)
-MAX_ROWS = 8  # of x: more would not fit into the registers
-STEP_BYTES = 1024  # of each row of W that a program reads in one step
-COLUMNS = {1: 8, 2: 8, 4: 4, 8: 2}  # rows of W that a program multiplies, at most; by rows of x, at most
-MIN_COLUMNS = 2
-WARPS, STAGES = 4, 3
-LINEAR_PROGRAMS_PER_MULTIPROCESSOR = 2  # at least, if there are enough rows of W
 
 
 @kernel()

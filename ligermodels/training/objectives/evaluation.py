@@ -18,6 +18,7 @@ from ligermodels.training.reporting.metrics import Validation
 from ligermodels.training.run.stopping import Stop
 
 SAMPLE_TOKENS = 40
+Prompt = str | Sequence[Mapping[str, Any]]
 
 
 @torch.no_grad()
@@ -102,9 +103,6 @@ def greedy_sample(model: CausalLM, data: Data) -> str | None:
         prompt, images = data.validation.sample_prompt(), data.validation.sample_images()
     new = generate(model, [prompt], images=[images], max_new_tokens=SAMPLE_TOKENS)[0]
     return f"{data.tokenizer.decode(prompt)} | {data.tokenizer.decode(new)}"
-
-
-Prompt = str | Sequence[Mapping[str, Any]]
 
 
 def count_correct_answers(

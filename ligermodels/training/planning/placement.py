@@ -63,6 +63,8 @@ TOKENS_OF_MICRO_BATCH = 200
 HOST_SECONDS_OF_BLOCK = 1.9e-3
 BF16_BYTES = 2
 SHARE_OF_8_BITS = 0.77  # of the copy rate that 8-bit AdamW reaches, Llama-3-8B, H200, 2026-11-26; AdamW 0.97
+MOST_TOKENS = {"cuda": 2**14, "cpu": 2**12}  # of a micro-batch; more are not faster
+NEARLY = 1.02  # times that differ by less are equal: the plan of the time is within 2 %
 
 
 @dataclass(frozen=True)
@@ -133,9 +135,7 @@ class StepTime:
         return max(0.0, sum(self.recomputed[:checkpointed_blocks]) - saved)
 
 
-MOST_TOKENS = {"cuda": 2**14, "cpu": 2**12}  # of a micro-batch; more are not faster
 NO_CHECKPOINTING = Checkpointing(0, 0)
-NEARLY = 1.02  # times that differ by less are equal: the plan of the time is within 2 %
 
 
 @dataclass(frozen=True)

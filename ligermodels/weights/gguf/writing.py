@@ -39,6 +39,12 @@ QUANTISATION_VERSION = 2
 LARGEST_F16 = 65504.0
 EMBEDDING_AND_HEAD = ("token_embd.weight", "output.weight")
 ROUTER, SINKS, EXPERTS = ".ffn_gate_inp.", ".attn_sinks.", "_exps.weight"
+# Fields that do not change what a model computes, and those of windows, of which the result is compared.
+WITHOUT_EFFECT = {
+    *("raw", "model_type", "initializer_range", "attention_dropout", "pad_token_id", "router_aux_loss_coef"),
+    *("output_router_logits", "sliding_window", "layer_types", "use_sliding_window", "max_window_layers"),
+    *("sliding_window_pattern", "no_rope_layers", "no_rope_layer_interval", "rope_local_base_freq", "hidden_act"),
+}
 
 
 @dataclass(frozen=True)
@@ -235,14 +241,6 @@ def add_value(writer: Any, key: str, value: Any) -> None:
     """Adds an entry of metadata: whole numbers with 32 bits, as llama.cpp expects them."""
     add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     add.get(type(value), writer.add_array)(key, value)
-
-
-# Fields that do not change what a model computes, and those of windows, of which the result is compared.
-WITHOUT_EFFECT = {
-    *("raw", "model_type", "initializer_range", "attention_dropout", "pad_token_id", "router_aux_loss_coef"),
-    *("output_router_logits", "sliding_window", "layer_types", "use_sliding_window", "max_window_layers"),
-    *("sliding_window_pattern", "no_rope_layers", "no_rope_layer_interval", "rope_local_base_freq", "hidden_act"),
-}
 
 
 def architecture_of(config: Config) -> tuple[str, Stored]:
