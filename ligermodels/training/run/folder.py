@@ -18,11 +18,11 @@ from typing import Any, Literal, Self, TextIO
 from ligermodels.distributed import from_first, is_first, raise_on_all
 from ligermodels.errors import InputError, first_line
 from ligermodels.hub.names import ADAPTER, MODEL, SETTINGS_FILE
-from ligermodels.weights.locking import lock_file
 from ligermodels.weights.writing import (
     atomic_folder,
     failure,
     in_use,
+    lock_file,
     remove_empty_folders,
     remove_leftovers,
     remove_path,
