@@ -34,8 +34,7 @@ from ligermodels.kernels.decoding.few_rows_linear import (
     few_rows_norm_linear,
 )
 from ligermodels.kernels.decoding.rope_cache_write import rope_write_cache_
-from ligermodels.kernels.linear.gated_linear import gated_linear, gated_linear_reference
-from ligermodels.kernels.linear.norm_linear import norm_linear, norm_linear_reference
+from ligermodels.kernels.linear.linear import gated_linear, gated_linear_reference, norm_linear, norm_linear_reference
 from ligermodels.kernels.moe.experts import experts, experts_reference, route
 
 DEVICE, DTYPE = "cuda" if torch.cuda.is_available() else "cpu", torch.bfloat16

@@ -9,7 +9,7 @@ Predicted for an H200, and measured: nf4_dequantize at 70 % of its limit or more
 write much (78 %); frozen_linear at 16,384 rows within 5 % of the dense products, because dequantising 59 million
 elements twice moves 0.3 GB beside 3.8 TFLOP (6 %); nf4_few_rows at 50 % of its limit, bound by the look-up of values,
 and twice as fast as the same linear in bf16 (2 % with tiles that were rearranged; about 19 % with those of
-few_rows_nf4.py, 1.4 times as slow as in bf16).
+few_rows_linear.py, 1.4 times as slow as in bf16).
 """
 
 import torch

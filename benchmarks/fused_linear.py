@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from benchmarks.ops import Op, linear_matmuls, random_input
 from benchmarks.rms_norm import EPS
 from benchmarks.timing import MATMUL
-from ligermodels.kernels.linear.gated_linear import gated_linear_reference
-from ligermodels.kernels.linear.norm_linear import norm_linear_reference
+from ligermodels.kernels.linear.linear import gated_linear_reference, norm_linear_reference
 
 SHAPES = [(16384, 4096, 14336), (64, 1024, 1024)]  # the time of the last is bound by the host
 
@@ -74,7 +73,7 @@ def liger_norm_linear(*shape):
 
 @norm_linear.provider("ligermodels")
 def our_norm_linear(*shape):
-    from ligermodels.kernels.linear.norm_linear import norm_linear
+    from ligermodels.kernels.linear.linear import norm_linear
 
     return lambda *inputs: norm_linear(*inputs, None, EPS)
 
@@ -102,14 +101,14 @@ def liger_gated_linear(*shape):
 
 @gated_linear.provider("ligermodels")
 def our_gated_linear(*shape):
-    from ligermodels.kernels.linear.gated_linear import gated_linear
+    from ligermodels.kernels.linear.linear import gated_linear
 
     return lambda *inputs: gated_linear(*inputs, None, "silu")
 
 
 @gated_linear.provider("ligermodels, in place")  # the variant that the models use
 def our_gated_linear_in_place(*shape):
-    from ligermodels.kernels.linear.gated_linear import gated_linear
+    from ligermodels.kernels.linear.linear import gated_linear
 
     return lambda *inputs: gated_linear(*inputs, None, "silu", inplace=True)
 

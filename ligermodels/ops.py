@@ -76,11 +76,14 @@ from ligermodels.kernels.decoding.decode_attention import decode_attention
 from ligermodels.kernels.decoding.rope_cache_write import qk_norm_rope_write_cache, rope_write_cache_
 from ligermodels.kernels.decoding.sample import sample
 from ligermodels.kernels.dispatch import runs_kernels
-from ligermodels.kernels.linear.activated_linear import activated_linear
-from ligermodels.kernels.linear.gated_linear import gated_linear
-from ligermodels.kernels.linear.layer_norm_linear import layer_norm_linear
-from ligermodels.kernels.linear.linear import LowRank, low_rank_linear
-from ligermodels.kernels.linear.norm_linear import norm_linear
+from ligermodels.kernels.linear.linear import (
+    LowRank,
+    activated_linear,
+    gated_linear,
+    layer_norm_linear,
+    low_rank_linear,
+    norm_linear,
+)
 from ligermodels.kernels.linear_attention.causal_conv import causal_conv, causal_conv_state
 from ligermodels.kernels.linear_attention.causal_conv_step import causal_conv_step_
 from ligermodels.kernels.linear_attention.gated_delta_rule import gated_delta_rule
@@ -93,9 +96,8 @@ from ligermodels.kernels.losses.linear_cross_entropy import (
     linear_cross_entropy_with_metrics,
 )
 from ligermodels.kernels.losses.linear_divergence import DivergenceOutput, linear_divergence
-from ligermodels.kernels.losses.linear_logprobs import linear_logprobs
+from ligermodels.kernels.losses.linear_logprobs import LogProbs, linear_logprobs
 from ligermodels.kernels.losses.linear_logprobs_loss import LogProbsLoss, linear_logprobs_loss
-from ligermodels.kernels.losses.logprobs_of_logits import LogProbs
 from ligermodels.kernels.moe.experts import experts, route
 from ligermodels.kernels.moe.grouped_low_rank import GroupedLowRank
 from ligermodels.kernels.norms.gated_rms_norm import gated_rms_norm

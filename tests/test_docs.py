@@ -23,9 +23,9 @@ README, TRAINING, PYTHON_API = ROOT / "README.md", ROOT / "docs/training.md", RO
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
 README_LINES, README_WORDS = 180, 1200
 WORDS = {
-    "ARCHITECTURE.md": 2500,
-    "docs/performance.md": 2500,
-    "docs/training.md": 4100,
+    "ARCHITECTURE.md": 2450,
+    "docs/performance.md": 2400,
+    "docs/training.md": 4000,
     "docs/clusters.md": 300,
     "docs/hardware.md": 350,
 }

@@ -18,10 +18,8 @@ from ligermodels.board.folders import Place, descriptor_of, names_inside, open_i
 from ligermodels.board.series import CHUNK_BYTES, MetricSeries, parsed_line
 from ligermodels.training.checkpoints.files import STEP
 from ligermodels.training.reporting.metrics import COMPLETIONS_FILE, METRICS_FILE
-from ligermodels.training.run.folder import ADAPTER, CHECKPOINTS, LOCK, MODEL
-from ligermodels.training.run.status import STATUS_FILE
-from ligermodels.training.settings.settings import SETTINGS_FILE
-from ligermodels.training.settings.settings_file import MAX_SETTINGS_BYTES
+from ligermodels.training.run.folder import ADAPTER, CHECKPOINTS, LOCK, MODEL, STATUS_FILE
+from ligermodels.training.settings.settings import MAX_SETTINGS_BYTES, SETTINGS_FILE
 
 MAX_STATUS_BYTES = 2**18
 MAX_TEXTS, MAX_TEXT_CHARACTERS = 200, 4000  # samples of a run that are shown; characters of one

@@ -15,12 +15,13 @@ from ligermodels.images.processors import (
     Gemma3Images,
     ImagePlan,
     ImageProcessor,
+    MllamaImages,
     PixtralImages,
     QwenImages,
     SiglipImages,
+    SmolVlmImages,
 )
 from ligermodels.images.settings import ImageSettings
-from ligermodels.images.tiled import MllamaImages, SmolVlmImages
 
 MAX_FEATURES_OF_TEXT = 2**20
 

@@ -19,7 +19,7 @@ from ligermodels.generation.sampling import Sampling
 from ligermodels.generation.texts import TextTokenizer
 from ligermodels.kernels.attention.shared_keys import SharedKeys
 from ligermodels.kernels.losses.linear_divergence import DivergenceOutput
-from ligermodels.kernels.losses.logprobs_of_logits import LogProbs
+from ligermodels.kernels.losses.linear_logprobs import LogProbs
 from ligermodels.layers.block import Block
 from ligermodels.layers.checkpointing.kept_tensors import choose_kept
 from ligermodels.layers.checkpointing.offloaded_inputs import OffloadedInputs

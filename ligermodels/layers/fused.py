@@ -28,11 +28,15 @@ from ligermodels.kernels.decoding.few_rows_linear import (
 )
 from ligermodels.kernels.decoding.rope_cache_write import qk_norm_rope_write_cache, rope_write_cache_
 from ligermodels.kernels.dispatch import is_traced, runs_kernels
-from ligermodels.kernels.linear.activated_linear import activated_linear
-from ligermodels.kernels.linear.gated_linear import gated_linear
-from ligermodels.kernels.linear.layer_norm_linear import layer_norm_linear
-from ligermodels.kernels.linear.linear import LowRank, gradients_of_linear, low_rank_linear
-from ligermodels.kernels.linear.norm_linear import norm_linear
+from ligermodels.kernels.linear.linear import (
+    LowRank,
+    activated_linear,
+    gated_linear,
+    gradients_of_linear,
+    layer_norm_linear,
+    low_rank_linear,
+    norm_linear,
+)
 from ligermodels.kernels.moe.experts import experts
 from ligermodels.kernels.norms.rms_norm import add_rms_norm
 from ligermodels.kernels.quant.nf4 import Nf4

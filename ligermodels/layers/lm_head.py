@@ -12,9 +12,8 @@ from ligermodels.kernels.dispatch import widen
 from ligermodels.kernels.losses.cross_entropy import cross_entropy
 from ligermodels.kernels.losses.linear_cross_entropy import linear_cross_entropy
 from ligermodels.kernels.losses.linear_divergence import DivergenceOutput, TeacherInputs, linear_divergence
-from ligermodels.kernels.losses.linear_logprobs import linear_logprobs
+from ligermodels.kernels.losses.linear_logprobs import LogProbs, linear_logprobs, logprobs_of_logits
 from ligermodels.kernels.losses.linear_logprobs_loss import LogProbsLoss, RowLoss, linear_logprobs_loss, loss_of_rows
-from ligermodels.kernels.losses.logprobs_of_logits import LogProbs, logprobs_of_logits
 from ligermodels.layers.fused import is_quantised
 from ligermodels.layers.packed import is_intercepted
 

@@ -1,4 +1,4 @@
-"""What a block saves for the backward pass of a training step, by its modules; part of the plan of `model.py`.
+"""What blocks, by their modules, and images save for backward in a training step; part of the plan of `model.py`.
 
 These are the tensors that it saves on a GPU (ARCHITECTURE.md, "A token: forward and backward").
 """
@@ -12,6 +12,7 @@ from ligermodels.layers.attention import Attention, GatedQKNormAttention, QKNorm
 from ligermodels.layers.block import Block, ParallelLayer, PostNormLayer
 from ligermodels.layers.checkpointing.kept_tensors import FP32_BYTES
 from ligermodels.layers.context_parallel import copies_of_keys
+from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.gated_delta import GatedDeltaNet
 from ligermodels.layers.gemma4 import LayerInputLayer, NormedHeadsAttention, ReadingAttention
 from ligermodels.layers.latent_attention import LatentAttention
@@ -25,6 +26,12 @@ from ligermodels.layers.packed import PackedLinear
 from ligermodels.layers.quantised import QuantisedLinear
 from ligermodels.layers.short_conv import ShortConv
 from ligermodels.vision.cross_attention import CrossAttention, GatedLayer
+from ligermodels.vision.multimodal import VisionLanguageModel, is_trained
+from ligermodels.vision.pixtral import MergingProjector
+from ligermodels.vision.siglip import PatchProjector, PooledProjector
+from ligermodels.vision.siglip_tiles import SquareProjector
+from ligermodels.vision.tiled_model import TiledVisionLanguageModel
+from ligermodels.vision.tower import LinearProjector
 
 INT64_BYTES = 8
 
@@ -209,3 +216,59 @@ def width(projection: nn.Module) -> int:
     base = projection.base_layer if isinstance(projection, LoRALinear) else projection
     assert isinstance(base, nn.Linear | PackedLinear | QuantisedLinear)
     return base.out_features
+
+
+def saved_by_patch(model: CausalLM, size: int) -> int:
+    """Bytes per patch outside of the blocks; elements have `size` bytes."""
+    if isinstance(model, TiledVisionLanguageModel):
+        return saved_by_patch_of_tiles(model, size)
+    return saved_by_patch_of_features(model, size) if isinstance(model, VisionLanguageModel) else 0
+
+
+def saved_by_patch_of_features(model: VisionLanguageModel, size: int) -> int:
+    """Counts the patch embedding's input, the input and output of the projector's norm, which fc1 reads, fc1's output,
+    and the features, which insertion keeps. A projector that pools keeps what it pools before and after its norm, the
+    tower's own norm its input."""
+    vision = model.config.vision
+    embedding = vision.pixels_per_patch * size if model.visual.patch_embed.weight.requires_grad else 0
+    if not (is_trained(model.projector) or is_trained(model.visual)):
+        return 0
+    features = model.config.hidden_size * size // vision.patches_per_feature
+    if isinstance(model.projector, LinearProjector):  # the states' sum, which linear_1 reads, and its output
+        normed = vision.hidden_size * size + 2 * FP32_BYTES if is_trained(model.visual) else 0
+        merged = 0
+        if isinstance(model.projector, MergingProjector):  # its rstd, its norm's output, what becomes of a square
+            merged = FP32_BYTES + vision.hidden_size * size + vision.hidden_size * size // vision.patches_per_feature
+        return embedding + normed + merged + model.projector.linear_1.in_features * size + 2 * features
+    if isinstance(model.projector, SquareProjector | PatchProjector):  # what the norm makes, which proj reads
+        normed = vision.hidden_size * size + 2 * FP32_BYTES if is_trained(model.visual) else 0
+        return embedding + normed + vision.hidden_size * size + features
+    if isinstance(model.projector, PooledProjector):
+        pooled = (2 * vision.hidden_size * size + FP32_BYTES) // vision.patches_per_feature
+        normed = vision.hidden_size * size + 2 * FP32_BYTES if is_trained(model.visual) else 0
+        return embedding + normed + pooled + features
+    return embedding + (1 + len(model.deepstack)) * (3 * vision.hidden_size * size + features)
+
+
+def saved_by_patch_of_tiles(model: TiledVisionLanguageModel, size: int) -> int:
+    """Counts a tower's pixels, learned positions before their gate, and the inputs of both norms around the blocks; the
+    projector's input, if it is trained, and the states that cross-attention reads."""
+    vision, saved = model.config.vision, model.config.hidden_size * size
+    if is_trained(model.visual):
+        saved += vision.pixels_per_patch * size + 3 * vision.hidden_size * size + 4 * FP32_BYTES
+    return saved + (vision.vision_output_dim * size if model.projector.weight.requires_grad else 0)
+
+
+def saved_beside_rows(model: CausalLM, block: Block, patches: int, size: int) -> int:
+    """Bytes that a block saves of so many patches of images in tiles, beside what it saves of each row that it reads.
+
+    In the tower all keys and values as they are gathered, at most twice; in cross-attention the keys and values of the
+    states, as they are projected and as they are gathered, and rstd.
+    """
+    if not (isinstance(model, TiledVisionLanguageModel) and patches):
+        return 0
+    vision, mixer = model.config.vision, block.mixer
+    key_values = 2 * mixer.num_key_value_heads * mixer.head_dim * size
+    if isinstance(mixer, CrossAttention):
+        return vision.states_of(patches) * (2 * key_values + mixer.num_key_value_heads * FP32_BYTES)
+    return 2 * vision.rows_of(patches) * key_values if block in model.tower_blocks else 0

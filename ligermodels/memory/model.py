@@ -1,7 +1,7 @@
 """The number of parameters of a model, and the memory to train it and to generate with it, computed from its modules.
 
 Weights, gradients, optimizer states and the key-value cache are exact, also for one of several ranks. Activations are
-those of `blocks.py` and `images.py`. The memory of the libraries themselves (the CUDA context takes about
+those of `blocks.py`. The memory of the libraries themselves (the CUDA context takes about
 half a GiB) and the fragmentation of the allocator are not included. The model may be on the meta device.
 """
 
@@ -25,12 +25,13 @@ from ligermodels.layers.moe import LoRAExperts, MoE
 from ligermodels.memory.blocks import (
     beside_recomputed,
     beside_saved,
+    saved_beside_rows,
     saved_by_block,
     saved_by_exchanges,
+    saved_by_patch,
     saved_of_updates,
 )
 from ligermodels.memory.head import loss_bytes
-from ligermodels.memory.images import saved_beside_rows, saved_by_patch
 from ligermodels.vision.cross_attention import CrossAttention
 from ligermodels.vision.multimodal import ImageParts
 from ligermodels.weights.module import QuantisedModule, named_weights

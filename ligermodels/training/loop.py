@@ -37,17 +37,15 @@ from ligermodels.training.parallel.context_parallel import context_group
 from ligermodels.training.parallel.out_of_memory import out_of_memory_advice
 from ligermodels.training.planning.plan import refuse_without_host_memory
 from ligermodels.training.preparing import Run, make_optimizer, prepare
-from ligermodels.training.reporting.curves import draw_curves
+from ligermodels.training.reporting.curves import draw_curves, notebook_plots
 from ligermodels.training.reporting.flops import peak_flops
 from ligermodels.training.reporting.loggers import Logger, open_loggers
 from ligermodels.training.reporting.metrics import METRICS_FILE, Metrics
-from ligermodels.training.reporting.notebook import notebook_plots
 from ligermodels.training.reporting.profile import StepProfiler
 from ligermodels.training.run.advice import advice, resume_command
-from ligermodels.training.run.folder import ADAPTER, CHECKPOINTS, MODEL, default_folder, locked, new_folder
+from ligermodels.training.run.folder import ADAPTER, CHECKPOINTS, MODEL, RunStatus, default_folder, locked, new_folder
 from ligermodels.training.run.publishing import publish
 from ligermodels.training.run.resuming import reading_data, refuse_other_data, rescued
-from ligermodels.training.run.status import RunStatus
 from ligermodels.training.run.stopping import Stop, signals
 from ligermodels.training.run.validations import Validations, checkpoint_due, validation_due, validation_losses
 from ligermodels.training.settings.config import TrainConfig

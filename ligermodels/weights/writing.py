@@ -2,12 +2,14 @@
 
 Everything is written to a temporary folder beside the final one, synced to disk, then renamed; a folder that is
 replaced keeps its content until then. What a killed process leaves of it is removed by the next that writes the same
-folder; a lock shows whether its writer lives. A tensor is written block by block, so that the host never holds more
-than one block. File modes follow the user's umask.
+folder; a lock shows whether its writer lives: the operating system releases it when its process ends, however it ends,
+also on another host of a shared file system, where a process id would tell nothing. A tensor is written block by block,
+so that the host never holds more than one block. File modes follow the user's umask.
 """
 
 import ctypes
 import errno
+import fcntl
 import glob
 import json
 import os
@@ -17,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 import torch
 from torch import Tensor
@@ -25,7 +27,6 @@ from torch import Tensor
 from ligermodels.distributed import is_first, raise_on_all
 from ligermodels.errors import CheckpointError
 from ligermodels.weights.files import SAFETENSORS_DTYPES
-from ligermodels.weights.locking import lock_file
 
 DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 UNFINISHED_FOLDER = ".tmp-ligermodels-"  # in the name of a temporary folder; a user's own folder has no such name
@@ -325,3 +326,46 @@ def replace_file(file: Path, content: bytes) -> None:
 
 def write_json(file: Path, value: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def lock_file(file: Path) -> TextIO:
+    """Locks a file, which is created, and writes into it which process holds it.
+
+    Closing the returned file releases the lock. Its holder may remove the file before. Raises BlockingIOError, whose
+    strerror names the holder, if another process holds the lock; another OSError if the file cannot be opened, or the
+    file system has no locks.
+    """
+    while True:
+        lock = os.fdopen(open_without_following(file), "r+", encoding="utf-8")
+        try:
+            take(lock)
+            if is_file_of(lock, file):
+                lock.truncate(0)
+                lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+                lock.flush()
+                return lock
+        except BaseException:
+            lock.close()
+            raise
+        lock.close()  # of a file that its last holder has removed: lock the new one
+
+
+def take(lock: TextIO) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        lock.seek(0)
+        holder = lock.read(200).strip() or "another process"
+        raise BlockingIOError(error.errno, holder) from None
+
+
+def is_file_of(lock: TextIO, file: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(lock.fileno()), os.stat(file))
+    except FileNotFoundError:
+        return False
+
+
+def open_without_following(file: Path) -> int:
+    """Opens or creates a file that is not a symbolic link: writing through one would change a file elsewhere."""
+    return os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)

@@ -13,7 +13,7 @@ from ligermodels.board.folders import Place
 from ligermodels.board.processes import Processes
 from ligermodels.errors import InputError
 from ligermodels.training.data.embedded.embedded_stories import stories
-from ligermodels.weights.locking import lock_file
+from ligermodels.weights.writing import lock_file
 from tests.board.serving import serving, write_run
 
 SETTINGS = {"model": "qwen2", "steps": "400", "batch_size": "1", "sequence_length": "32", "eval_every": "400"}

@@ -8,8 +8,8 @@ import pytest
 from ligermodels.board.folders import Place
 from ligermodels.board.library import Library
 from ligermodels.board.runs import WatchedRun
-from ligermodels.training.run.status import RunStatus
-from ligermodels.weights.locking import lock_file
+from ligermodels.training.run.folder import RunStatus
+from ligermodels.weights.writing import lock_file
 from tests.board.serving import serving, write_run
 
 

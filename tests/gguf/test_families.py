@@ -10,7 +10,7 @@ import ligermodels
 from ligermodels.configs.base import Config
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.training.data.run_tokenizer import save_tokenizer
-from ligermodels.weights.gguf.metadata import ropes_in_effect, windows
+from ligermodels.weights.gguf.writing import ropes_in_effect, windows
 from tests.gguf.files import FAMILIES, family_model, write_model
 from tests.interop.folders import new_tokenizer, tiny_model
 

@@ -10,7 +10,6 @@ from tests.sabotage import Sabotage
 __all__ = ["with_torchvision"]
 SIZES = "ligermodels.images.resizing"
 PROCESSORS = "ligermodels.images.processors"
-TILED = "ligermodels.images.tiled"
 
 BREAKS = {
     "rescaled after the mean is subtracted": Sabotage(
@@ -48,7 +47,7 @@ BREAKS = {
     ),
     "of equal scales the largest grid": Sabotage(f"{SIZES}:best_grid", "min((grid for", "max((grid for", "mllama"),
     "normalised before the canvas is padded": Sabotage(
-        f"{TILED}:MllamaImages.pixels",
+        f"{PROCESSORS}:MllamaImages.pixels",
         "self.normalized(tiles(F.pad(resize(image, size, self.how), (0, right, 0, bottom)), self.tile))",
         "tiles(F.pad(self.normalized(resize(image, size, self.how)), (0, right, 0, bottom)), self.tile)",
         "mllama",
@@ -57,11 +56,13 @@ BREAKS = {
         f"{SIZES}:in_canvas", "min(max(width, tile), canvas.width)", "canvas.width", "mllama"
     ),
     "an id of a grid too low": Sabotage(
-        f"{TILED}:MllamaImages.collate", ".index(plan.grid) + 1", ".index(plan.grid)", "mllama"
+        f"{PROCESSORS}:MllamaImages.collate", ".index(plan.grid) + 1", ".index(plan.grid)", "mllama"
     ),
-    "tiles column by column": Sabotage(f"{TILED}:tiles", "permute(1, 3, 0, 2, 4)", "permute(3, 1, 0, 2, 4)", "smolvlm"),
+    "tiles column by column": Sabotage(
+        f"{PROCESSORS}:tiles", "permute(1, 3, 0, 2, 4)", "permute(3, 1, 0, 2, 4)", "smolvlm"
+    ),
     "the whole image first": Sabotage(
-        f"{TILED}:SmolVlmImages.pixels",
+        f"{PROCESSORS}:SmolVlmImages.pixels",
         "[tiles(cut, self.tile), whole[None]]",
         "[whole[None], tiles(cut, self.tile)]",
         "smolvlm",

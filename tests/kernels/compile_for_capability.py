@@ -21,7 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from ligermodels.kernels import launch
-from ligermodels.kernels.losses import chunk_gradients, logprob_chunks
+from ligermodels.kernels.losses import logits_chunks, logprob_chunks
 from ligermodels.kernels.norms.norm_tiles import SMALL_M_ROWS
 from tests.kernels.compiled_kernels import assert_all_compiled, compiled_kernels, kernels
 
@@ -53,7 +53,7 @@ def pretend_device(capability: int, limit: int) -> None:
     addmm = torch.addmm  # without `out` the logits are differentiated by the next op
     torch.addmm = lambda bias, a, b, out=None: addmm(bias, a, b) if out is None else out
     torch.Tensor.addmm_ = lambda total, a, b, **factors: total
-    for module in (chunk_gradients, logprob_chunks):
+    for module in (logits_chunks, logprob_chunks):
         module.accumulate_ = lambda total, a, b, beta: None  # without a GPU it widens a and b first
     torch.normal, torch.randn_like = zeros, torch.empty_like
 

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 import ligermodels
 from ligermodels import distributed, losses
-from ligermodels.kernels.losses.logprobs_of_logits import EXTRAS
+from ligermodels.kernels.losses.linear_logprobs import EXTRAS
 from ligermodels.layers.decoder import next_tokens
 from ligermodels.training.data.rows.run_rows import supervised_rows
 from ligermodels.training.parallel.fsdp import shard

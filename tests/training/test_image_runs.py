@@ -17,9 +17,9 @@ from ligermodels.training import TrainConfig, train
 from ligermodels.training.data.embedded import embedded
 from ligermodels.training.data.embedded.embedded import shape_conversations, shape_question
 from ligermodels.training.objectives.sft import SFT
+from ligermodels.training.planning.image_load import flops_per_patch
 from ligermodels.training.preparing import plan
 from ligermodels.training.reporting.flops import flops_per_token
-from ligermodels.training.reporting.image_flops import flops_per_patch
 from ligermodels.training.settings.settings import config_of_run
 from ligermodels.vision.patch_positions import Grid
 from tests.images.folders import picture, png, write_folder

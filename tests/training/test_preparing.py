@@ -14,8 +14,7 @@ from ligermodels.training import TrainConfig, preparing, train
 from ligermodels.training.objectives import Objective
 from ligermodels.training.planning import plan
 from ligermodels.training.planning.contradictions import refuse_unfit_offload
-from ligermodels.training.planning.placement import Device
-from ligermodels.training.planning.step_time import StepTime, device_rates
+from ligermodels.training.planning.placement import Device, StepTime, device_rates
 from ligermodels.training.preparing import make_optimizer, prepare
 from ligermodels.training.settings.settings import settings
 from ligermodels.units import memory_size

@@ -6,8 +6,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import ligermodels
 from ligermodels.memory.model import decoder_blocks, training_memory
+from ligermodels.training.planning.image_load import flops_per_seeing_token, flops_per_tiled_image
 from ligermodels.training.reporting.flops import flops_per_token
-from ligermodels.training.reporting.image_flops import flops_per_seeing_token, flops_per_tiled_image
 from tests.cases import CASES
 from tests.conftest import DEVICE
 from tests.parity import moved

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import ligermodels
 from ligermodels.errors import InputError
 from ligermodels.memory.model import count_parameters, training_memory
-from ligermodels.training.reporting.image_flops import flops_per_patch
+from ligermodels.training.planning.image_load import flops_per_patch
 from ligermodels.vision.patch_positions import Grid
 from tests.cases import CASES
 from tests.conftest import DEVICE

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from ligermodels.images.processors import seeing_tokens
 from ligermodels.images.resizing import tile_grids
-from ligermodels.images.tiled import seeing_tokens
 from tests.cases import CASES
 from tests.vision.batches import padded
 

@@ -5,8 +5,8 @@ import signal
 
 import pytest
 
-from ligermodels.weights import locking
-from ligermodels.weights.locking import lock_file
+from ligermodels.weights import writing
+from ligermodels.weights.writing import lock_file
 from tests.forking import start
 
 
@@ -36,14 +36,14 @@ def test_the_lock_of_a_killed_process_is_free_and_its_text_is_replaced(tmp_path)
 
 
 def test_a_file_that_its_holder_removed_before_it_could_be_locked_is_made_anew(tmp_path, monkeypatch):
-    file, take = tmp_path / "lock", locking.take
+    file, take = tmp_path / "lock", writing.take
 
     def after_the_holder_has_left(lock):
-        monkeypatch.setattr(locking, "take", take)
+        monkeypatch.setattr(writing, "take", take)
         file.unlink()
         take(lock)
 
-    monkeypatch.setattr(locking, "take", after_the_holder_has_left)
+    monkeypatch.setattr(writing, "take", after_the_holder_has_left)
     with lock_file(file), pytest.raises(BlockingIOError):
         lock_file(file)
 

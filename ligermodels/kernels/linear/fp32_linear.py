@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ligermodels.kernels.dispatch import Node, register_op, runs_kernels, widen
-from ligermodels.kernels.losses.chunk_gradients import accumulate_
+from ligermodels.kernels.losses.logits_chunks import accumulate_
 
 
 def fp32_linear_reference(x: Tensor, weight: Tensor) -> Tensor:

@@ -1,6 +1,8 @@
-"""Linear layer with a low-rank (LoRA) update, y = x Wᵀ + b + update: an autograd node, and parts for other nodes.
+"""A linear as one autograd node with what is fused with it: a low-rank (LoRA) update, the norm or activation before it.
 
-`norm_linear.py` and `gated_linear.py` build their fused nodes from these parts.
+    low_rank_linear                    y = x Wᵀ + b + update
+    norm_linear, layer_norm_linear     h = x + residual, y = norm(h) Wᵀ + b + update
+    activated_linear, gated_linear     y = act(x) Wᵀ + b + update, y = (d act(m gate) * up) Wᵀ + b + update
 
 W may pack several projections along its rows, each with its own update. Projection i of P owns the columns start_i to
 stop_i of y and adds s low_i B_iᵀ to them, where low_i = x A_iᵀ. With dy_i = dy[..., start_i:stop_i]:
@@ -9,20 +11,51 @@ x [..., K], W [N, K], b [N], A [P r, K], B [Σ (stop_i - start_i), r], low [...,
 The products are torch GEMMs, which accumulate in fp32.
 Extra memory traffic of an update: forward reads x once more and updates its columns of y in place; backward reads those
 columns of dy twice and x once, and updates dx in place.
-Saved for backward: x and low; only low in a node that can recompute x. Frozen tensors cost no GEMM.
+Saved for backward: x and low. Frozen tensors cost no GEMM.
+
+The nodes with a norm save h, its statistics and low, those with an activation its input and low. They do not save what
+the linear reads: the backward kernel of the norm or activation recomputes it for dW = dyᵀ norm(h) and for dA, which
+costs one write of K elements per token, and the norm's adds the gradient that reaches h through the residual stream. No
+full-width GEMM is recomputed.
+
 Hu et al. 2021, https://arxiv.org/abs/2106.09685.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ligermodels.kernels.activations.gated_activation import backward_from_saved as gated_backward_from_saved
+from ligermodels.kernels.activations.gated_activation import (
+    check_gate_up,
+    gated_activation_forward,
+    gated_activation_reference,
+)
+from ligermodels.kernels.activations.plain_activation import (
+    check_activation,
+    plain_activation_forward,
+    plain_activation_reference,
+    plain_backward_from_saved,
+)
 from ligermodels.kernels.dispatch import Node, autocast, is_traced, runs_kernels
 from ligermodels.kernels.launch import as_matrix
-from ligermodels.kernels.quant.quantised_weight import Weight, dense, frozen_linear, operand
+from ligermodels.kernels.norms.layer_norm import (
+    add_layer_norm_forward,
+    layer_norm_backward,
+    layer_norm_forward,
+    layer_norm_reference,
+)
+from ligermodels.kernels.norms.rms_norm import (
+    add_rms_norm_forward,
+    check_offset,
+    rms_norm_backward,
+    rms_norm_forward,
+    rms_norm_reference,
+)
+from ligermodels.kernels.quant.quantised_weight import Weight, dense, dense_dtype, frozen_linear, operand
 
 Columns = tuple[tuple[int, int], ...]
 
@@ -50,6 +83,43 @@ def low_rank_update(x: Tensor, low_rank: LowRank, width: int) -> Tensor:
 def low_rank_linear_reference(x: Tensor, weight: Weight, bias: Tensor | None, low_rank: LowRank | None) -> Tensor:
     y = F.linear(x, weight, bias) if isinstance(weight, Tensor) else frozen_linear(x, weight, bias)
     return y if low_rank is None else y + low_rank_update(x, low_rank, weight.shape[0])
+
+
+def norm_linear_reference(
+    x: Tensor, residual: Tensor | None, norm_weight: Tensor | None, weight: Weight, bias: Tensor | None = None,
+    eps: float = 1e-6, offset: float = 0.0, low_rank: LowRank | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    hidden = x if residual is None else x + residual
+    normed = rms_norm_reference(hidden, norm_weight, eps, offset)
+    return low_rank_linear_reference(normed, weight, bias, low_rank), hidden
+
+
+def layer_norm_linear_reference(
+    x: Tensor, residual: Tensor | None, norm_weight: Tensor, norm_bias: Tensor | None, weight: Weight,
+    bias: Tensor | None = None, eps: float = 1e-5, low_rank: LowRank | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    hidden = x if residual is None else x + residual
+    normed = layer_norm_reference(hidden, norm_weight, norm_bias, eps)
+    return low_rank_linear_reference(normed, weight, bias, low_rank), hidden
+
+
+def activated_linear_reference(
+    x: Tensor, weight: Weight, bias: Tensor | None = None, activation: str = "gelu", low_rank: LowRank | None = None
+) -> Tensor:
+    return low_rank_linear_reference(plain_activation_reference(x, activation), weight, bias, low_rank)
+
+
+def gated_linear_reference(
+    gate_up: Tensor,
+    weight: Weight,
+    bias: Tensor | None = None,
+    activation: str = "silu",
+    low_rank: LowRank | None = None,
+    gate_multiplier: float = 1.0,
+    down_multiplier: float = 1.0,
+) -> Tensor:
+    product = gated_activation_reference(gate_up, activation, None, gate_multiplier, down_multiplier)
+    return low_rank_linear_reference(product, weight, bias, low_rank)
 
 
 def split_b(b: Tensor, columns: Columns) -> tuple[Tensor, ...]:
@@ -174,3 +244,208 @@ def low_rank_linear(x: Tensor, weight: Weight, bias: Tensor | None, low_rank: Lo
     if not runs_kernels(x):
         return low_rank_linear_reference(x, weight, bias, low_rank)
     return _LowRankLinear.apply(x, *operand(weight), bias, *low_rank)
+
+
+class Norm(NamedTuple):
+    """The ops of a norm, as `NormLinear` calls them.
+
+    parameters: of the norm, its weight first. offset: what is added to the weight, for a norm that takes one.
+    """
+
+    # (x, *parameters, eps, *offset, dtype) -> (normed, statistics)
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    # (x, residual, *parameters, eps, *offset, dtype) -> (normed, hidden, statistics)
+    add_forward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    # (dnormed, dhidden, hidden, statistics, *parameters, *offset, which gradients are needed, whether normed is) ->
+    # (dx, gradients of the parameters, normed)
+    backward: Callable[..., tuple[Tensor, ...]]
+
+
+RMS_NORM = Norm(rms_norm_forward, add_rms_norm_forward, rms_norm_backward)
+LAYER_NORM = Norm(layer_norm_forward, add_layer_norm_forward, layer_norm_backward)
+
+
+class NormLinear(Node):
+    """offset: one number or none, and parameters: as in `Norm`."""
+
+    @staticmethod
+    def forward(ctx, x, residual, weight, layout, bias, a, b, columns, scale, norm, eps, offset, *parameters):
+        dtype = dense_dtype(weight, layout)
+        if residual is None:
+            normed, statistics = norm.forward(x, *parameters, eps, *offset, dtype)
+            hidden = x.view_as(x)  # a new output, so that its gradient arrives at this node
+        else:
+            normed, hidden, statistics = norm.add_forward(x, residual, *parameters, eps, *offset, dtype)
+        y, low = linear_forward(normed, dense(weight, layout), bias, a, b, columns, scale)
+        ctx.save_for_backward(hidden, statistics, weight, a, b, low, *parameters)
+        ctx.layout, ctx.update = layout, (columns, scale)
+        ctx.norm, ctx.eps, ctx.offset = norm, eps, offset
+        return y, hidden
+
+    @staticmethod
+    def backward(ctx, dy, dhidden):
+        hidden, statistics, weight, a, b, low, *parameters = ctx.saved_tensors
+        needs_x, needs_residual, needs_weight, _, needs_bias, needs_a, needs_b, *others = ctx.needs_input_grad
+        needs_hidden, needs_parameters = needs_x or needs_residual, others[-len(parameters) :]
+        needs_normed, reads_normed = needs_hidden or any(needs_parameters), needs_weight or needs_a
+        dx = normed = dlow = None
+        gradients = [None] * len(parameters)
+        if a is not None and (needs_normed or needs_a):
+            dlow = low_gradient(dy, a, b, *ctx.update)
+        if needs_normed:  # dnormed is not bound to a name: its memory is freed before the weight gradients are computed
+            dx, *gradients, normed = ctx.norm.backward(
+                input_gradient(dy, dense(weight, ctx.layout), dlow, a), dhidden, hidden, statistics, *parameters,
+                *ctx.offset, needs_hidden, *needs_parameters, reads_normed,
+            )  # fmt: skip
+        elif reads_normed:
+            dtype = dense_dtype(weight, ctx.layout)
+            normed, _ = ctx.norm.forward(hidden, *parameters, ctx.eps, *ctx.offset, dtype)
+        return (
+            dx if needs_x else None,
+            dx if needs_residual else None,
+            weight_gradient(dy, normed) if needs_weight else None,
+            None,
+            bias_gradient(dy) if needs_bias else None,
+            weight_gradient(dlow, normed) if needs_a else None,
+            up_gradient(dy, low, b, *ctx.update) if needs_b else None,
+            *(None,) * 5,
+            *(x if needed else None for x, needed in zip(gradients, needs_parameters, strict=True)),
+        )
+
+
+def norm_linear(
+    x: Tensor, residual: Tensor | None, norm_weight: Tensor | None, weight: Weight, bias: Tensor | None = None,
+    eps: float = 1e-6, offset: float = 0.0, low_rank: LowRank | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Returns linear(rms_norm(hidden), weight, bias) and hidden = x + residual, the updated residual stream.
+
+    x, residual [..., H] float (hidden is x if residual is None), norm_weight [H] or None, weight [N, H], a tensor or
+    quantised, bias [N] or None, low_rank: the linear's update -> (y [..., N] in weight's dtype, hidden [..., H] in the
+    dtype of the sum).
+    Frozen arguments cost no gradient.
+    Raises ValueError if the norm's shapes disagree, if H exceeds 65536, and for an offset without a norm's weight.
+    """
+    if norm_weight is None:
+        check_offset("norm_linear", offset)
+    weight, bias, low_rank = autocast(weight, bias, low_rank)
+    if not runs_kernels(x):
+        return norm_linear_reference(x, residual, norm_weight, weight, bias, eps, offset, low_rank)
+    return NormLinear.apply(
+        x, residual, *operand(weight), bias, *(low_rank or NO_LOW_RANK), RMS_NORM, eps, (offset,), norm_weight
+    )
+
+
+def layer_norm_linear(
+    x: Tensor, residual: Tensor | None, norm_weight: Tensor, norm_bias: Tensor | None, weight: Weight,
+    bias: Tensor | None = None, eps: float = 1e-5, low_rank: LowRank | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Returns linear(layer_norm(hidden), weight, bias) and hidden = x + residual, the updated residual stream.
+
+    x, residual [..., H] float (hidden is x if residual is None), norm_weight [H], norm_bias [H] or None, weight [N, H],
+    a tensor or quantised, bias [N] or None, low_rank: the linear's update -> (y [..., N] in weight's dtype, hidden
+    [..., H] in the dtype of the sum).
+    Frozen arguments cost no gradient. Raises ValueError if the norm's shapes disagree or if H exceeds 65536.
+    """
+    weight, bias, low_rank = autocast(weight, bias, low_rank)
+    if not runs_kernels(x):
+        return layer_norm_linear_reference(x, residual, norm_weight, norm_bias, weight, bias, eps, low_rank)
+    return NormLinear.apply(
+        x, residual, *operand(weight), bias, *(low_rank or NO_LOW_RANK), LAYER_NORM, eps, (), norm_weight, norm_bias
+    )
+
+
+def _activate(x: Tensor, activation: str, multipliers: tuple[float, ...]) -> Tensor:
+    forward = gated_activation_forward if multipliers else plain_activation_forward
+    return forward(x, activation, *multipliers)
+
+
+class ActivatedLinear(Node):
+    """multipliers: the two of a gated activation; none for an activation without a gate."""
+
+    @staticmethod
+    def forward(ctx, x, weight, layout, bias, a, b, columns, scale, activation, inplace, *multipliers):
+        activated = _activate(x, activation, multipliers)
+        y, low = linear_forward(activated, dense(weight, layout), bias, a, b, columns, scale)
+        ctx.save_for_backward(x, weight, a, b, low)
+        ctx.layout, ctx.update = layout, (columns, scale)
+        ctx.activation, ctx.inplace, ctx.multipliers = activation, inplace, multipliers
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight, a, b, low = ctx.saved_tensors
+        needs_x, needs_weight, _, needs_bias, needs_a, needs_b, *_ = ctx.needs_input_grad
+        reads_activated = needs_weight or needs_a
+        dx = activated = dlow = None
+        if a is not None and (needs_x or needs_a):
+            dlow = low_gradient(dy, a, b, *ctx.update)
+        if needs_x:  # its gradient behind the activation is not bound to a name: the memory is freed before dW
+            through_activation = gated_backward_from_saved if ctx.multipliers else plain_backward_from_saved
+            dx, activated, *_ = through_activation(
+                input_gradient(dy, dense(weight, ctx.layout), dlow, a), x, ctx.activation, reads_activated,
+                *ctx.multipliers, ctx.inplace,
+            )  # fmt: skip
+        elif reads_activated:
+            activated = _activate(x, ctx.activation, ctx.multipliers)
+        return (
+            dx,
+            weight_gradient(dy, activated) if needs_weight else None,
+            None,
+            bias_gradient(dy) if needs_bias else None,
+            weight_gradient(dlow, activated) if needs_a else None,
+            up_gradient(dy, low, b, *ctx.update) if needs_b else None,
+            *(None,) * (4 + len(ctx.multipliers)),
+        )
+
+
+def activated_linear(
+    x: Tensor,
+    weight: Weight,
+    bias: Tensor | None = None,
+    activation: str = "gelu",
+    low_rank: LowRank | None = None,
+    *,
+    inplace: bool = False,
+) -> Tensor:
+    """linear(activation(x), weight, bias).
+
+    x [..., I] float, weight [N, I], a tensor or quantised, bias [N] or None, activation: as those of
+    `plain_activation`, low_rank: the linear's update -> [..., N].
+    inplace: backward overwrites x with its gradient, unless the graph is retained for another backward or is being
+    traced. Its values are then lost.
+    Frozen arguments cost no gradient. Raises ValueError for any other activation.
+    """
+    check_activation(activation)
+    x, weight, bias, low_rank = autocast(x, weight, bias, low_rank)
+    if not runs_kernels(x):
+        return activated_linear_reference(x, weight, bias, activation, low_rank)
+    return ActivatedLinear.apply(x, *operand(weight), bias, *(low_rank or NO_LOW_RANK), activation, inplace)
+
+
+def gated_linear(
+    gate_up: Tensor,
+    weight: Weight,
+    bias: Tensor | None = None,
+    activation: str = "silu",
+    low_rank: LowRank | None = None,
+    *,
+    gate_multiplier: float = 1.0,
+    down_multiplier: float = 1.0,
+    inplace: bool = False,
+) -> Tensor:
+    """linear(down_multiplier * activation(gate_multiplier * gate) * up, weight, bias), where gate is the first half of
+    gate_up's columns, up the second.
+
+    gate_up [..., 2 I] float, weight [N, I], a tensor or quantised, bias [N] or None, activation "silu", "gelu_tanh" or
+    "gelu", low_rank: the linear's update -> [..., N]. The multipliers are constants of a model: see `gated_activation`.
+    inplace: as in `gated_activation`; the recomputed product also takes the memory of its gradient.
+    Frozen arguments cost no gradient. Raises ValueError for any other activation and for an odd width.
+    """
+    check_gate_up(gate_up, activation)
+    gate_up, weight, bias, low_rank = autocast(gate_up, weight, bias, low_rank)
+    if not runs_kernels(gate_up):
+        return gated_linear_reference(gate_up, weight, bias, activation, low_rank, gate_multiplier, down_multiplier)
+    return ActivatedLinear.apply(
+        gate_up, *operand(weight), bias, *(low_rank or NO_LOW_RANK), activation, inplace, gate_multiplier,
+        down_multiplier,
+    )  # fmt: skip

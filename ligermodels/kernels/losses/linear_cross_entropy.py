@@ -37,7 +37,6 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ligermodels.kernels.dispatch import Node, autocast, is_traced, register_op, runs_kernels
 from ligermodels.kernels.launch import as_matrix
-from ligermodels.kernels.losses.chunk_gradients import GRADIENT_SCALE, accumulate_gradients_, empty_gradients
 from ligermodels.kernels.losses.cross_entropy import (
     OPTIONS,
     RESULTS,
@@ -53,8 +52,11 @@ from ligermodels.kernels.losses.cross_entropy import (
 )
 from ligermodels.kernels.losses.cross_entropy_rows import RowResults, empty_results, launch_cross_entropy
 from ligermodels.kernels.losses.logits_chunks import (
+    GRADIENT_SCALE,
+    accumulate_gradients_,
     chunks_of_logits,
     chunks_of_vocabulary,
+    empty_gradients,
     keeps_logits,
     low_memory_buffer,
     project,

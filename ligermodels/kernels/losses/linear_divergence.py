@@ -27,11 +27,11 @@ from torch import Tensor
 
 from ligermodels.kernels.dispatch import Node, autocast, runs_kernels, widen
 from ligermodels.kernels.launch import as_matrix, as_rows
-from ligermodels.kernels.losses.chunk_gradients import GRADIENT_SCALE
 from ligermodels.kernels.losses.linear_divergence_chunks import (
     linear_divergence_forward,
     linear_top_k_divergence_forward,
 )
+from ligermodels.kernels.losses.logits_chunks import GRADIENT_SCALE
 from ligermodels.kernels.losses.rescale import rescale, rescale_pair
 from ligermodels.losses.divergences import (
     check_divergence,

@@ -14,11 +14,13 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ligermodels.kernels.dispatch import register_op
-from ligermodels.kernels.losses.chunk_gradients import GRADIENT_SCALE, accumulate_gradients_, empty_gradients
 from ligermodels.kernels.losses.divergence_rows import launch_divergence
 from ligermodels.kernels.losses.logits_chunks import (
+    GRADIENT_SCALE,
     LOGITS_ALIGNMENT,
     MAX_CHUNK_ROWS,
+    accumulate_gradients_,
+    empty_gradients,
     empty_logits,
     equal_rows,
     project,

@@ -15,12 +15,17 @@ from torch import Tensor
 
 from ligermodels.kernels.dispatch import Node, autocast, is_traced, runs_kernels
 from ligermodels.kernels.launch import as_matrix
-from ligermodels.kernels.losses.chunk_gradients import GRADIENT_SCALE, accumulate_gradients_, empty_gradients
-from ligermodels.kernels.losses.linear_logprobs import linear_logprobs
-from ligermodels.kernels.losses.logits_chunks import chunks_of_pieces, keeps_logits, slice_rows
+from ligermodels.kernels.losses.linear_logprobs import LogProbs, linear_logprobs
+from ligermodels.kernels.losses.logits_chunks import (
+    GRADIENT_SCALE,
+    accumulate_gradients_,
+    chunks_of_pieces,
+    empty_gradients,
+    keeps_logits,
+    slice_rows,
+)
 from ligermodels.kernels.losses.logprob_chunks import logits_dtype, overwrite_with_gradient
 from ligermodels.kernels.losses.logprob_rows import RowLogProbs, empty_logprobs, launch_logprobs
-from ligermodels.kernels.losses.logprobs_of_logits import LogProbs
 from ligermodels.kernels.losses.rescale import rescale
 
 RowLoss = Callable[[Tensor, Tensor | None, slice], Tensor]

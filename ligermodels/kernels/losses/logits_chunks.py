@@ -1,7 +1,8 @@
-"""Which logits exist at a time in `linear_cross_entropy` and `linear_logprobs`: sizes of chunks, and their projection.
+"""Which logits exist at a time in `linear_cross_entropy` and `linear_logprobs`: sizes of chunks, their projection,
+and the gradients of hidden, weight and bias, summed over chunks in fp32 before the upstream gradient is known.
 
 logits = hidden @ weightᵀ + bias; hidden [T, H], weight [V, H], bias [V] or None, of one dtype; logits in that dtype or
-a wider one.
+a wider one; dlogits [rows of a chunk, V].
 """
 
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ PREFERRED_CHUNK_ROWS = 3072  # not reduced to save memory: chunks of 2048 rows t
 VOCABULARY_CHUNK_BYTES, MIN_CHUNK_CLASSES = 3 * 2**27, 4096  # of a part of the vocabulary
 LOGITS_ALIGNMENT = 128  # a GEMM tile: rows of a chunk and the stride between rows of logits are multiples of it
 TILE_COLUMNS, MULTIPROCESSORS = 256, 132  # of cuBLAS's largest tile, and of H100 and H200
+GRADIENT_SCALE = 2.0**10  # of dlogits in the forward: keeps them out of fp16's subnormals; exact
 
 
 def chunk_rows(rows: int, vocab: int, sums: int, dtype: torch.dtype) -> int:
@@ -188,3 +190,35 @@ def chunks_of_vocabulary(
         logits = buffer[: rows * width].view(rows, width)
         logits = logits if width == columns else logits[:, :columns]
         yield classes, project(hidden, weight[classes], None if bias is None else bias[classes], logits)
+
+
+def accumulate_(total: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
+    """total = beta * total + a @ b, accumulated in fp32 and rounded to total's dtype, for any dtype of a and b. With
+    beta 0, total may be uninitialised."""
+    if total.is_cuda:
+        torch.addmm(total, a, b, total.dtype, beta=beta, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype), beta=beta)
+
+
+def empty_gradients(
+    hidden: Tensor, weight: Tensor, hidden_grad: bool, weight_grad: bool, bias_grad: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Uninitialised dhidden and dweight, and zeros for dbias, in fp32 because the upstream gradient is not known yet. A
+    gradient that is not required has no elements or is None."""
+    dhidden = hidden.new_empty(*hidden.shape if hidden_grad else (0,), dtype=torch.float32)
+    make = weight.new_empty if hidden.shape[0] else weight.new_zeros
+    dweight = make(*weight.shape if weight_grad else (0,), dtype=torch.float32)
+    return dhidden, dweight, weight.new_zeros(weight.shape[0], dtype=torch.float32) if bias_grad else None
+
+
+def accumulate_gradients_(
+    gradients: tuple[Tensor, Tensor, Tensor | None], dlogits: Tensor, hidden: Tensor, weight: Tensor, chunk: slice
+) -> None:
+    dhidden, dweight, dbias = gradients
+    if dhidden.numel():
+        accumulate_(slice_rows(dhidden, chunk), dlogits, weight, beta=0)
+    if dweight.numel():
+        accumulate_(dweight, dlogits.T, slice_rows(hidden, chunk), beta=int(chunk.start > 0))
+    if dbias is not None:
+        dbias += dlogits.sum(0, dtype=torch.float32)

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ligermodels.kernels.dispatch import register_op
-from ligermodels.kernels.losses.chunk_gradients import accumulate_
 from ligermodels.kernels.losses.logits_chunks import (
+    accumulate_,
     chunks_of_logits,
     chunks_of_pieces,
     chunks_of_vocabulary,

@@ -1,6 +1,6 @@
 """LayerNorm: y = n * w + b, n = (h - mean(h)) * rstd, rstd = rsqrt(mean((h - mean(h))²) + eps); b may be absent.
 
-h = x, or h = x + residual in the node of layer_norm_linear.py. Backward, with g = dy * w:
+h = x, or h = x + residual in the node of linear.py. Backward, with g = dy * w:
     dh = rstd * (g - mean(g) - n * mean(g * n)) + (the gradient that reaches h on the residual stream)
     dw = Σ_rows dy * n,    db = Σ_rows dy
 x, residual, y [..., N] any float dtype, w, b [N]; sums in fp32, one rounding at the end. The norm reads h after it was

@@ -6,8 +6,8 @@
 
 Each rank writes its own shards into a folder that all ranks share. Resume is bit-exact on the same number of ranks. On
 another number of ranks the weights, the optimizer state and the data order are exact, and random numbers start anew.
-This file saves and restores. state.py collects the tensors; checks.py compares them with those of the run; files.py
-defines the files.
+This file saves and restores, and compares a checkpoint with the run that restores it. state.py collects the tensors;
+files.py defines the files.
 """
 
 import dataclasses
@@ -31,8 +31,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from ligermodels.distributed import is_first, rank, same_on_all, world_size
 from ligermodels.errors import CheckpointError
 from ligermodels.training.checkpoints import files, state
-from ligermodels.training.checkpoints.checks import check_same_run, check_tensors_match
+from ligermodels.training.checkpoints.state import RUNNING_NORM
 from ligermodels.training.optimizers.adamw import AdamW
+from ligermodels.weights.files import shortened
 from ligermodels.weights.sharding import reshard
 from ligermodels.weights.writing import write_error
 
@@ -317,3 +318,48 @@ def read_error(checkpoint: Path, error: BaseException) -> BaseException:
     return CheckpointError(
         f"{checkpoint}: cannot be read: {error.strerror or error}; {files.fallback_hint(checkpoint)}"
     )
+
+
+def check_same_run(checkpoint: Path, record: Mapping[str, Any], optimizer: str, frozen: Mapping[str, Any]) -> None:
+    """Raises CheckpointError if the checkpoint has another optimizer or other frozen weights than this run."""
+    if optimizer != record["optimizer"]:
+        raise CheckpointError(
+            f"{checkpoint}: its optimizer is {record['optimizer']}, not {optimizer}; give the same --optimizer"
+        )
+    saved = record["frozen"]
+    different = sorted(name for name in saved.keys() | frozen.keys() if saved.get(name) != frozen.get(name))
+    if different:
+        raise CheckpointError(
+            f"{checkpoint}: was trained with other frozen weights: {shortened(different)}; give the same --model, "
+            "--revision, --dtype and --lora options"
+        )
+
+
+def check_tensors_match(
+    checkpoint: Path, stored: Mapping[str, TensorStorageMetadata], expected: Mapping[str, Tensor]
+) -> None:
+    """Raises CheckpointError if names, shapes or dtypes differ. expected: the tensors of this run, which may go on
+    without the running norm of one with updates in the backward pass."""
+    saved = {name: entry for name, entry in stored.items() if not name.startswith("rank-")}
+    if RUNNING_NORM not in expected:
+        saved.pop(RUNNING_NORM, None)
+    both = {name: (saved[name], expected[name]) for name in expected if name in saved}
+    faults = {
+        "missing": [name for name in expected if name not in saved],
+        "unexpected": [name for name in saved if name not in expected],
+        "misshapen": [
+            f"{name} is {list(entry.size)} instead of {list(x.shape)}"
+            for name, (entry, x) in both.items()
+            if entry.size != x.shape
+        ],
+        "in another dtype": [
+            f"{name} is {entry.properties.dtype} instead of {x.dtype}"
+            for name, (entry, x) in both.items()
+            if entry.properties.dtype != x.dtype
+        ],
+    }
+    found = [f"{len(names)} {fault}: {shortened(names)}" for fault, names in faults.items() if names]
+    if found:
+        raise CheckpointError(
+            f"{checkpoint}: does not fit this run: {'; '.join(found)}; give the settings it was saved with"
+        )

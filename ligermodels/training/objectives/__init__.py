@@ -25,14 +25,12 @@ refused under the others.
 """
 
 from ligermodels.distributed import World
-from ligermodels.training.objectives.distillation.distill import Distill
+from ligermodels.training.objectives.distillation.distill import Distill, TopKDistill
 from ligermodels.training.objectives.distillation.distill_on_policy import OnPolicyDistill
-from ligermodels.training.objectives.distillation.distill_top_k import TopKDistill
 from ligermodels.training.objectives.grpo.grpo import GRPO
 from ligermodels.training.objectives.objective import Objective, RunSetup, Share, StepTotals, Work
 from ligermodels.training.objectives.preference.kto import KTO
-from ligermodels.training.objectives.preference.pairs import CPO, DPO, ORPO, SimPO
-from ligermodels.training.objectives.preference.reward import Reward
+from ligermodels.training.objectives.preference.pairs import CPO, DPO, ORPO, Reward, SimPO
 from ligermodels.training.objectives.sft import SFT
 from ligermodels.training.settings.config import TrainConfig
 

@@ -1,24 +1,32 @@
-"""The folder of a run and its lock: one run at a time may use it."""
+"""The folder of a run, its lock, by which one run at a time uses it, and run.json, for those who watch.
+
+run.json says whether a run still trains, how it ended, its warnings, and the command that resumes it. A killed run
+cannot write: its file says "running" while nobody holds the lock.
+"""
 
 import errno
 import itertools
+import json
 import os
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from types import TracebackType
+from typing import Any, Literal, Self, TextIO
 
 from ligermodels.distributed import from_first, is_first, raise_on_all
-from ligermodels.errors import InputError
+from ligermodels.errors import InputError, first_line
 from ligermodels.hub.names import ADAPTER, MODEL, SETTINGS_FILE
-from ligermodels.weights.locking import lock_file
 from ligermodels.weights.writing import (
     atomic_folder,
     failure,
     in_use,
+    lock_file,
     remove_empty_folders,
     remove_leftovers,
     remove_path,
+    replace_file,
     write_error,
 )
 
@@ -26,6 +34,9 @@ LOCK, CHECKPOINTS = "lock", "checkpoints"  # further names in the folder
 # A run writes these before it loads weights or takes a step: a folder that has nothing else holds no work yet.
 FIRST_FILES = {LOCK, f".{SETTINGS_FILE}", SETTINGS_FILE}
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
+STATUS_FILE = "run.json"
+MAX_WARNINGS = 100
+State = Literal["running", "finished", "stopped", "failed"]
 
 
 @contextmanager
@@ -117,3 +128,47 @@ def refuse_used(folder: Path) -> None:
         raise write_error(folder, error) from error
     if used:
         raise InputError(f"{folder}: exists already; give another --output, or resume it with --resume {folder}")
+
+
+class RunStatus:
+    """Keeps a run's run.json up to date. A context manager: a run that raises has failed.
+
+    facts: what else the file has, as JSON values. say: gets one line where the file cannot be written; the run goes on.
+    enabled: False on all ranks but the first, where nothing is written.
+    """
+
+    def __init__(
+        self, folder: Path, facts: Mapping[str, Any], *, say: Callable[[str], None], enabled: bool = True
+    ) -> None:
+        self.file, self.say, self.enabled = folder / STATUS_FILE, say, enabled
+        self.content: dict[str, Any] = {"state": "running", "began": round(time.time()), **facts, "warnings": []}
+
+    def __enter__(self) -> Self:
+        self.write()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.end("failed", first_line(error))
+
+    def warn(self, step: int, warning: str) -> None:
+        """Adds a warning, and says it. step: completed steps of the run."""
+        self.say(f"warning: {warning}")
+        if len(self.content["warnings"]) < MAX_WARNINGS:
+            self.content["warnings"].append({"step": step, "text": warning})
+            self.write()
+
+    def end(self, state: State, error: str | None = None) -> None:
+        """Says how the run ended. error: why it failed."""
+        self.content |= {"state": state, "ended": round(time.time())} | ({"error": error} if error else {})
+        self.write()
+
+    def write(self) -> None:
+        if not self.enabled:
+            return
+        try:
+            replace_file(self.file, (json.dumps(self.content, indent=1, ensure_ascii=False) + "\n").encode())
+        except (OSError, UnicodeEncodeError) as error:
+            self.say(f"warning: {self.file}: not written: {error}; the run goes on")

@@ -19,8 +19,7 @@ from ligermodels.training.reporting.metrics import METRICS_FILE, read_metrics
 from ligermodels.training.run.folder import CHECKPOINTS
 from ligermodels.training.run.validations import Validations, validation_losses
 from ligermodels.training.settings.config import FIELDS, RunConfig, TrainConfig
-from ligermodels.training.settings.settings import SETTINGS_FILE, differences
-from ligermodels.training.settings.settings_file import read_settings
+from ligermodels.training.settings.settings import SETTINGS_FILE, differences, read_settings
 from ligermodels.units import counted
 
 # Settings that decide which tensors a checkpoint has, and in which dtypes.

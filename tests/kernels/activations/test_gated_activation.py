@@ -11,7 +11,7 @@ from ligermodels.kernels.activations.gated_activation import (
     geglu,
     swiglu,
 )
-from ligermodels.kernels.linear.gated_linear import gated_linear
+from ligermodels.kernels.linear.linear import gated_linear
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import DTYPES, check
 

@@ -4,8 +4,7 @@ import torch.nn.functional as F
 
 from ligermodels.kernels.decoding import few_rows_linear as module
 from ligermodels.kernels.decoding.few_rows_linear import few_rows_gated_linear, few_rows_linear, few_rows_norm_linear
-from ligermodels.kernels.linear.gated_linear import gated_linear_reference
-from ligermodels.kernels.linear.norm_linear import norm_linear_reference
+from ligermodels.kernels.linear.linear import gated_linear_reference, norm_linear_reference
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import DTYPES, check
 

@@ -3,9 +3,8 @@ from functools import partial
 import pytest
 import torch
 
-from ligermodels.kernels.linear import activated_linear as module
-from ligermodels.kernels.linear.gated_linear import gated_linear, gated_linear_reference
-from ligermodels.kernels.linear.linear import LowRank
+from ligermodels.kernels.linear import linear as module
+from ligermodels.kernels.linear.linear import LowRank, gated_linear, gated_linear_reference
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import DTYPES, FACTOR, check, relative_error
 from tests.kernels.linear.test_linear import COLUMNS, SCALE, draw_low_rank, gradients_alive, saved_bytes

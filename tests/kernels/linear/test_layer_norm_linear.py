@@ -1,13 +1,12 @@
-"""What is specific to a LayerNorm in the node of norm_linear.py; test_norm_linear.py tests the node itself."""
+"""What is specific to a LayerNorm in the node of linear.py; test_norm_linear.py tests the node itself."""
 
 from functools import partial
 
 import pytest
 import torch
 
-from ligermodels.kernels.linear import norm_linear as module
-from ligermodels.kernels.linear.layer_norm_linear import layer_norm_linear, layer_norm_linear_reference
-from ligermodels.kernels.linear.linear import LowRank
+from ligermodels.kernels.linear import linear as module
+from ligermodels.kernels.linear.linear import LowRank, layer_norm_linear, layer_norm_linear_reference
 from ligermodels.kernels.norms.norm_tiles import SMALL_M_ROWS
 from tests.kernels.error_budget import DTYPES, check
 from tests.kernels.linear.test_linear import COLUMNS, SCALE, draw_low_rank, gradients_alive, saved_bytes

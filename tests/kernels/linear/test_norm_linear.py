@@ -3,9 +3,8 @@ from functools import partial
 import pytest
 import torch
 
-from ligermodels.kernels.linear import norm_linear as module
-from ligermodels.kernels.linear.linear import LowRank
-from ligermodels.kernels.linear.norm_linear import norm_linear, norm_linear_reference
+from ligermodels.kernels.linear import linear as module
+from ligermodels.kernels.linear.linear import LowRank, norm_linear, norm_linear_reference
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import DTYPES, check
 from tests.kernels.linear.test_linear import COLUMNS, SCALE, draw_low_rank, gradients_alive, saved_bytes

@@ -10,8 +10,7 @@ from ligermodels.kernels import launch
 from ligermodels.kernels.losses import linear_logprobs as module
 from ligermodels.kernels.losses import logits_chunks, logprob_chunks
 from ligermodels.kernels.losses import logprob_rows as rows_module
-from ligermodels.kernels.losses.linear_logprobs import linear_logprobs, linear_logprobs_reference
-from ligermodels.kernels.losses.logprobs_of_logits import EXTRAS
+from ligermodels.kernels.losses.linear_logprobs import EXTRAS, linear_logprobs, linear_logprobs_reference
 from tests.conftest import DEVICE
 from tests.kernels.allocations import allocations
 from tests.kernels.error_budget import DTYPES, check, relative_error

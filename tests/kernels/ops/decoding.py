@@ -14,8 +14,7 @@ from ligermodels.kernels.decoding.few_rows_linear import few_rows_gated_linear, 
 from ligermodels.kernels.decoding.penalties import penalize, penalize_reference
 from ligermodels.kernels.decoding.rope_cache_write import qk_norm_rope_write_cache, rope_write_cache_
 from ligermodels.kernels.decoding.sample import sample, sample_reference
-from ligermodels.kernels.linear.gated_linear import gated_linear_reference
-from ligermodels.kernels.linear.norm_linear import norm_linear_reference
+from ligermodels.kernels.linear.linear import gated_linear_reference, norm_linear_reference
 from tests.conftest import DEVICE
 from tests.kernels.ops.attention import angles
 from tests.kernels.ops.base import EPS, HEADS, VOCABULARIES, Case, Op, normal

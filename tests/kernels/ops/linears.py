@@ -2,10 +2,15 @@
 
 from functools import partial
 
-from ligermodels.kernels.linear.activated_linear import activated_linear, activated_linear_reference
 from ligermodels.kernels.linear.fp32_linear import fp32_linear, fp32_linear_reference
-from ligermodels.kernels.linear.gated_linear import gated_linear, gated_linear_reference
-from ligermodels.kernels.linear.linear import low_rank_linear, low_rank_linear_reference
+from ligermodels.kernels.linear.linear import (
+    activated_linear,
+    activated_linear_reference,
+    gated_linear,
+    gated_linear_reference,
+    low_rank_linear,
+    low_rank_linear_reference,
+)
 from tests.kernels.ops.activations import MULTIPLIERS
 from tests.kernels.ops.base import Case, Op, draw_update, normal, with_low_rank_update
 

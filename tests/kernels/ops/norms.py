@@ -4,8 +4,12 @@ from functools import partial
 
 import torch
 
-from ligermodels.kernels.linear.layer_norm_linear import layer_norm_linear, layer_norm_linear_reference
-from ligermodels.kernels.linear.norm_linear import norm_linear, norm_linear_reference
+from ligermodels.kernels.linear.linear import (
+    layer_norm_linear,
+    layer_norm_linear_reference,
+    norm_linear,
+    norm_linear_reference,
+)
 from ligermodels.kernels.norms.gated_rms_norm import gated_rms_norm, gated_rms_norm_reference
 from ligermodels.kernels.norms.layer_norm import layer_norm, layer_norm_reference
 from ligermodels.kernels.norms.rms_norm import (

@@ -6,8 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.kernels.linear.layer_norm_linear import layer_norm_linear, layer_norm_linear_reference
-from ligermodels.kernels.linear.norm_linear import norm_linear, norm_linear_reference
+from ligermodels.kernels.linear.linear import (
+    layer_norm_linear,
+    layer_norm_linear_reference,
+    norm_linear,
+    norm_linear_reference,
+)
 from ligermodels.kernels.quant.fp8 import Float8, fp8_dequantize_reference
 from ligermodels.kernels.quant.mxfp4 import EXPONENT_BIAS, Mxfp4Layout, mxfp4_dequantize_reference
 from ligermodels.kernels.quant.nf4 import Nf4, nf4_dequantize_reference, nf4_encode, nf4_encode_reference

@@ -5,9 +5,7 @@ from bitsandbytes import functional
 
 from ligermodels.kernels.decoding.few_rows_linear import few_rows_gated_linear, few_rows_linear, few_rows_norm_linear
 from ligermodels.kernels.dispatch import autocast
-from ligermodels.kernels.linear.gated_linear import gated_linear
-from ligermodels.kernels.linear.linear import LowRank, low_rank_linear
-from ligermodels.kernels.linear.norm_linear import norm_linear
+from ligermodels.kernels.linear.linear import LowRank, gated_linear, low_rank_linear, norm_linear
 from ligermodels.kernels.quant.nf4 import Nf4, Nf4Part, nf4_dequantize_reference, nf4_quantize, nf4_weight
 from ligermodels.kernels.quant.quantised_weight import QuantisedWeight, frozen_linear
 from tests.conftest import DEVICE

@@ -18,12 +18,13 @@ from ligermodels.training.planning.placement import (
     Device,
     Placement,
     Search,
+    StepTime,
     as_choices,
     choose_placement,
+    device_rates,
     find_device,
 )
 from ligermodels.training.planning.plan import memory_needs, state_sizes
-from ligermodels.training.planning.step_time import StepTime, device_rates
 from ligermodels.training.preparing import make_optimizer
 from tests.training.planning.configs import run_config
 

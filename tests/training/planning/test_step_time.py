@@ -8,8 +8,8 @@ import torch
 import ligermodels
 from ligermodels.memory.model import training_memory
 from ligermodels.training.optimizers import build_optimizer
+from ligermodels.training.planning.placement import StepTime, device_rates
 from ligermodels.training.planning.plan import state_sizes
-from ligermodels.training.planning.step_time import StepTime, device_rates
 from ligermodels.training.reporting.flops import flops_per_token, recomputed_flops
 
 H200, H100 = "NVIDIA H200", "NVIDIA H100 80GB HBM3"

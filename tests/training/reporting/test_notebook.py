@@ -6,8 +6,8 @@ from types import ModuleType
 
 import pytest
 
-from ligermodels.training.reporting import notebook
-from ligermodels.training.reporting.notebook import DRAWING_SHARE, NotebookPlot, in_notebook, notebook_plots
+from ligermodels.training.reporting import curves
+from ligermodels.training.reporting.curves import DRAWING_SHARE, NotebookPlot, in_notebook, notebook_plots
 
 PNG = b"\x89PNG\r\n"
 
@@ -86,7 +86,7 @@ def test_there_is_no_plot_outside_of_a_notebook_or_without_matplotlib(shown, tmp
 def test_a_run_in_a_notebook_shows_its_plot_in_place_of_lines(shown, tmp_path, monkeypatch, capsys):
     from ligermodels.training import TrainConfig, train
 
-    monkeypatch.setattr(notebook, "STEPS_BETWEEN_LOOKS", 1)
+    monkeypatch.setattr(curves, "STEPS_BETWEEN_LOOKS", 1)
     config = TrainConfig(model="qwen2", steps=2, batch_size=1, sequence_length=32, no_export=True, checkpoint_every=0,
                          data=("random",), output=tmp_path / "run")  # fmt: skip
     train(config)

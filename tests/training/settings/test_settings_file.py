@@ -3,8 +3,7 @@
 import pytest
 
 from ligermodels.errors import InputError
-from ligermodels.training.settings.settings import config_from_file
-from ligermodels.training.settings.settings_file import read_settings
+from ligermodels.training.settings.settings import config_from_file, read_settings
 
 YAML = """\
 # the settings of a run

@@ -21,7 +21,7 @@ from ligermodels import distributed
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
 from ligermodels.generation.requests import GeneratedSample
-from ligermodels.kernels.losses.logprobs_of_logits import LogProbs
+from ligermodels.kernels.losses.linear_logprobs import LogProbs
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.losses import entropy_sum, segment_sums, top_entropy_mask
 from ligermodels.memory.model import TrainingMemory

@@ -14,7 +14,7 @@ from torch import Tensor
 from ligermodels import losses
 from ligermodels.aliases import flag_of
 from ligermodels.errors import InputError
-from ligermodels.kernels.losses.logprobs_of_logits import LogProbs
+from ligermodels.kernels.losses.linear_logprobs import LogProbs
 from ligermodels.losses import next_entropy_coef, segment_means, segment_sums
 from ligermodels.training.objectives.grpo.rollouts import RolloutBatch
 from ligermodels.training.settings.config import FIELDS, TrainConfig

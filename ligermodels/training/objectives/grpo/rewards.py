@@ -22,9 +22,8 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from ligermodels.errors import InputError
-from ligermodels.training.objectives.grpo.built_in_rewards import built_in_reward
 from ligermodels.training.objectives.grpo.reward_process import LONGEST_WAIT, ProcessFunction, RewardProcess
-from ligermodels.training.objectives.grpo.reward_specs import REWARD_KINDS, parse_reward
+from ligermodels.training.objectives.grpo.reward_specs import REWARD_KINDS, built_in_reward, parse_reward
 from ligermodels.training.objectives.grpo.reward_worker import (
     CallRequest,
     RewardError,

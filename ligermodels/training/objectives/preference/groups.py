@@ -17,7 +17,7 @@ from torch import Tensor
 from ligermodels import distributed
 from ligermodels.aliases import flag_of
 from ligermodels.errors import InputError
-from ligermodels.kernels.losses.logprobs_of_logits import LogProbs
+from ligermodels.kernels.losses.linear_logprobs import LogProbs
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.losses import segment_sums
 from ligermodels.training.checkpoints import Progress

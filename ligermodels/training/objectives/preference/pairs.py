@@ -1,9 +1,10 @@
-"""DPO, ORPO, CPO and SimPO: losses of pairs, over the pairs of a step. The formulas are in `ligermodels.losses`."""
+"""DPO, ORPO, CPO, SimPO and reward models: losses of pairs, over the pairs of a step; `ligermodels.losses` has the
+formulas."""
 
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -11,8 +12,9 @@ from torch import Tensor
 from ligermodels import losses
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
-from ligermodels.kernels.losses.logprobs_of_logits import LogProbs
+from ligermodels.kernels.losses.linear_logprobs import LogProbs
 from ligermodels.layers.decoder import CausalLM
+from ligermodels.layers.reward_model import RewardModel
 from ligermodels.losses.preference import SORTED
 from ligermodels.losses.segments import segment_sums
 from ligermodels.training.data.preferences import PreferenceBatch
@@ -32,6 +34,7 @@ from ligermodels.training.settings.config import RunConfig, TrainConfig
 NO_PAIR = torch.zeros(2), torch.tensor([0, 1, 2], dtype=torch.int32)  # log-probabilities and offsets, to try a loss on
 FIRST_STEPS = range(2, 7)  # steps with sides that differ by more than content; at step 1 a reference equals the policy
 FALL = 10.0  # nats that the chosen side's log-probability has fallen by, where it is worth a word
+REWARD_MEANS = ("accuracy", "margin", "mean_reward")
 
 
 class PairObjective(GroupObjective):
@@ -262,3 +265,36 @@ class PairWatch:
         if name not in self.said:
             self.said.add(name)
             self.pending.append(line)
+
+
+class Reward(GroupObjective):
+    """The loss is the sum over the pairs of a step / their number; see `losses.reward`. Metrics have TRL's names."""
+
+    kind = "pairs"
+    learning_rate = 1e-5
+
+    def count(self, batch: PreferenceBatch) -> Tensor:
+        return batch.last_tokens.new_full((1,), len(batch.last_tokens) // 2)
+
+    def loss(self, model: CausalLM, batch: PreferenceBatch, work: Work) -> Share:
+        scores = rewards_of(cast(RewardModel, model), batch)
+        found = losses.reward(scores, margin=batch.margins, center_rewards_coefficient=self.config.center_rewards)
+        sums = {"pairs": found.pairs} | {name: found.metrics[name] for name in REWARD_MEANS}
+        maxima = {"max_reward": found.metrics["max_reward"], "min_reward": -found.metrics["min_reward"]}
+        return Share(found.loss / work.counts[0], sums, maxima)
+
+    def metrics(self, sums: Mapping[str, float], maxima: Mapping[str, float], step: int) -> dict[str, float]:
+        means = {name: sums[name] / max(1.0, sums["pairs"]) for name in REWARD_MEANS}
+        return means | {"min_reward": -maxima["min_reward"], "max_reward": maxima["max_reward"]}
+
+
+def rewards_of(model: RewardModel, batch: PreferenceBatch) -> Tensor:
+    """Computes the score of each completion, fp32 [S], at the token that `RewardModel.forward` reads by itself.
+
+    That is not the last one where the model's padding is the end token.
+    """
+    inputs = {name: value for name, value in batch.model_inputs.items() if name not in ("labels", "rows")}
+    places, padding = batch.last_tokens, model.config.pad_token_id
+    if padding is not None:
+        places = places - (batch.input_ids[0, places] == padding).long()
+    return model(**inputs, rows=places).logits[:, 0]
