@@ -54,7 +54,7 @@ class Nf4Tile(NamedTuple):
     warps: int
 
 
-TILES = {2: Nf4Tile(8, 8, 4), 4: Nf4Tile(4, 8, 4), 8: Nf4Tile(2, 8, 4)}  # by rows of x, at most; of two on an H200
+NF4_TILES = {2: Nf4Tile(8, 8, 4), 4: Nf4Tile(4, 8, 4), 8: Nf4Tile(2, 8, 4)}  # by rows of x, at most; of two on an H200
 MIN_NF4_COLUMNS = 2
 NF4_PROGRAMS_PER_MULTIPROCESSOR = 2  # at least, if there are enough rows of W
 
@@ -119,7 +119,7 @@ def nf4_launcher(
     rows: int, columns: int, depth: int, device: torch.device, **constants: object
 ) -> tuple[Launcher, int]:
     """The launcher, and how many programs it takes. constants: those of the kernel that say what it computes."""
-    tile = next(tile for at_most, tile in TILES.items() if rows <= at_most)
+    tile = next(tile for at_most, tile in NF4_TILES.items() if rows <= at_most)
     width = tile.columns
     while width > MIN_NF4_COLUMNS and cdiv(columns, width) < NF4_PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device):
         width //= 2
