@@ -93,7 +93,7 @@ def has_first_files_alone(folder: Path) -> bool:
 
 
 def default_folder(model: str) -> Path:
-    """The folder of a run of `model`: runs/llama-8b for llama:8b, runs/x for x.gguf; for the export of another run, that
+    """The folder of a run of `model`: runs/llama-8b for llama:8b, runs/x for x.gguf; for another run's export, that
     run's name."""
     path = Path(os.path.abspath(model.replace(":", "-")))
     if path.name == MODEL:

@@ -73,7 +73,7 @@ def test_a_run_is_named_after_its_model_and_a_size_that_is_not_the_default(model
     assert str(default_folder(whole.config.title)) == f"runs/{folder}"
 
 
-@pytest.mark.parametrize("model, folder", [("x/Smol-1.7B.Q4_1.gguf", "Smol-1.7B.Q4_1"), ("owner/Smol-1.7B", "Smol-1.7B")])
+@pytest.mark.parametrize("model, folder", [("x/Smol-1.7B.Q4_1.gguf", "Smol-1.7B.Q4_1"), ("x/Smol-1.7B", "Smol-1.7B")])
 def test_a_run_of_a_gguf_file_is_named_without_its_ending(model, folder):
     assert str(default_folder(model)) == f"runs/{folder}"
 
