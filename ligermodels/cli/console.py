@@ -69,10 +69,12 @@ def warnings_in_a_line() -> Iterator[None]:
     """Has warnings for users printed as one line each, without the place in the code that warns."""
     original = warnings.formatwarning
 
-    def formatted(message: Warning | str, category: type[Warning], *place: Any) -> str:
+    def formatted(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+    ) -> str:
         if issubclass(category, UserWarning):
             return printable(f"ligermodels: warning: {message}") + "\n"
-        return original(message, category, *place)
+        return original(message, category, filename, lineno, line)
 
     warnings.formatwarning = formatted
     try:
