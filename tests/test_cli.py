@@ -19,7 +19,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 import ligermodels
-from ligermodels.cli import generate_text, info_report, main
+from ligermodels.cli import generate_text, info, info_report, main
 from ligermodels.hub.description import architecture_lines
 from ligermodels.memory.model import training_memory
 from ligermodels.units import memory_size
@@ -306,6 +306,17 @@ def test_with_json_info_prints_numbers(capsys):
     ((record,), err) = records(capsys)
     assert err == "" and record["family"] == "qwen2" and record["parameters"]["total"] == 1050752
     assert record["memory"]["generate"]["weights"] == 4 * 1050752 and record["files"] == {}
+
+
+def test_a_warning_is_one_line_without_the_place_in_the_code(capsys, monkeypatch):
+    def listing():
+        categories = UserWarning, DeprecationWarning
+        return "".join(warnings.formatwarning("not\nfound", category, "a.py", 3, "f(") for category in categories)
+
+    monkeypatch.setattr(info, "architecture_list", listing)
+    assert main(["list"]) == 0
+    text = "ligermodels: warning: not\\nfound\na.py:3: DeprecationWarning: not\nfound\n  f(\n"
+    assert capsys.readouterr().out == text and "a.py:3" in warnings.formatwarning("text", UserWarning, "a.py", 3)
 
 
 def set_config(folder, **fields):

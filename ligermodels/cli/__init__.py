@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from importlib import import_module
 
 from ligermodels import __version__
-from ligermodels.cli.console import directed
+from ligermodels.cli.console import directed, warnings_in_a_line
 from ligermodels.cli.flags import UNUSABLE_INPUT, Parser
 from ligermodels.errors import (
     InputError,
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         args = build_parser(COMMANDS.keys() & set(arguments[:1]) or COMMANDS).parse_command(arguments)
-        with directed(args) as args.console:
+        with directed(args) as args.console, warnings_in_a_line():
             status = args.run(args)
         sys.stdout.flush()
         return status or 0

@@ -8,6 +8,7 @@ import io
 import json
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from typing import Any, TextIO
@@ -61,6 +62,25 @@ def directed(args: argparse.Namespace) -> Iterator[Console]:
         return
     with redirect_stdout(WarningsAlone() if quiet else sys.stderr):
         yield Console(stdout, quiet)
+
+
+@contextmanager
+def warnings_in_a_line() -> Iterator[None]:
+    """Has warnings for users printed as one line each, without the place in the code that warns."""
+    original = warnings.formatwarning
+
+    def formatted(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+    ) -> str:
+        if issubclass(category, UserWarning):
+            return printable(f"ligermodels: warning: {message}") + "\n"
+        return original(message, category, filename, lineno, line)
+
+    warnings.formatwarning = formatted
+    try:
+        yield
+    finally:
+        warnings.formatwarning = original
 
 
 class WarningsAlone(io.TextIOBase):

@@ -26,7 +26,7 @@ from ligermodels.memory.model import (
     training_memory,
 )
 from ligermodels.plot_style import BLUE, GREEN, GREY, INK, OCHRE, ORANGE, PINK, PLOT_STYLE, PURPLE, TEAL
-from ligermodels.training.fitting import rows_of_step, trainings, verdict
+from ligermodels.training.fitting import WAYS, rows_of_step, trainings, verdict
 from ligermodels.training.parallel.activation_checkpointing import device_memory, device_name
 from ligermodels.units import byte_size, counted, memory_size
 
@@ -44,10 +44,11 @@ def print_report(args: argparse.Namespace) -> None:
     print_line(args.model)
     attention = "attention", attention_line(described, dtype)
     memory = memory_of(described, args)
-    for_gpu = for_gpu_lines(described, args) if args.for_gpu else ()
-    for label, value in (*fact_lines(described), attention, *memory_lines(described, args, memory), *for_gpu):
+    for_gpu = dict(for_gpu_lines(described, args)) if args.for_gpu else {}
+    for label, value in (*fact_lines(described), attention, *memory_lines(described, args, memory), *for_gpu.items()):
         print_line(f"  {label:12} {value}".rstrip())
-    args.console.record(record_of(args.model, described, memory))
+    planned = {"for_gpu": dict(zip(("step", *WAYS), for_gpu.values(), strict=False))} if for_gpu else {}
+    args.console.record(record_of(args.model, described, memory) | planned)
     if args.plot is not None:
         draw_memory(memory.peaks, args.plot, f"{args.model}: {setting_of(described, args)}")
         print_line(f"  {'plot':12} {args.plot}")

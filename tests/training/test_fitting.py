@@ -1,5 +1,6 @@
 """What fits on a GPU is what the planner of runs says, and docs/hardware.md has it."""
 
+import json
 import re
 
 import pytest
@@ -53,6 +54,14 @@ def test_the_report_says_what_fits_how_and_what_would_make_it_fit(capsys):
     assert [re.sub(r"\d+\.\d", "N", row) for row in rows] == [
         f"    {way:10} does not fit: N MiB; take a larger GPU or a smaller model" for way in ("full", "LoRA", "QLoRA")
     ]
+    flags = ["--for-gpu", "2GB,2", "--batch-size", "8", "--sequence-length", "512", "--json", "--quiet"]
+    assert main(["info", "llama:tiny", *flags]) == 0
+    assert json.loads(capsys.readouterr().out)["for_gpu"] == {
+        "step": "2 x GPU, 1.9 GiB, for steps of 8 × 512 tokens, bfloat16",
+        "full": "fits: 36.2 MiB, micro-batches of 4 x 512",
+        "LoRA": "fits: 33.6 MiB, micro-batches of 4 x 512",
+        "QLoRA": "fits: 31.8 MiB, micro-batches of 4 x 512",
+    }
     assert main(["info", "llama:tiny", "--for-gpu", "h100", "--dtype", "float16"]) == 2
     assert main(["train", "--model", "llama", "--for-gpu", "h100"]) == 2
     assert capsys.readouterr().err.splitlines() == [

@@ -18,6 +18,7 @@ from typing import Any, Literal, Self, TextIO
 from ligermodels.distributed import from_first, is_first, raise_on_all
 from ligermodels.errors import InputError, first_line
 from ligermodels.hub.names import ADAPTER, MODEL, SETTINGS_FILE
+from ligermodels.weights.gguf.finding import is_gguf
 from ligermodels.weights.writing import (
     atomic_folder,
     failure,
@@ -103,9 +104,12 @@ def has_first_files_alone(folder: Path) -> bool:
 
 
 def default_folder(model: str) -> Path:
-    """The folder of a run of `model`: runs/llama-8b for llama:8b; for the export of another run, that run's name."""
+    """The folder of a run of `model`: runs/llama-8b for llama:8b, runs/x for x.gguf; for another run's export, that
+    run's name."""
     path = Path(os.path.abspath(model.replace(":", "-")))
-    return Path("runs") / (path.parent.name if path.name == MODEL else path.name)
+    if path.name == MODEL:
+        return Path("runs") / path.parent.name
+    return Path("runs") / (path.stem if is_gguf(path) else path.name)
 
 
 def new_folder(wanted: Path | None, default: Path) -> Path:

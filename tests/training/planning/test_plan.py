@@ -73,6 +73,11 @@ def test_a_run_is_named_after_its_model_and_a_size_that_is_not_the_default(model
     assert str(default_folder(whole.config.title)) == f"runs/{folder}"
 
 
+@pytest.mark.parametrize("model, folder", [("x/Smol-1.7B.Q4_1.gguf", "Smol-1.7B.Q4_1"), ("x/Smol-1.7B", "Smol-1.7B")])
+def test_a_run_of_a_gguf_file_is_named_without_its_ending(model, folder):
+    assert str(default_folder(model)) == f"runs/{folder}"
+
+
 def test_the_table_has_parameters_data_tokens_compute_and_every_part_of_the_memory():
     model, whole = planned("--steps", "500", validation_rows=11, checkpointed_blocks=3, kept_tensors=5)
     first, *lines = whole.text().splitlines()
