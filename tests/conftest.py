@@ -62,7 +62,7 @@ SLOW = (
     *("real/test_tokenizers", "real/test_training"),
     *("integrations/test_transformers", "interop/test_accelerate", "interop/test_distributed_tools"),
     *("interop/test_generation", "interop/test_lightning", "interop/test_torch_tools", "interop/test_trainer"),
-    *("interop/test_trl", "test_examples"),
+    *("interop/test_trl", "test_examples", "test_notebooks"),
     *("layers/checkpointing/test_activation_checkpointing", "layers/test_compile"),
     *("training/test_against_transformers", "training/test_proof"),
     *("training/objectives/grpo/test_grpo_steps", "training/objectives/test_ranks", "training/objectives/test_runs"),
