@@ -52,7 +52,7 @@ def stored(tmp_path, kind: gguf.GGMLQuantizationType, name: str, shape: tuple[in
     file.write_bytes(bytes(96) + data.tobytes())
     info = TensorInfo(file, int(kind), *gguf.GGML_QUANT_SIZES[kind], shape, 96)
     values = gguf.quants.dequantize(data, kind).astype(np.float32)
-    return open_gguf(GgufHeader(file, metadata, {name: info}), tmp_path), torch.from_numpy(values)
+    return open_gguf(GgufHeader(file, metadata, {name: info})), torch.from_numpy(values)
 
 
 @pytest.mark.parametrize("name", TYPES)
@@ -98,4 +98,4 @@ def test_an_encoding_that_gguf_does_not_decode_is_refused(tmp_path):
     info = TensorInfo(tmp_path / "data", int(gguf.GGMLQuantizationType.Q8_K), 256, 292, (2, 256), 0)
     header = GgufHeader(tmp_path / "x.gguf", {"general.architecture": "qwen2"}, {"blk.0.ffn_up.weight": info})
     with pytest.raises(CheckpointError, match=r"tensor blk.0.ffn_up.weight has the type 15, which gguf cannot decode"):
-        open_gguf(header, tmp_path)
+        open_gguf(header)
