@@ -230,8 +230,8 @@ def refuse_layers_without_tensors(config: Config, checkpoint: Checkpoint) -> Non
     """Raises CheckpointError if there are too few tensors. Called before the build: many layers take seconds."""
     if config.num_hidden_layers * MIN_TENSORS_PER_LAYER > len(checkpoint.tensors):
         raise CheckpointError(
-            f"{checkpoint.folder}: num_hidden_layers of its {checkpoint.description} is {config.num_hidden_layers}, but "
-            f"the weights are {len(checkpoint.tensors)} tensors; correct it, or download the weights again"
+            f"{checkpoint.folder}: num_hidden_layers of its {checkpoint.description} is {config.num_hidden_layers}, "
+            f"but the weights are {len(checkpoint.tensors)} tensors; correct it, or download the weights again"
         )
 
 
