@@ -15,6 +15,7 @@ from ligermodels.kernels.norms.layer_norm import (
     layer_norm_forward,
     layer_norm_reference,
 )
+from ligermodels.kernels.norms.norm_tiles import added
 from ligermodels.kernels.quant.quantised_weight import Weight, operand
 
 LAYER_NORM = Norm(layer_norm_forward, add_layer_norm_forward, layer_norm_backward)
@@ -24,9 +25,9 @@ def layer_norm_linear_reference(
     x: Tensor, residual: Tensor | None, norm_weight: Tensor, norm_bias: Tensor | None, weight: Weight,
     bias: Tensor | None = None, eps: float = 1e-5, low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    hidden = x if residual is None else x + residual
+    hidden = added("layer_norm", x, residual)
     normed = layer_norm_reference(hidden, norm_weight, norm_bias, eps)
-    return low_rank_linear_reference(normed, weight, bias, low_rank), hidden
+    return low_rank_linear_reference(normed.to(weight.dtype), weight, bias, low_rank), hidden
 
 
 def layer_norm_linear(

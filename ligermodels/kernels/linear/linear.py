@@ -42,6 +42,8 @@ NO_LOW_RANK = None, None, (), 1.0  # passed to a node in place of LowRank's fiel
 def low_rank_update(x: Tensor, low_rank: LowRank, width: int) -> Tensor:
     """The update alone, in plain PyTorch: x [..., K] -> [..., width]."""
     a, b, columns, scale = low_rank
+    if columns[-1][1] > width:
+        raise ValueError(f"a low-rank update is of columns up to {columns[-1][1]}, but the weight has {width} rows")
     factors = zip(columns, split_b(b, columns), strict=True)
     blocks = torch.cat([F.pad(b_i, (0, 0, start, width - stop)) for (start, stop), b_i in factors], 1)  # [width, P r]
     return scale * F.linear(F.linear(x, a), blocks)

@@ -24,6 +24,7 @@ from ligermodels.kernels.linear.linear import (
     up_gradient,
     weight_gradient,
 )
+from ligermodels.kernels.norms.norm_tiles import added
 from ligermodels.kernels.norms.rms_norm import (
     add_rms_norm_forward,
     check_offset,
@@ -38,9 +39,9 @@ def norm_linear_reference(
     x: Tensor, residual: Tensor | None, norm_weight: Tensor | None, weight: Weight, bias: Tensor | None = None,
     eps: float = 1e-6, offset: float = 0.0, low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    hidden = x if residual is None else x + residual
+    hidden = added("add_rms_norm", x, residual)
     normed = rms_norm_reference(hidden, norm_weight, eps, offset)
-    return low_rank_linear_reference(normed, weight, bias, low_rank), hidden
+    return low_rank_linear_reference(normed.to(weight.dtype), weight, bias, low_rank), hidden
 
 
 class Norm(NamedTuple):
