@@ -18,7 +18,7 @@ from ligermodels.adapters.quantising import quantise
 from ligermodels.architectures import ARCHITECTURES
 from ligermodels.configs.base import Config
 from ligermodels.configs.quantisation import scheme_of
-from ligermodels.errors import CheckpointError, HubError, InputError, suggest_closest
+from ligermodels.errors import CheckpointError, ConfigError, HubError, InputError, suggest_closest
 from ligermodels.hub.download import MODEL_FILES, adapter_folder, fetch_files, fetch_weights, hub_errors
 from ligermodels.hub.gguf import gguf_names, hub_gguf
 from ligermodels.hub.names import DEFAULT_SIZE, family_of, known_models, local_folder, nearest_model
@@ -32,7 +32,7 @@ from ligermodels.weights.adapter_config import ADAPTER_CONFIG_FILE
 from ligermodels.weights.config_file import CONFIG_FILE, check_objects, read_config, read_generation_config
 from ligermodels.weights.exporting import export_weights
 from ligermodels.weights.files import INDEX_FILE, open_checkpoint, shortened
-from ligermodels.weights.gguf.folder import shown_file
+from ligermodels.weights.gguf.folder import in_terms_of_gguf, shown_file
 from ligermodels.weights.loading import (
     DTYPES_BY_NAME,
     LoadPlan,
@@ -217,17 +217,21 @@ def select_architecture(
         raise HubError(f"{origin}: model_type {model_type!r} is not supported{meant_family(str(model_type))}")
     check_objects(raw)
     architecture = ARCHITECTURES[model_type].of_config(raw)
+    try:
+        config = architecture.Config.from_dict(raw)
+    except ConfigError as error:
+        raise in_terms_of_gguf(error, model_type, origin) from None
     if reward_model or is_classifier(raw):
-        return reward_model_class(architecture, model_type), architecture.Config.from_dict(raw)
-    return architecture, architecture.Config.from_dict(raw)
+        architecture = reward_model_class(architecture, model_type)
+    return architecture, config
 
 
 def refuse_layers_without_tensors(config: Config, checkpoint: Checkpoint) -> None:
     """Raises CheckpointError if there are too few tensors. Called before the build: many layers take seconds."""
     if config.num_hidden_layers * MIN_TENSORS_PER_LAYER > len(checkpoint.tensors):
         raise CheckpointError(
-            f"{checkpoint.folder / CONFIG_FILE}: num_hidden_layers is {config.num_hidden_layers}, but the weights are "
-            f"{len(checkpoint.tensors)} tensors; correct it, or download the weights again"
+            f"{checkpoint.folder}: num_hidden_layers of its {checkpoint.description} is {config.num_hidden_layers}, "
+            f"but the weights are {len(checkpoint.tensors)} tensors; correct it, or download the weights again"
         )
 
 

@@ -34,6 +34,35 @@ def assume_constant_result(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def runs_kernels(x: Tensor) -> bool:
+    """`has_kernels(x)` for the input of an op. Raises ValueError unless it is floating point: kernels would take it."""
+    check_floats(x)
+    return has_kernels(x)
+
+
+def check_floats(*inputs: Tensor) -> None:
+    """Raises ValueError for a tensor that is not floating point."""
+    for x in inputs:
+        if not x.is_floating_point():
+            raise ValueError(f"a tensor {list(x.shape)} is {x.dtype}; the op takes floating-point tensors")
+
+
+def check_dtypes(op: str, x: Any, *operands: Any) -> None:
+    """Raises ValueError if an operand of a product has another dtype than x. operands: tensors, quantised weights, or
+    None, as autocast has left them."""
+    for operand in operands:
+        if operand is not None and operand.dtype != x.dtype:
+            raise ValueError(f"{op}: operands are {x.dtype} and {operand.dtype}; they must be equal")
+
+
+def check_rows(op: str, logits: Tensor, *of_rows: Tensor | None) -> None:
+    """Raises ValueError unless logits are a matrix, and the other tensors have an entry for each of its rows."""
+    for x in of_rows:
+        if logits.ndim != 2 or (x is not None and x.shape[:1] != logits.shape[:1]):
+            found = None if x is None else list(x.shape)
+            raise ValueError(f"{op}: logits are {list(logits.shape)}, and {found} is not one entry for each of [B, V]")
+
+
+def has_kernels(x: Tensor) -> bool:
     """Whether ops on `x` run as Triton kernels rather than as their plain PyTorch reference.
 
     Under transforms of torch.func they run as the reference, which is all that those can transform.

@@ -186,7 +186,7 @@ def open_session(run: Run, stop: Stop, held: ExitStack, loggers: Sequence[Logger
     if "optimizer" in config.offload:
         optimizer.offload_states()
     in_backward = OptimizerInBackward(optimizer, config.max_grad_norm) if config.optimizer_in_backward else None
-    check = UpdateCheck(optimizer.shards(), first=config.warmup)
+    check = UpdateCheck(optimizer.shards(), config.warmup, config.steps)
     progress = (checkpoints.restore(run.model, optimizer, say) if config.resume else None) or Progress()
     metrics, profiler = open_metrics(run, output, progress, say, held, loggers)
     resume = resume_command(output, world, allow_changes=config.allow_changes)

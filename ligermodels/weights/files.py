@@ -59,8 +59,8 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
         return Checkpoint(folder, read_header(weights_file(folder, SINGLE_FILE)))
     if os.path.lexists(folder / INDEX_FILE):
         return Checkpoint(folder, read_shards(folder))
-    if gguf := gguf_files(folder):
-        return open_gguf(read_gguf_header(gguf), folder)
+    if gguf := gguf_files(folder):  # in the folder that shows a file they are links to it, by which errors name it
+        return open_gguf(read_gguf_header([folder / file.readlink() if file.is_symlink() else file for file in gguf]))
     pickles = sorted(file.name for file in folder.glob("*") if file.suffix in PICKLES)
     if pickles:
         raise CheckpointError(f"{folder / pickles[0]}: pickles can run code and are not read; convert to safetensors")

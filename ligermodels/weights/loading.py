@@ -270,7 +270,7 @@ def select_layout(checkpoint: Checkpoint, model: HubModule) -> tuple[tuple[Rule,
         return complete[0]
     if len(tried[0][1]) == limit:
         raise CheckpointError(
-            f"{checkpoint.folder}: its config.json describes at least {limit} tensors, its files hold "
+            f"{checkpoint.folder}: its {checkpoint.description} describes at least {limit} tensors, its files hold "
             f"{len(checkpoint.tensors)}; correct num_hidden_layers or the number of experts, or download it again"
         )
 
@@ -407,7 +407,7 @@ def refuse_mismatched_tensors(
     if found:
         remedy = "; allow_unexpected=True ignores the unexpected tensors" if others else ""
         raise CheckpointError(
-            f"{checkpoint.folder}: the weights do not fit its config.json: {'; '.join(found)}{remedy}"
+            f"{checkpoint.folder}: the weights do not fit its {checkpoint.description}: {'; '.join(found)}{remedy}"
         )
 
 

@@ -37,9 +37,15 @@ class StoredTensor:
 class Checkpoint:
     """The tensors of a folder, by their Hub names. It keeps no file open.
 
-    converted: whether the files store them otherwise than the Hub does, so that an export copies no bytes of them.
+    folder: or the GGUF file. converted: whether the files store them otherwise than the Hub does, so that an export
+    copies no bytes of them.
     """
 
     folder: Path
     tensors: Mapping[str, StoredTensor]
     converted: bool = False
+
+    @property
+    def description(self) -> str:
+        """Where the model is described, for errors."""
+        return "metadata" if self.converted else "config.json"

@@ -541,6 +541,28 @@ def test_a_field_that_does_not_exist_is_refused_with_what_it_is_called_here(fiel
     assert str(error.value).startswith(f"TrainConfig: {hint}")
 
 
+@pytest.mark.parametrize(("model", "size"), [("llama", "8b"), ("llama:70b", "70b"), ("qwen3", "8b")])
+def test_the_size_in_a_file_holds_unless_the_name_brings_another(model, size, tmp_path):
+    file = tmp_path / "run.toml"
+    file.write_text('model = "llama"\nsize = "8b"\ndata = ["random"]\n')
+    config = config_from_file(file, model=model)
+    assert (config.model, config.size) == (model.partition(":")[0], size)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("qwen2", "qwen2: size '8b' is not a preset"),
+        ("a/b", "run.toml: --size 8b goes with a family, which a/b is not"),
+    ],
+)
+def test_a_size_in_a_file_that_does_not_fit_the_model_is_refused(model, message, tmp_path, capsys):
+    file = tmp_path / "run.toml"
+    file.write_text('model = "llama"\nsize = "8b"\ndata = ["random"]\n')
+    assert main(["train", "--config", str(file), "--model", model, "--dry-run"]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_the_size_of_a_model_is_in_its_name_or_beside_it():
     assert TrainConfig(model="llama:8b") == TrainConfig(model="llama", size="8b")
     with pytest.raises(InputError, match="size is '1b', but model is 'llama:8b'; leave one size out"):

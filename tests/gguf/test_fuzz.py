@@ -2,6 +2,7 @@
 
 import random
 import re
+import struct
 
 import pytest
 
@@ -45,9 +46,30 @@ def test_a_model_with_a_changed_header_is_loaded_or_refused(tmp_path, content, s
     assert refused > CHANGES // 3
 
 
-def test_more_blocks_than_tensors_are_refused_before_a_model_is_built(tmp_path, content):
-    place = re.search(rb"llama\.block_count\x04\0\0\0", content).end()
+@pytest.mark.parametrize(
+    ("key", "kind", "value", "words"),
+    [
+        ("block_count", "I", 2**31 - 1, "llama.block_count is 2147483647, but its tensors are of 1 blocks"),
+        ("block_count", "I", 0, "llama.block_count is 0, but"),
+        ("embedding_length", "I", 33, "llama.embedding_length is 33, but token_embd.weight has 32"),
+        ("feed_forward_length", "I", 3, "llama.feed_forward_length is 3, but blk.0.ffn_down.weight has 64"),
+        ("attention.head_count_kv", "I", 1, "llama.attention.head_count_kv * llama.attention.key_length is 16, but bl"),
+        ("context_length", "I", 0, "llama.context_length is 0; must be positive"),
+        ("rope.freq_base", "f", -1.0, "llama.rope.freq_base is -1.0; must be positive"),
+    ],
+)
+def test_a_wrong_size_is_refused_by_the_file_and_its_key(tmp_path, content, key, kind, value, words):
+    place = re.search(rb"llama\." + key.encode() + rb"[\x04\x06]\0\0\0", content).end()
     file = tmp_path / "x.gguf"
-    file.write_bytes(content[:place] + b"\xff\xff\xff\x7f" + content[place + 4 :])
-    with pytest.raises(InputError, match=r"tensors, too few for 2147483647 blocks \(llama.block_count\)"):
+    file.write_bytes(content[:place] + struct.pack(f"<{kind}", value) + content[place + 4 :])
+    with pytest.raises(InputError) as error:
         ligermodels.load(file)
+    assert str(error.value).startswith(f"{file}: {words}")
+
+
+def test_tensors_that_do_not_fit_are_refused_by_the_file(tmp_path, content):
+    file = tmp_path / "x.gguf"
+    file.write_bytes(content.replace(b"blk.0.attn_norm.weight", b"blk.0.attn_morn.weight"))
+    with pytest.raises(InputError) as error:
+        ligermodels.load(file)
+    assert str(error.value).startswith(f"{file}: the weights do not fit its metadata: 1 missing: model.layers.0.input")

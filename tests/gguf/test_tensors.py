@@ -5,9 +5,11 @@ import numpy as np
 import pytest
 import torch
 
-from ligermodels.errors import CheckpointError
+from ligermodels.errors import CheckpointError, InputError
+from ligermodels.weights.gguf.finding import GGUF_TYPES
 from ligermodels.weights.gguf.header import GgufHeader, TensorInfo
 from ligermodels.weights.gguf.tensors import open_gguf
+from ligermodels.weights.gguf.writing import PlannedFile, encode, encoding
 from ligermodels.weights.streaming import Transfer, read_tensors, run_transfers
 
 TYPES = [
@@ -52,7 +54,7 @@ def stored(tmp_path, kind: gguf.GGMLQuantizationType, name: str, shape: tuple[in
     file.write_bytes(bytes(96) + data.tobytes())
     info = TensorInfo(file, int(kind), *gguf.GGML_QUANT_SIZES[kind], shape, 96)
     values = gguf.quants.dequantize(data, kind).astype(np.float32)
-    return open_gguf(GgufHeader(file, metadata, {name: info}), tmp_path), torch.from_numpy(values)
+    return open_gguf(GgufHeader(file, metadata, {name: info})), torch.from_numpy(values)
 
 
 @pytest.mark.parametrize("name", TYPES)
@@ -98,4 +100,22 @@ def test_an_encoding_that_gguf_does_not_decode_is_refused(tmp_path):
     info = TensorInfo(tmp_path / "data", int(gguf.GGMLQuantizationType.Q8_K), 256, 292, (2, 256), 0)
     header = GgufHeader(tmp_path / "x.gguf", {"general.architecture": "qwen2"}, {"blk.0.ffn_up.weight": info})
     with pytest.raises(CheckpointError, match=r"tensor blk.0.ffn_up.weight has the type 15, which gguf cannot decode"):
-        open_gguf(header, tmp_path)
+        open_gguf(header)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kind", GGUF_TYPES)
+def test_rows_of_tiny_values_are_written_as_zeros_and_too_large_ones_are_refused(kind):
+    values = np.random.default_rng(0).standard_normal((3, 256)).astype(np.float32)
+    values[1] *= np.float32(1e-38)
+    output = PlannedFile("blk.0.ffn_up.weight", ("x",), values.shape, kind)
+    decoded = gguf.quants.dequantize(encode(values, output, gguf), gguf.GGMLQuantizationType[kind.upper()])
+    assert np.abs(decoded[1]).max() < 1e-37 and np.abs(decoded - values).max() < 0.51 * np.abs(values).max()
+    values[2, 5] = 3e7
+    if kind in ("f32", "bf16", "mxfp4"):
+        assert np.isfinite(gguf.quants.dequantize(encode(values, output, gguf), encoding(gguf, kind))).all()
+    else:
+        with pytest.raises(
+            InputError, match=rf"ffn_up.weight: has a value of 30000000.0, too large for {kind}; choose"
+        ):
+            encode(values, output, gguf)

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
+from ligermodels.kernels import launch
 from tests.conftest import DEVICE, TENS_OF_GIB
 from tests.kernels.compiled_kernels import import_all
 from tests.kernels.error_budget import DTYPES, check, relative_error
@@ -397,3 +398,58 @@ def test_kernels_run_on_the_device_of_the_tensors(op):
     results = there.step(there.ours, [x.to("cuda:1") for x in upstream])
     assert {x.device for x in results} == {torch.device("cuda:1")}
     torch.testing.assert_close([x.to("cuda:0") for x in results], here.step(here.ours, upstream))
+
+
+def checks_its_inputs(op):
+    """Not the part of `nf4_weight` behind its checks, nor ops with an input whose values are places in another one,
+    which cannot be checked without reading them, nor recurrent layers."""
+    unchecked = (
+        "nf4_encode",
+        "gather_keys",
+        "cache writes",
+        "decode_attention",
+        "gated_delta",
+        "mamba2",
+        "causal_conv",
+    )
+    return not next(name for name, one in OPS.items() if one is op).startswith(unchecked)
+
+
+def unfit(x):
+    """Variants of an input that its op was not drawn for: a shorter one along each dimension, an empty one, another
+    dtype. Interpreted kernels cannot compute some constants in bf16."""
+    dtypes = [torch.bfloat16] if x.ndim > 2 or DEVICE == "cuda" else []
+    yield from (x.narrow(dim, 0, x.shape[dim] - 1).contiguous() for dim in range(x.ndim))
+    yield x[:0]
+    yield from (x.to(dtype) for dtype in (*dtypes, torch.int32))
+
+
+def outcome(function, inputs):
+    """Shapes and dtypes of the results, or the class of the error."""
+    try:
+        with torch.no_grad():
+            return [(x.shape, x.dtype) for x in as_list(function(*inputs)) if x is not None]
+    except (ArithmeticError, AssertionError, LookupError, RuntimeError, ValueError) as error:
+        return type(error)
+
+
+@pytest.mark.slow
+@parametrize_ops(checks_its_inputs)
+def test_a_cpu_and_the_kernels_refuse_the_same_inputs(op, monkeypatch):
+    """What a kernel refuses by ValueError is refused by it on a CPU too, and what one of them takes the other does."""
+    case = op.case()
+    inputs = [x.detach() for x in case.leaves] + case.constants
+    for place, x in enumerate(inputs):
+        if not x.is_floating_point() or not x.ndim:
+            continue
+        for variant in unfit(x):
+            given = [*inputs[:place], variant, *inputs[place + 1 :]]
+            found = []
+            for interpreting in (DEVICE == "cpu", False):
+                monkeypatch.setattr(launch, "interpreting", interpreting)
+                copies = [y.clone().to(DEVICE if interpreting or not found else "cpu") for y in given]
+                found.append(outcome(case.ours, copies))
+            by_kernel, on_cpu = found
+            both_refuse = isinstance(by_kernel, type) and isinstance(on_cpu, type) and by_kernel is not ValueError
+            said = f"input {place} {list(x.shape)} as {variant.dtype} {list(variant.shape)}: {by_kernel}, {on_cpu}"
+            assert both_refuse or by_kernel == on_cpu, said

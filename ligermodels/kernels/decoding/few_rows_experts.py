@@ -15,7 +15,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.dispatch import autocast, refuse_gradients, register_op, runs_kernels
+from ligermodels.kernels.dispatch import autocast, check_dtypes, refuse_gradients, register_op, runs_kernels
 from ligermodels.kernels.launch import Launcher, cdiv, kernel
 from ligermodels.kernels.moe.expert_product import expert_glu
 from ligermodels.kernels.moe.experts import check_expert_inputs, experts_reference
@@ -159,8 +159,9 @@ def few_rows_experts(
     refuse_gradients(
         "few_rows_experts", x, expert_weight, operand(gate_up)[0], operand(down)[0], gate_up_bias, down_bias
     )
-    check_expert_inputs(x, expert_index, expert_weight, gate_up, down, activation, gate_up_bias, down_bias)
+    check_expert_inputs(x, expert_index, expert_weight, gate_up, down, activation, None, None, gate_up_bias, down_bias)
     x, gate_up, down, gate_up_bias, down_bias = autocast(x, gate_up, down, gate_up_bias, down_bias)
+    check_dtypes("few_rows_experts", x, gate_up, down, gate_up_bias, down_bias)
     if not (isinstance(gate_up, Tensor) and isinstance(down, Tensor)):
         chosen = expert_index.flatten()
         gate_up, down = of_experts(gate_up, chosen), of_experts(down, chosen)

@@ -28,10 +28,17 @@ import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.activations.gated_activation import activate, check_gate_up
-from ligermodels.kernels.dispatch import autocast, promoted_dtype, refuse_gradients, register_op, runs_kernels
+from ligermodels.kernels.dispatch import (
+    autocast,
+    check_dtypes,
+    promoted_dtype,
+    refuse_gradients,
+    register_op,
+    runs_kernels,
+)
 from ligermodels.kernels.launch import Launcher, as_rows, cdiv, kernel, multiprocessors
 from ligermodels.kernels.linear.linear import gated_linear_reference, low_rank_linear_reference, norm_linear_reference
-from ligermodels.kernels.norms.norm_tiles import check_weights, to_fp32
+from ligermodels.kernels.norms.norm_tiles import check_residual, check_weights, to_fp32
 from ligermodels.kernels.norms.rms_norm import check_offset
 from ligermodels.kernels.pdl import launch_dependents, pdl_constants, wait_for_previous_kernel
 from ligermodels.kernels.quant.nf4 import Nf4, nf4_scales, sections
@@ -272,8 +279,9 @@ def few_rows_linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Te
     refuse_gradients("few_rows_linear", x, operand(weight)[0], bias)
     _check("few_rows_linear", x, weight, bias, x.shape[-1])
     x, weight, bias = autocast(x, weight, bias)
+    check_dtypes("few_rows_linear", weight, bias)
     if not runs_kernels(x):
-        return low_rank_linear_reference(x, weight, bias, None)
+        return low_rank_linear_reference(x.to(weight.dtype), weight, bias, None)
     y, _ = _linear(x, None, None, *_numbers(weight), bias, False, 0.0, 0.0, None, 1.0, 1.0)
     return y
 
@@ -289,9 +297,12 @@ def few_rows_norm_linear(
     refuse_gradients("few_rows_norm_linear", x, residual, norm_weight, operand(weight)[0], bias)
     _check("few_rows_norm_linear", x, weight, bias, x.shape[-1])
     check_weights("few_rows_norm_linear", x.shape[-1], norm_weight)
+    if residual is not None:
+        check_residual("few_rows_norm_linear", x, residual)
     if norm_weight is None:
         check_offset("few_rows_norm_linear", offset)
     weight, bias = autocast(weight, bias)
+    check_dtypes("few_rows_norm_linear", weight, bias)
     if not runs_kernels(x):
         return norm_linear_reference(x, residual, norm_weight, weight, bias, eps, offset)
     y, hidden = _linear(x, residual, norm_weight, *_numbers(weight), bias, True, eps, offset, None, 1.0, 1.0)
@@ -310,6 +321,7 @@ def few_rows_gated_linear(
     check_gate_up(gate_up, activation)
     _check("few_rows_gated_linear", gate_up, weight, bias, gate_up.shape[-1] // 2)
     gate_up, weight, bias = autocast(gate_up, weight, bias)
+    check_dtypes("few_rows_gated_linear", gate_up, weight, bias)
     if not runs_kernels(gate_up):
         return gated_linear_reference(
             gate_up, weight, bias, activation, gate_multiplier=gate_multiplier, down_multiplier=down_multiplier

@@ -48,6 +48,7 @@ from ligermodels.kernels.norms.layer_norm import (
     layer_norm_forward,
     layer_norm_reference,
 )
+from ligermodels.kernels.norms.norm_tiles import added
 from ligermodels.kernels.norms.rms_norm import (
     add_rms_norm_forward,
     check_offset,
@@ -75,6 +76,8 @@ NO_LOW_RANK = None, None, (), 1.0  # passed to a node in place of LowRank's fiel
 def low_rank_update(x: Tensor, low_rank: LowRank, width: int) -> Tensor:
     """The update alone, in plain PyTorch: x [..., K] -> [..., width]."""
     a, b, columns, scale = low_rank
+    if columns[-1][1] > width:
+        raise ValueError(f"a low-rank update is of columns up to {columns[-1][1]}, but the weight has {width} rows")
     factors = zip(columns, split_b(b, columns), strict=True)
     blocks = torch.cat([F.pad(b_i, (0, 0, start, width - stop)) for (start, stop), b_i in factors], 1)  # [width, P r]
     return scale * F.linear(F.linear(x, a), blocks)
@@ -89,18 +92,18 @@ def norm_linear_reference(
     x: Tensor, residual: Tensor | None, norm_weight: Tensor | None, weight: Weight, bias: Tensor | None = None,
     eps: float = 1e-6, offset: float = 0.0, low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    hidden = x if residual is None else x + residual
+    hidden = added("add_rms_norm", x, residual)
     normed = rms_norm_reference(hidden, norm_weight, eps, offset)
-    return low_rank_linear_reference(normed, weight, bias, low_rank), hidden
+    return low_rank_linear_reference(normed.to(weight.dtype), weight, bias, low_rank), hidden
 
 
 def layer_norm_linear_reference(
     x: Tensor, residual: Tensor | None, norm_weight: Tensor, norm_bias: Tensor | None, weight: Weight,
     bias: Tensor | None = None, eps: float = 1e-5, low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    hidden = x if residual is None else x + residual
+    hidden = added("layer_norm", x, residual)
     normed = layer_norm_reference(hidden, norm_weight, norm_bias, eps)
-    return low_rank_linear_reference(normed, weight, bias, low_rank), hidden
+    return low_rank_linear_reference(normed.to(weight.dtype), weight, bias, low_rank), hidden
 
 
 def activated_linear_reference(

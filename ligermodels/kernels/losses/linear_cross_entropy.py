@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ligermodels.kernels.dispatch import Node, autocast, is_traced, register_op, runs_kernels
+from ligermodels.kernels.dispatch import Node, autocast, check_dtypes, is_traced, register_op, runs_kernels
 from ligermodels.kernels.launch import as_matrix
 from ligermodels.kernels.losses.cross_entropy import (
     OPTIONS,
@@ -359,6 +359,7 @@ def _linear_cross_entropy(
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"linear_cross_entropy: bias {list(bias.shape)}; needed {[weight.shape[0]]}, one per class")
     hidden, weight, bias = autocast(hidden, weight, bias)
+    check_dtypes("linear_cross_entropy", hidden, weight, bias)
     if not runs_kernels(hidden):
         return run_reference(F.linear(hidden, weight, bias), targets, class_weight, reduction, metrics, *options)
     rows = as_matrix(hidden)

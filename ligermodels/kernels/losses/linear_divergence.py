@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.kernels.dispatch import Node, autocast, runs_kernels, widen
+from ligermodels.kernels.dispatch import Node, autocast, check_dtypes, runs_kernels, widen
 from ligermodels.kernels.launch import as_matrix, as_rows
 from ligermodels.kernels.losses.linear_divergence_chunks import (
     linear_divergence_forward,
@@ -194,7 +194,11 @@ def _summed(
     _check_rows(hidden, weight, options)
     rows = _prepare_rows(hidden, weight, teacher, options)
     hidden, weight = autocast(hidden, weight)
-    loss, divergences, entropies, cross_entropies = compute(hidden, weight, teacher.under_autocast(), rows, options)
+    teacher = teacher.under_autocast()
+    check_dtypes("linear_divergence", hidden, weight)
+    if teacher.weight is not None:
+        check_dtypes("linear_divergence", teacher.states, teacher.weight)
+    loss, divergences, entropies, cross_entropies = compute(hidden, weight, teacher, rows, options)
     shape, infinite = rows.weights.shape, torch.where(rows.unusable, torch.inf, 0.0)
     return DivergenceOutput(
         loss + infinite.sum(),

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.kernels.dispatch import Node, autocast, is_last_use, is_traced, runs_kernels, widen
+from ligermodels.kernels.dispatch import Node, autocast, check_dtypes, is_last_use, is_traced, runs_kernels, widen
 from ligermodels.kernels.launch import as_matrix
 from ligermodels.kernels.losses.logits_chunks import all_logits, keeps_logits
 from ligermodels.kernels.losses.logprob_chunks import (
@@ -209,13 +209,14 @@ def linear_logprobs(
             f"linear_logprobs: targets have shape {tuple(targets.shape)}; expected {tuple(hidden.shape[:-1])}, the"
             " shape of hidden without its last dimension"
         )
+    hidden, weight = autocast(hidden, weight)
+    check_dtypes("linear_logprobs", hidden, weight)
     if not runs_kernels(hidden):
         return linear_logprobs_reference(
             hidden, weight, targets, temperature=temperature, softcap=softcap, logit_scale=logit_scale,
             entropy=entropy, extras=extras, ignore_index=ignore_index,
         )  # fmt: skip
     check_logprob_options(extras, temperature)
-    hidden, weight = autocast(hidden, weight)
     more = any(name != "entropy" for name in extras)
     flags = entropy or "entropy" in extras, more, low_memory
     options = ignore_index, None if softcap is None else softcap / temperature, logit_scale / temperature

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ligermodels.kernels.dispatch import Node, autocast, is_traced, runs_kernels
+from ligermodels.kernels.dispatch import Node, autocast, check_dtypes, is_traced, runs_kernels
 from ligermodels.kernels.launch import as_matrix
 from ligermodels.kernels.losses.linear_logprobs import LogProbs, linear_logprobs
 from ligermodels.kernels.losses.logits_chunks import (
@@ -101,6 +101,7 @@ def linear_logprobs_loss(
     """
     options: dict[str, Any] = {"temperature": temperature, "softcap": softcap, "logit_scale": logit_scale}
     cast = autocast(hidden, weight)
+    check_dtypes("linear_logprobs", *cast)
     needed = [torch.is_grad_enabled() and x.requires_grad for x in cast]
     size = targets.numel(), hidden.shape[-1], weight.shape[0]
     keeps = keeps_logits(*size, torch.float32, *needed)

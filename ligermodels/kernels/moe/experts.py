@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active
 
-from ligermodels.kernels.dispatch import Node, autocast, runs_kernels, widen
+from ligermodels.kernels.dispatch import Node, autocast, check_dtypes, runs_kernels, widen
 from ligermodels.kernels.moe.expert_bias import bias_dots, grouped_row_sums, sort_weights, unpermute_with_bias
 from ligermodels.kernels.moe.expert_product import (
     EXPERT_ACTIVATIONS,
@@ -220,8 +220,10 @@ def free_saved_tensors(ctx) -> None:
 
 def check_expert_inputs(
     x: Tensor, expert_index: Tensor, expert_weight: Tensor, gate_up: Weight, down: Weight, activation: str,
-    gate_up_bias: Tensor | None, down_bias: Tensor | None,
+    gate_up_update: GroupedLowRank | None, down_update: GroupedLowRank | None, gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
 ) -> None:  # fmt: skip
+    """Raises ValueError for what `experts` cannot take, on a CPU and a GPU alike: kernels would read out of bounds."""
     num_experts, width, hidden = gate_up.shape
     if activation not in EXPERT_ACTIVATIONS:
         supported = ", ".join(EXPERT_ACTIVATIONS)
@@ -238,6 +240,15 @@ def check_expert_inputs(
     for name, bias, size in (("gate_up_bias", gate_up_bias, width), ("down_bias", down_bias, hidden)):
         if bias is not None and bias.shape != (num_experts, size):
             raise ValueError(f"experts: {name} has shape {list(bias.shape)}; expected {[num_experts, size]}")
+    for name, update, weight in (("gate_up_update", gate_up_update, gate_up), ("down_update", down_update, down)):
+        rank = 0 if update is None else update.b.shape[-1]
+        _, rows, columns = weight.shape
+        fitting = (num_experts, rank, columns), (num_experts, rows, rank)
+        if update and (update.a.shape, update.b.shape) != fitting:
+            found = f"{list(update.a.shape)} and {list(update.b.shape)}"
+            raise ValueError(
+                f"experts: {name} has shapes {found}; expected [E, r, K] and [E, N, r] of {[*weight.shape]}"
+            )
     if expert_index.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"experts: expert_index is {expert_index.dtype}; it must be torch.int64 or torch.int32")
 
@@ -261,12 +272,17 @@ def experts(
     "clamped_silu" (gpt-oss's, see expert_product.py), gate_up_update and down_update: low-rank updates of the two
     projections, gate_up_bias [E, 2 I] and down_bias [E, H] -> [T, H] in x's dtype.
     An expert without tokens gets a zero gradient. Frozen arguments cost no gradient.
-    Raises ValueError for any other activation, an odd width of gate_up, shapes that disagree, and an expert_index of
-    another dtype.
+    Raises ValueError for any other activation, an odd width of gate_up, shapes or dtypes that disagree, and an
+    expert_index of another dtype.
     """
-    check_expert_inputs(x, expert_index, expert_weight, gate_up, down, activation, gate_up_bias, down_bias)
+    check_expert_inputs(
+        x, expert_index, expert_weight, gate_up, down, activation, gate_up_update, down_update, gate_up_bias, down_bias
+    )
     x, gate_up, down, gate_up_update, down_update, gate_up_bias, down_bias = autocast(
         x, gate_up, down, gate_up_update, down_update, gate_up_bias, down_bias
+    )
+    check_dtypes(
+        "experts", x, gate_up, down, gate_up_bias, down_bias, *(gate_up_update or ())[:2], *(down_update or ())[:2]
     )
     if not runs_kernels(x):
         return experts_reference(

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.activations.gated_activation import activate
-from ligermodels.kernels.dispatch import Node, register_op, runs_kernels, widen
+from ligermodels.kernels.dispatch import Node, check_floats, register_op, runs_kernels, widen
 from ligermodels.kernels.launch import Launcher, cdiv, kernel, multiprocessors
 from ligermodels.kernels.norms.norm_tiles import check_weights
 from ligermodels.kernels.norms.partial_sums import sum_partials
@@ -230,6 +230,7 @@ def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float = 1e-6, gate
             f"gated_rms_norm: x is {list(x.shape)}, z {list(z.shape)}; they must be equal, with rows of at most"
             f" {MAX_GATED_NORM_COLUMNS} elements"
         )
+    check_floats(z)
     if not runs_kernels(x):
         return gated_rms_norm_reference(x, z, weight, eps, gate_first)
     return _GatedRMSNorm.apply(x, z, weight, eps, gate_first)

@@ -49,6 +49,7 @@ LAYER_NORM_ELEMENTS_PER_THREAD = {False: 40, True: 18}
 
 
 def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    check_weights("layer_norm", x.shape[-1], weight, bias)
     wide = widen(x)
     centred = wide - wide.mean(-1, keepdim=True)
     y = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps) * widen(weight)

@@ -69,10 +69,7 @@ class BackwardNormTile(NormTile):
 
 @functools.cache
 def norm_forward_tile(columns: int, elements: int, device: torch.device) -> NormTile:
-    """The tile of a forward kernel of which a thread holds at most `elements` of a row.
-
-    Raises ValueError if a row is longer than MAX_COLUMNS.
-    """
+    """The tile of a forward kernel of which a thread holds at most `elements` of a row."""
     rows, width = _tile_shape(columns, FORWARD_TILE_ELEMENTS)
     warps = min(MAX_WARPS, max(MIN_WARPS, triton.next_power_of_2(cdiv(columns, 32 * elements))))
     if rows * columns <= NARROW_TILE_ELEMENTS:
@@ -84,10 +81,7 @@ def norm_forward_tile(columns: int, elements: int, device: torch.device) -> Norm
 def norm_backward_tile(
     columns: int, streams: int, itemsize: int, small_m: bool, device: torch.device
 ) -> BackwardNormTile:
-    """The tile of a backward kernel that reads `streams` tensors row by row, `itemsize` bytes an element.
-
-    Raises ValueError if a row is longer than MAX_COLUMNS.
-    """
+    """The tile of a backward kernel that reads `streams` tensors row by row, `itemsize` bytes an element."""
     fitting = (warps for warps, most in BACKWARD_ELEMENTS_PER_THREAD.items() if columns <= 32 * warps * most)
     warps = next(fitting, MAX_WARPS)
     rows, width = _tile_shape(columns, 1 if small_m else BACKWARD_TILE_ELEMENTS)
@@ -110,8 +104,6 @@ def norm_backward_tile(
 
 def _tile_shape(columns: int, min_elements: int) -> tuple[int, int]:
     """(rows, width) of a tile of at least `min_elements` elements."""
-    if columns > MAX_COLUMNS:
-        raise ValueError(f"norm: rows have {columns} elements; the kernels support at most {MAX_COLUMNS}")
     width = triton.next_power_of_2(columns)
     return max(1, min_elements // width), width
 
@@ -132,7 +124,10 @@ def column_sum_programs(columns: int) -> int:
 
 
 def check_weights(op: str, columns: int, *weights: Tensor | None) -> None:
-    """Raises ValueError if a weight or bias is not as long as a row: a kernel would read out of bounds."""
+    """Raises ValueError if a weight or bias is not as long as a row, or a row too long: a kernel would read out of
+    bounds, and on a CPU the tensors would be broadcast."""
+    if columns > MAX_COLUMNS:
+        raise ValueError(f"{op}: rows have {columns} elements; the kernels support at most {MAX_COLUMNS}")
     for weight in weights:
         if weight is not None and weight.numel() != columns:
             raise ValueError(f"{op}: a weight or bias has {weight.numel()} elements, but rows have {columns}")
@@ -142,6 +137,14 @@ def check_residual(op: str, x: Tensor, residual: Tensor) -> None:
     """Raises ValueError if the residual has another shape than x: a kernel would read out of bounds."""
     if residual.shape != x.shape:
         raise ValueError(f"{op}: x has shape {list(x.shape)}, residual {list(residual.shape)}; they must be equal")
+
+
+def added(op: str, x: Tensor, residual: Tensor | None) -> Tensor:
+    """The residual stream of a reference. Raises ValueError as `check_residual` does."""
+    if residual is None:
+        return x
+    check_residual(op, x, residual)
+    return x + residual
 
 
 @triton.jit

@@ -21,6 +21,7 @@ from ligermodels.kernels.launch import Launcher, as_rows_with_stride, cdiv, kern
 from ligermodels.kernels.norms.norm_tiles import (
     SMALL_M_ROWS,
     BackwardNormTile,
+    added,
     backward_loop,
     check_residual,
     check_weights,
@@ -49,6 +50,7 @@ CHUNKED_WARPS = 16
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0) -> Tensor:
+    check_weights("rms_norm", x.shape[-1], weight)
     wide = widen(x)
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if weight is not None:
@@ -59,7 +61,7 @@ def rms_norm_reference(x: Tensor, weight: Tensor | None = None, eps: float = 1e-
 def add_rms_norm_reference(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    hidden = x + residual
+    hidden = added("add_rms_norm", x, residual)
     return rms_norm_reference(hidden, weight, eps, offset), hidden
 
 

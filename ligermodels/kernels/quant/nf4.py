@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.dispatch import register_op, runs_kernels
+from ligermodels.kernels.dispatch import has_kernels, register_op, runs_kernels
 from ligermodels.kernels.launch import cdiv, kernel
 from ligermodels.kernels.quant.quantised_weight import QuantisedWeight, RowsLayout, aligned, section, starts_of
 
@@ -149,13 +149,13 @@ class Nf4(RowsLayout):
 
     def dequantize(self, data: Tensor) -> Tensor:
         """The weight's bytes [nbytes] -> the weight, in the layout's dtype."""
-        if not runs_kernels(data):
+        if not has_kernels(data):
             return nf4_dequantize_reference(data, self)
         return _dequantize(data, self.rows, self.columns, self.groups, self.dtype).view(self.shape)
 
     def dequantize_experts(self, data: Tensor, index: Tensor) -> Tensor:
         """Dequantises the matrices `index` [n] of a weight [E, N, K] -> [n, N, K]. Copies their codes and scales."""
-        if not runs_kernels(data):
+        if not has_kernels(data):
             return self.dequantize(data)[index]
         experts, height, columns = self.shape
         rows = len(index) * height

@@ -4,8 +4,8 @@ An update that is small beside its weight is lost where the weight is rounded to
 stochastically it becomes a whole unit in the last place now and then: it drowns in noise. Float32 parameters, and exact
 bf16 parameters, lose only what is below 2^-25 of a weight.
 
-The first updates at the peak learning rate are checked. All sums stay on the device; the loop reads them with the
-totals of the next step.
+The first updates at the peak learning rate are checked; in a run that is too short for that, its last ones. All sums
+stay on the device; the loop reads them with the totals of the next step.
 """
 
 import math
@@ -30,10 +30,11 @@ class UpdateCheck:
     runs: of the flattened local shard, whole blocks of 8-bit moments.
     """
 
-    def __init__(self, shards: Mapping[nn.Parameter, Tensor], first: int) -> None:
-        """shards: this rank's part of each trained parameter. first: the step, from 0, that is checked first."""
+    def __init__(self, shards: Mapping[nn.Parameter, Tensor], warmup: int, steps: int) -> None:
+        """shards: this rank's part of each trained parameter. warmup, steps: of the run."""
         self.runs = sample_runs(shards)
-        self.first, self.checked = first, 0
+        self.first, self.checked = max(min(warmup, steps - 2), 0), 0
+        self.end = min(self.first + STEPS, steps - 1)  # the step, from 0, that reports
         device = next(iter(shards.values())).device
         self.totals = torch.zeros(len(SUMMED), device=device)
         self.before: dict[nn.Parameter, Tensor] = {}
@@ -41,7 +42,7 @@ class UpdateCheck:
 
     def begins(self, step: int) -> bool:
         """Whether the updates of this step, from 0, are checked."""
-        due = self.first <= step < self.first + STEPS
+        due = self.first <= step < self.end
         self.checked += due
         return due
 
@@ -59,7 +60,7 @@ class UpdateCheck:
     def sums(self, step: int) -> dict[str, Tensor]:
         """Device scalars of all checked updates before this step, to be added over ranks; empty where there are none,
         and when they have been reported."""
-        if not self.checked or step > self.first + STEPS:
+        if not self.checked or step > self.end:
             return {}
         return dict(zip(SUMMED, self.totals.clone().unbind(), strict=True))  # an update in backward adds to them
 
@@ -76,7 +77,7 @@ class UpdateCheck:
     def warnings(self, step: int, metrics: Mapping[str, float], lossy_rounding: str | None) -> list[str]:
         """A line after the last checked update, if updates vanish or drown. step: as for `sums`. lossy_rounding: of
         bf16 parameters; None where updates have the precision of float32."""
-        if step != self.first + STEPS or not metrics:
+        if step != self.end or not metrics:
             return []
         changed, exact, size = metrics[CHANGED], metrics[CHANGED_EXACTLY], metrics[SIZE]
         if changed >= ENOUGH * exact and ENOUGH <= size <= TOO_MUCH:

@@ -6,9 +6,11 @@ Only commands that work are printed.
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch.distributed.run import get_args_parser
 
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
@@ -52,9 +54,26 @@ def resume_command(output: Path, world: World, *, allow_changes: bool = False) -
 def launch_command(world: World) -> str:
     if world.size == 1:
         return f"python {shlex.quote(sys.argv[0])}" if is_script() else "ligermodels train"
-    hosts = int(os.environ.get("GROUP_WORLD_SIZE", 1))
-    address = f"--nnodes {hosts} --rdzv-backend c10d --rdzv-endpoint {os.environ['MASTER_ADDR']} " if hosts > 1 else ""
-    return f"torchrun {address}--nproc-per-node {os.environ['LOCAL_WORLD_SIZE']} {torchrun_target()}"
+    given = torchrun_arguments(parent_command()) or ["--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"]]
+    return f"torchrun {shlex.join(given)} {torchrun_target()}"
+
+
+def parent_command() -> list[str]:
+    """The words of the command that started this process; none where the system does not tell."""
+    try:
+        return os.fsdecode(Path(f"/proc/{os.getppid()}/cmdline").read_bytes()).split("\0")[:-1]
+    except OSError:
+        return []
+
+
+def torchrun_arguments(command: Sequence[str]) -> list[str]:
+    """What a command gives to torchrun itself, such as the hosts and where they meet; nothing if it is another."""
+    names = (index for index, word in enumerate(command) if Path(word).name in ("torchrun", "torch.distributed.run"))
+    given = list(command[next(names, len(command)) + 1 :])
+    if not given:
+        return []
+    started = get_args_parser().parse_args(given).training_script_args
+    return [word for word in given[: len(given) - len(started) - 1] if word not in ("-m", "--module")]
 
 
 def torchrun_target() -> str:

@@ -99,9 +99,11 @@ def config_from_file(file: Path, **changes: Any) -> TrainConfig:
     Raises InputError that names the file and the key.
     """
     values = read_values(file)
-    for name, other in (("epochs", "steps"), ("steps", "epochs"), ("model", "size")):
+    for name, other in (("epochs", "steps"), ("steps", "epochs")):
         if changes.get(name) is not None:
-            values.pop(other, None)  # epochs and steps both set the length; the name of a model brings its size
+            values.pop(other, None)  # both set the length
+    if ":" in (changes.get("model") or ""):
+        values.pop("size", None)  # the name brings its size
     return TrainConfig(**(values | changes))
 
 

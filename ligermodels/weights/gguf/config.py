@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ligermodels.errors import CheckpointError
-from ligermodels.weights.gguf.fields import COMMON, FURTHER, Metadata
+from ligermodels.weights.gguf.fields import COMMON, FURTHER, Metadata, metadata_key
 from ligermodels.weights.gguf.header import GgufHeader, import_gguf
 from ligermodels.weights.gguf.rope import ReadValues, rope_scaling
 from ligermodels.weights.gguf.tensors import head_count, stored_as
@@ -20,6 +20,15 @@ ALWAYS_BIASED = ("qwen2",)  # families with biases of queries, keys and values, 
 GEMMA = dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh")
 NOPE_INTERVAL = 4  # SmolLM3's layers without RoPE
 GEMMA3_WINDOW_PATTERN = 6
+# Sizes whose product is a dimension of a tensor, where a file has it.
+SIZES = (
+    (("hidden_size",), "token_embd.weight", -1),
+    (("num_attention_heads", "head_dim"), "blk.0.attn_output.weight", -1),
+    (("num_key_value_heads", "head_dim"), "blk.0.attn_k.weight", 0),
+    (("intermediate_size",), "blk.0.ffn_down.weight", -1),
+    (("num_experts",), "blk.0.ffn_gate_inp.weight", 0),
+    (("num_local_experts",), "blk.0.ffn_gate_inp.weight", 0),
+)
 
 
 def hub_config(header: GgufHeader, vocabulary: Vocabulary, read_values: ReadValues) -> dict[str, Any]:
@@ -29,11 +38,6 @@ def hub_config(header: GgufHeader, vocabulary: Vocabulary, read_values: ReadValu
     heads = head_count(header, "head_count")
     config: dict[str, Any] = {"model_type": model_type, "vocab_size": embedded_tokens(header)}
     config |= {field.hub: metadata.read(field) for field in COMMON}
-    if config["num_hidden_layers"] > len(header.tensors):
-        raise CheckpointError(
-            f"{header.file}: has {len(header.tensors)} tensors, too few for {config['num_hidden_layers']} blocks "
-            f"({metadata.prefix}.block_count); download it again"
-        )
     config |= {field.hub: metadata.read(field) for field in FURTHER.get(model_type, ())}
     config |= {
         "num_key_value_heads": head_count(header, "head_count_kv"),
@@ -42,6 +46,7 @@ def hub_config(header: GgufHeader, vocabulary: Vocabulary, read_values: ReadValu
         "tie_word_embeddings": not metadata.has_tensor("output.weight"), "attention_dropout": 0.0, "hidden_act": "silu",
         "torch_dtype": stored_dtype(header),
     }  # fmt: skip
+    refuse_other_sizes(metadata, config)
     if model_type not in ALWAYS_BIASED:
         config["attention_bias"] = metadata.has_tensor("blk.0.attn_q.bias")
     if special := SPECIAL.get(model_type):
@@ -73,8 +78,27 @@ def head_dim(metadata: Metadata, hidden: int, heads: int) -> int:
     if metadata.has("attention.key_length"):
         return metadata.size("attention.key_length")
     if hidden % heads:
-        raise CheckpointError(f"{metadata.header.file}: {hidden} is no multiple of {heads} heads; convert it again")
+        keys = [metadata_key(metadata.prefix, "", name) for name in ("hidden_size", "num_attention_heads")]
+        stated = f"{keys[0]} {hidden} is no multiple of {keys[1]} {heads}"
+        raise CheckpointError(f"{metadata.header.file}: {stated}; convert it again")
     return hidden // heads
+
+
+def refuse_other_sizes(metadata: Metadata, config: dict[str, Any]) -> None:
+    """Raises CheckpointError, which names the key, for a size in the metadata that is not that of the tensors."""
+    header, model_type = metadata.header, config["model_type"]
+    blocks = len({name.split(".")[1] for name in header.tensors if name.startswith("blk.")})
+    if config["num_hidden_layers"] != blocks:
+        stated = f"{metadata.prefix}.block_count is {config['num_hidden_layers']}"
+        raise CheckpointError(f"{header.file}: {stated}, but its tensors are of {blocks} blocks; convert it again")
+    of_experts = "moe_intermediate_size" if "moe_intermediate_size" in config else "intermediate_size"
+    for fields, name, dim in (*SIZES, ((of_experts,), "blk.0.ffn_down_exps.weight", -1)):
+        if name not in header.tensors or not config.keys() >= set(fields):
+            continue
+        stated, stored = math.prod(config[field] for field in fields), header.tensors[name].shape[dim]
+        if stated != stored:
+            keys = " * ".join(metadata_key(metadata.prefix, model_type, field) for field in fields)
+            raise CheckpointError(f"{header.file}: {keys} is {stated}, but {name} has {stored}; convert it again")
 
 
 def stored_dtype(header: GgufHeader) -> str:

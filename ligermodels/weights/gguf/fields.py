@@ -53,6 +53,19 @@ FURTHER = {
     "phi3": (Field("sliding_window", "attention.sliding_window", int, 0),),
     "gpt_oss": (WINDOW, *LOCAL_EXPERTS, Field("intermediate_size", "expert_feed_forward_length")),
 }
+# What is read in another way than by a Field.
+OTHER_KEYS = {
+    "num_key_value_heads": "attention.head_count_kv", "head_dim": "attention.key_length",
+    "rope_theta": "rope.freq_base", "partial_rotary_factor": "rope.dimension_count", "factor": "rope.scaling.factor",
+    "original_max_position_embeddings": "rope.scaling.original_context_length",
+    "beta_fast": "rope.scaling.yarn_beta_fast", "beta_slow": "rope.scaling.yarn_beta_slow",
+}  # fmt: skip
+
+
+def metadata_key(prefix: str, model_type: str, name: str) -> str:
+    """The key of a field of config.json, or the field's own name where there is none. prefix: the architecture's."""
+    keys = {field.hub: field.key for field in (*COMMON, *FURTHER.get(model_type, ()))} | OTHER_KEYS
+    return f"{prefix}.{keys[name]}" if name in keys else name
 
 
 class Metadata:

@@ -6,17 +6,19 @@ The folders are in the user's cache, all of which may be deleted at any time.
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from ligermodels.errors import HubError
+from ligermodels.errors import ConfigError, HubError
 from ligermodels.weights.adapter_config import ADAPTER_CONFIG_FILE
 from ligermodels.weights.config_file import CONFIG_FILE, GENERATION_CONFIG_FILE
 from ligermodels.weights.files import INDEX_FILE, SINGLE_FILE
 from ligermodels.weights.gguf.config import hub_config, hub_generation_config
+from ligermodels.weights.gguf.fields import metadata_key
 from ligermodels.weights.gguf.finding import all_parts, gguf_files, is_gguf
 from ligermodels.weights.gguf.header import GgufHeader, read_gguf_header
 from ligermodels.weights.gguf.tensors import one_tensor
@@ -79,6 +81,18 @@ def write_gguf_folder(content: Mapping[str, str], parts: Sequence[Path], folder:
 def shown_file(folder: Path) -> Path | None:
     """The GGUF file that a folder of `gguf_folder` shows, the first of its parts; None for any other folder."""
     return gguf_files(folder)[0].readlink() if folder.parent == user_cache("gguf") else None
+
+
+def in_terms_of_gguf(error: ConfigError, model_type: str, origin: str | Path) -> ConfigError:
+    """An error of a config.json that was made from a GGUF file, with the file and its keys in place of config.json and
+    its fields; any other error itself. origin: the path of the config.json, if it is one."""
+    file = shown_file(Path(origin).parent)
+    if file is None:
+        return error
+    prefix = read_gguf_header([file]).require("general.architecture", str)
+    message = str(error).removeprefix(f"{CONFIG_FILE}: ")
+    message = re.sub(r"\w+", lambda word: metadata_key(prefix, model_type, word[0]), message)
+    return ConfigError(f"{file}: {message}")
 
 
 def version_of(files: Sequence[Path]) -> str:

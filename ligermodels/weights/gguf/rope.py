@@ -8,13 +8,13 @@ import numpy as np
 
 from ligermodels.configs.rope import LLAMA3_ROPE, Rope
 from ligermodels.errors import CheckpointError
-from ligermodels.weights.gguf.fields import Metadata
+from ligermodels.weights.gguf.fields import OTHER_KEYS, Metadata
 
 LLAMA3_FACTORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 FACTORS_TOLERANCE = 1e-5  # relative; files have fp32
 SCALING = "rope.scaling."
-YARN_BETAS = {"beta_fast": f"{SCALING}yarn_beta_fast", "beta_slow": f"{SCALING}yarn_beta_slow"}
+YARN_BETAS = {name: OTHER_KEYS[name] for name in ("beta_fast", "beta_slow")}
 ReadValues = Callable[[str], np.ndarray]  # of a tensor, by its name
 
 
@@ -47,8 +47,8 @@ def llama3_scaling(metadata: Metadata, config: Mapping[str, Any], factors: np.nd
     expected = llama3_factors(rope, 2 * len(factors))
     if not np.allclose(factors, expected, rtol=FACTORS_TOLERANCE, atol=0.0):
         raise CheckpointError(
-            f"{metadata.header.file}: {LLAMA3_FACTORS} has not the factors of Llama 3's scaling, {scaling}; load the "
-            "original checkpoint"
+            f"{metadata.header.file}: {LLAMA3_FACTORS} has not the factors of Llama 3's scaling, {scaling}, at "
+            f"{metadata.prefix}.rope.freq_base {rope.rope_theta}; load the original checkpoint"
         )
     return scaling
 

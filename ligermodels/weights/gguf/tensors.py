@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ligermodels.errors import CheckpointError
 from ligermodels.weights.boxes import Shape
+from ligermodels.weights.gguf.fields import LARGEST_SIZE
 from ligermodels.weights.gguf.header import GgufHeader, TensorInfo
 from ligermodels.weights.gguf.names import MISTRAL, MIXTRAL, STORED, Stored
 from ligermodels.weights.gguf.rope import LLAMA3_FACTORS, LONG_FACTORS, SHORT_FACTORS
@@ -113,7 +114,7 @@ def decode(data: np.ndarray, source: TensorInfo) -> np.ndarray:
     return values.reshape(len(data), -1)
 
 
-def open_gguf(header: GgufHeader, folder: Path) -> Checkpoint:
+def open_gguf(header: GgufHeader) -> Checkpoint:
     """The tensors of a GGUF file under the Hub's names. Raises CheckpointError."""
     stored = stored_as(header)
     tensors: dict[str, StoredTensor] = {}
@@ -124,7 +125,7 @@ def open_gguf(header: GgufHeader, folder: Path) -> Checkpoint:
             if hub in tensors:
                 raise CheckpointError(f"{info.file}: {name} and another tensor stand for {hub}; convert it again")
             tensors[hub] = tensor
-    return Checkpoint(folder, tensors, converted=True)
+    return Checkpoint(header.file, tensors, converted=True)
 
 
 def stored_as(header: GgufHeader) -> Stored:
@@ -256,6 +257,6 @@ def head_count(header: GgufHeader, key: str) -> int:
     prefix = f"{header.require('general.architecture', str)}.attention."
     queries = header.require(f"{prefix}head_count", int)
     count = queries if key == "head_count" else header.get(f"{prefix}{key}", int, queries)
-    if count <= 0:
-        raise CheckpointError(f"{header.file}: {prefix}{key} is {count}, must be positive; convert it again")
+    if not 0 < count <= LARGEST_SIZE:
+        raise CheckpointError(f"{header.file}: {prefix}{key} is {count}, which it cannot be; convert it again")
     return count

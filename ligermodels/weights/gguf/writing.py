@@ -36,7 +36,8 @@ TYPE_OF_DTYPE = {torch.float32: "f32", torch.float64: "f32", torch.float16: "f16
 WITH_8_BITS = ("f32", "f16", "bf16", "q8_0")
 FILE_TYPES = {"f32": "ALL_F32", "mxfp4": "MOSTLY_MXFP4_MOE"}  # of others, MOSTLY_ and the type
 QUANTISATION_VERSION = 2
-LARGEST_F16 = 65504.0
+LEAST_IN_BLOCKS = 2.0**-100  # smaller values are written as zeros: scales in f16 cannot have them, 1 / scale overflows
+WITHOUT_BLOCKS = ("f32", "f16", "bf16")
 EMBEDDING_AND_HEAD = ("token_embd.weight", "output.weight")
 ROUTER, SINKS, EXPERTS = ".ffn_gate_inp.", ".attn_sinks.", "_exps.weight"
 # Fields that do not change what a model computes, and those of windows, of which the result is compared.
@@ -172,9 +173,14 @@ def encode(values: np.ndarray, output: PlannedFile, gguf: ModuleType) -> np.ndar
     values = np.ascontiguousarray(values + np.float32(output.offset))
     if not np.isfinite(values).all():
         raise InputError(f"{output.name}: has values that are not finite, which GGUF cannot have")
-    if output.type == "f16" and np.abs(values).max(initial=0.0) > LARGEST_F16:
-        raise InputError(f"{output.name}: has a value of {np.abs(values).max()}, too large for f16; choose bf16")
-    return gguf.quants.quantize(values, encoding(gguf, output.type))
+    if output.type not in WITHOUT_BLOCKS:
+        values[np.abs(values) < LEAST_IN_BLOCKS] = 0.0
+    try:
+        with np.errstate(over="raise", invalid="raise"):
+            return gguf.quants.quantize(values, encoding(gguf, output.type))
+    except FloatingPointError:
+        largest = np.abs(values).max()
+        raise InputError(f"{output.name}: has a value of {largest}, too large for {output.type}; choose bf16") from None
 
 
 def plan_outputs(pieces: Mapping[str, Shape], stored: Stored, heads: Mapping[str, int]) -> list[PlannedFile]:

@@ -30,7 +30,7 @@ def checked_run(optimizer, dtype, rounding, *, learning_rate=1e-5, in_backward=F
     set_learning_rate(made, learning_rate)
     if offloaded:
         made.offload_states()
-    made.check = check = UpdateCheck({p: p for p in model.parameters()}, first=0)
+    made.check = check = UpdateCheck({p: p for p in model.parameters()}, warmup=0, steps=STEPS + 1)
     assert all(check.begins(step) for step in range(len(IDS))) and not check.begins(STEPS)
     if in_backward:
         steps_in_backward(model, OptimizerInBackward(made), IDS)
@@ -85,7 +85,7 @@ def test_the_check_sees_the_same_in_backward_and_of_offloaded_states(optimizer, 
 
 def test_the_check_does_not_change_the_run():
     runs = [new_run("adamw8bit") for _ in range(2)]
-    runs[0][1].check = UpdateCheck({p: p for p in runs[0][0].parameters()}, first=0)
+    runs[0][1].check = UpdateCheck({p: p for p in runs[0][0].parameters()}, warmup=0, steps=STEPS + 1)
     for model, made in runs:
         usual_steps(model, made, IDS)
     assert all(map(torch.equal, runs[0][0].parameters(), runs[1][0].parameters()))
@@ -103,7 +103,7 @@ def test_shards_are_sampled_and_one_without_elements_is_not(rank_of_four):
 
         p = nn.Parameter(to_shards(weight))
         made = AdamW([p], lr=1e-5, betas=(0.9, 0.95), weight_decay=0.1, param_rounding="nearest")
-        made.check = check = UpdateCheck({p: p.to_local()}, first=0)
+        made.check = check = UpdateCheck({p: p.to_local()}, warmup=0, steps=STEPS + 1)
         assert check.begins(0)
         p.grad = to_shards(gradient)
         made.step()
@@ -113,7 +113,7 @@ def test_shards_are_sampled_and_one_without_elements_is_not(rank_of_four):
 
 def test_at_most_a_run_of_each_parameter_is_sampled():
     shards = {nn.Parameter(torch.zeros(size)): torch.zeros(size) for size in (100_000, 3000, 100, 64, 5000, 0)}
-    runs = UpdateCheck(shards, first=0).runs
+    runs = UpdateCheck(shards, warmup=0, steps=STEPS + 1).runs
     assert next(iter(shards)) in runs and len(runs) <= RUNS
     for p, run in runs.items():
         assert run.start % RUN == 0 and run.start < run.stop == min(run.start + RUN, p.numel())
@@ -123,6 +123,23 @@ RUN_SETTINGS = {
     "model": "qwen2", "data": ("random",), "steps": STEPS + 3, "warmup": 1, "batch_size": 2, "sequence_length": 32,
     "learning_rate": 1e-6, "dtype": "bfloat16", "param_dtype": "bfloat16", "no_export": True, "eval_every": 100,
 }  # fmt: skip
+
+
+def warnings_of_run(tmp_path, **changes):
+    train(TrainConfig(**RUN_SETTINGS | {"output": tmp_path / "run"} | changes))
+    warnings = [warning["text"] for warning in json.loads((tmp_path / "run/run.json").read_text())["warnings"]]
+    return [text for text in warnings if "updates changed" in text]
+
+
+@pytest.mark.parametrize(("steps", "warmup", "checked"), [(10, 1, 8), (10, 10, 1), (2, 0, 1)])
+def test_a_short_run_says_at_its_last_step_that_its_updates_vanish(steps, warmup, checked, tmp_path):
+    (text,) = warnings_of_run(tmp_path, steps=steps, warmup=warmup, param_rounding="nearest")
+    assert text.startswith(f"the last {checked} updates changed")
+
+
+@pytest.mark.parametrize("changes", [{}, {"lora_rank": 4}, {"learning_rate": 1e-3, "param_rounding": "nearest"}])
+def test_a_short_run_whose_updates_arrive_does_not(changes, tmp_path):
+    assert not warnings_of_run(tmp_path, steps=2, **changes)
 
 
 @pytest.mark.parametrize("rounding", ["exact", "nearest"])

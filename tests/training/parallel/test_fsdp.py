@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -316,5 +317,7 @@ def test_two_hosts_meet_and_share_the_folder_of_a_run(launcher):
     assert sorted(file.name for file in (folder / "two-hosts/checkpoints/step-000002").glob("rank-*")) == [
         f"rank-{rank:05}.safetensors" for rank in range(4)
     ]
+    resume = json.loads((folder / "two-hosts/run.json").read_text())["resume"]
+    assert resume == shlex.join(["torchrun", *command[3:10], "--resume", "two-hosts"])
     launcher.succeed("--model", "qwen2", "--data", "own.txt", *HSDP, "--output", "alone")
     torch.testing.assert_close(losses(folder / "two-hosts"), losses(folder / "alone"), rtol=1e-5, atol=0)

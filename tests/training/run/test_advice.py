@@ -1,9 +1,13 @@
+import os
+import shlex
+import sys
+
 import pytest
 import torch
 
 from ligermodels.distributed import World
 from ligermodels.training.run import advice as module
-from ligermodels.training.run.advice import advice, resume_command
+from ligermodels.training.run.advice import advice, parent_command, resume_command
 from tests.training.planning.configs import run_config
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -65,20 +69,28 @@ def test_an_adapter_stands_for_its_base_model_and_a_chat_needs_no_prompt(here):
     ]
 
 
+HOSTS = "--nnodes 2 --rdzv-backend=c10d --rdzv-endpoint node1:29500 --rdzv-id 7 --nproc-per-node 2"
+
+
 @pytest.mark.parametrize(
-    ("ranks", "environment", "launcher"),
+    ("ranks", "parent", "launcher"),
     [
-        (1, {}, "python"),
-        (4, {"LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "a"}, "torchrun --nproc-per-node 4"),
-        (
-            4, {"LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "a"},
-            "torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint a --nproc-per-node 2",
-        ),
+        (1, "bash", "python"),
+        (4, "mpirun -n 4 python train.py", "torchrun --nproc-per-node 2"),
+        (4, "/usr/bin/python3 /opt/bin/torchrun --nproc-per-node 4 train.py --steps 3", "torchrun --nproc-per-node 4"),
+        (4, f"/opt/python -m torch.distributed.run {HOSTS} train.py --nnodes x", f"torchrun {HOSTS}"),
+        (4, f"/opt/python /opt/bin/torchrun {HOSTS} -m ligermodels train --model x", f"torchrun {HOSTS}"),
+        (4, "torchrun --node-rank 1 --master-addr 'a b' train.py", "torchrun --node-rank 1 --master-addr 'a b'"),
     ],
-)  # fmt: skip
-def test_the_resume_command_repeats_how_the_run_was_started(ranks, environment, launcher, here, monkeypatch):
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+)
+def test_the_resume_command_repeats_how_the_run_was_started(ranks, parent, launcher, here, monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr("ligermodels.training.run.advice.parent_command", lambda: shlex.split(parent))
     assert resume_command(here / "a run", World(CPU, 0, ranks)) == (
         f"{launcher} '../my train.py' --resume '{here / 'a run'}'"
     )
+
+
+def test_the_command_of_the_parent_is_what_the_system_says(monkeypatch):
+    monkeypatch.setattr("os.getppid", os.getpid)
+    assert parent_command() == sys.orig_argv
