@@ -205,6 +205,27 @@ def test_only_the_newest_runs_are_kept(tmp_path, monkeypatch):
     assert len(library.runs) == 3
 
 
+def test_models_are_listed_once_exports_first_the_newest_first(tmp_path, monkeypatch):
+    """The chat opens on the first: it needs none of the data of its run, which may lie anywhere."""
+    for age, name in enumerate(("new", "old")):
+        folder = write_run(tmp_path / f"runs/{name}", settings='model = "qwen2"\ndata = ["/outside/own.jsonl"]\n')
+        for step in (4, 10):
+            (folder / f"checkpoints/step-{step:06d}").mkdir(parents=True)
+        (folder / "model").mkdir()
+        for file in ("config.json", "model.safetensors"):
+            (folder / "model" / file).touch()
+        for written in (folder, folder / "model"):
+            os.utime(written, (0, 10**9 - age))
+    with serving(tmp_path / "runs", tmp_path, tmp_path / "runs/old") as board:
+        models = board.get("/api/models")
+        assert [model["id"] for model in models] == [
+            "0:new/model", "0:old/model", "0:new:10", "0:new:4", "0:old:10", "0:old:4",
+        ]  # fmt: skip
+        monkeypatch.setattr(board.actions.talkers[0], "ask", lambda question: iter([{"text": question["folder"]}]))
+        body = {"model": models[0]["id"], "slot": 0, "prompt": "x", "max_new_tokens": 1}
+        assert f'"text": "{tmp_path}/runs/new/model"' in board.post("/api/chat", body)[1]
+
+
 def test_run_json_says_how_a_run_ends(tmp_path):
     said = []
 
