@@ -145,7 +145,8 @@ def test_a_run_is_started_followed_stopped_and_resumed_by_clicks(window, board):
     window.until("return document.querySelector('#refusal').textContent.includes('--model is missing')")
     assert window.run("return document.querySelector('#start-run').disabled")
     labels = "[...document.querySelectorAll('.field label')].filter((label) => label.checkVisibility())"
-    assert window.run(f"return {labels}.map((label) => label.textContent)") == ["--model", "--data", "--objective", "--lora-rank", "--output"]
+    first = ["--model", "--data", "--objective", "--lora-rank", "--output"]
+    assert window.run(f"return {labels}.map((label) => label.textContent)") == first
     window.run("document.querySelector('[data-group=training]').open = true")
     window.type("#field-model", "qwen2")
     peak = window.until("return document.querySelector('.peak')?.textContent")
