@@ -4,7 +4,6 @@ import { bytes, fill, get, h, post } from "./dom.js";
 
 const FIRST = ["model", "data", "objective", "lora_rank"]; // what is asked first, with the output; the rest is folded
 const ESSENTIALS = "essentials"; // their group
-const UNSET = { lora_rank: "all weights are trained" }; // what an empty field means, where its help does not say
 const WAIT = 450; // milliseconds without a key before a plan is made
 const COLOURS = ["#2f6fde", "#7048e8", "#0b7285", "#e8590c", "#2b8a3e", "#a17800", "#d6336c", "#868e96"];
 
@@ -29,7 +28,7 @@ export function openForm(page, { started }) {
       return h("select", properties, h("option", { value: "" }, "default"), values.map((value) => h("option", { value }, value)));
     }
     if (field.several) return h("textarea", { ...properties, rows: 1, placeholder: "one value a line" });
-    return h("input", { ...properties, autocomplete: "off", placeholder: UNSET[field.name] || "", inputMode: field.kind === "number" ? "decimal" : "text" });
+    return h("input", { ...properties, autocomplete: "off", inputMode: field.kind === "number" ? "decimal" : "text" });
   }
 
   const labelled = (label, control, help) => h("div", { class: "field" }, h("label", { for: control.id }, label), control, help);

@@ -15,7 +15,7 @@ const TITLES = {
   loss: "loss", learning_rate: "learning rate", grad_norm: "gradient norm", tokens_per_second: "tokens per second",
   mfu: "model FLOPs utilisation", peak_memory_gib: "peak memory, GiB", reward: "reward",
 };
-const HIDDEN = ["validation_perplexity", "questions"];
+const HIDDEN = ["validation_perplexity", "questions", "seconds_left"];
 
 export function openRuns(page) {
   const runs = new Map(), chosen = new Set(), loaded = new Map(), charts = new Map();
@@ -63,7 +63,7 @@ export function openRuns(page) {
   const matching = () => ordered().filter((run) => `${run.name} ${run.model} ${run.state} ${run.objective}`.toLowerCase().includes(filter));
 
   function facts(run) {
-    const parts = [run.step === null ? "no step yet" : `step ${run.step.toLocaleString("en-US")}${run.steps ? ` of ${run.steps.toLocaleString("en-US")}` : ""}`];
+    const parts = [run.step === null ? "no step yet" : `step ${run.step.toLocaleString("en-US")}${run.steps ? `/${run.steps.toLocaleString("en-US")}` : ""}`];
     if (run.losses.loss) parts.push(`loss ${run.losses.loss}`);
     parts.push(run.eta ? `ETA ${run.eta}` : run.newest ? ago(run.newest) : "");
     return parts.join(" · ");
