@@ -27,7 +27,7 @@ from ligermodels.units import duration
 MAX_STATUS_BYTES = 2**18
 MAX_TEXTS, MAX_TEXT_CHARACTERS = 200, 4000  # samples of a run that are shown; characters of one
 MAX_COMPLETIONS = 64  # of a step
-LOSSES = ("loss", "validation_loss")
+SHOWN_LOSSES = ("loss", "validation_loss")
 TALLIED = ("tokens_per_second", "mfu", "peak_memory_gib", "reward", "rewards/margins")
 
 
@@ -123,7 +123,7 @@ class WatchedRun:
             "id": self.id, "name": self.name, "state": self.state, "step": self.metrics.last_step, "steps": self.steps,
             "model": text(self.settings.get("model")), "objective": text(self.settings.get("objective")) or "sft",
             "eta": self.eta, "newest": self.newest, "values": {name: latest.get(name) for name in TALLIED},
-            "losses": {name: loss_text(latest[name]) for name in LOSSES if name in latest},
+            "losses": {name: loss_text(latest[name]) for name in SHOWN_LOSSES if name in latest},
             "names": [*latest], "version": self.metrics.version, "read": round(self.metrics.done, 3),
             "warnings": len(self.warnings()),
         }  # fmt: skip
