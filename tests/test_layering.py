@@ -50,7 +50,7 @@ MAY_IMPORT = {
     "verify": {
         *("errors", "plot_style", "configs", "weights", "generation", "layers", "vision", "tokenizer", "hub"),
     },
-    "board": {"errors", "aliases", "weights", "generation", "layers", "tokenizer", "hub", "training"},
+    "board": {"errors", "units", "aliases", "weights", "generation", "layers", "tokenizer", "hub", "training"},
     "cli": {
         *("errors", "units", "aliases", "plot_style", "gpus", "optional_packages", "distributed", "kernels", "configs"),
         *("weights", "generation", "layers", "adapters", "memory", "architectures", "tokenizer", "images", "hub"),

@@ -5,7 +5,6 @@ A request names a run by an id that was given out, never by a path.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -237,24 +236,34 @@ def answer_pieces(talker: Answerer, question: Mapping[str, Any]) -> Iterator[Map
 
 
 class TalkingModel(NamedTuple):
-    """place: of the model's folder, of a checkpoint the folder of its run. step: of a checkpoint."""
+    """place: of the model's folder, of a checkpoint the folder of its run. step: of a checkpoint. written: seconds."""
 
     id: str
     place: Place
     kind: str
+    written: float
     step: int | None = None
 
 
 def find_models(folders: Sequence[Path]) -> dict[str, TalkingModel]:
-    """The models, by their ids."""
+    """The models, by their ids: exports before checkpoints, which are of a run and need its data, the newest first.
+    One that lies below two of the folders is found below the first."""
     found = (model for number, root in enumerate(folders) for model in models_below(number, root))
-    return {model.id: model for model in islice(found, MAX_MODELS)}
+    once: dict[tuple[Path, int | None], TalkingModel] = {}
+    for model in found:
+        once.setdefault((model.place.path, model.step), model)
+    ordered = sorted(once.values(), key=lambda model: (model.step is not None, -model.written, -(model.step or 0)))
+    return {model.id: model for model in ordered[:MAX_MODELS]}
 
 
 def models_below(number: int, root: Path) -> Iterator[TalkingModel]:
     for place, names in walk(root, {CHECKPOINTS}):
+        try:
+            written = place.path.stat().st_mtime
+        except OSError:
+            continue
         kind = "model" if CONFIG_FILE in names else "adapter" if ADAPTER_CONFIG_FILE in names else None
         if kind and any(name.endswith(".safetensors") for name in names):
-            yield TalkingModel(f"{number}:{place.relative}", place, kind)
+            yield TalkingModel(f"{number}:{place.relative}", place, kind, written)
         for step in saved_steps(place).values() if SETTINGS_FILE in names else ():
-            yield TalkingModel(f"{number}:{place.relative}:{step}", place, "checkpoint", step)
+            yield TalkingModel(f"{number}:{place.relative}:{step}", place, "checkpoint", written, step)

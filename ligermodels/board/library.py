@@ -65,7 +65,7 @@ class Library:
             if {METRICS_FILE, SETTINGS_FILE} & set(names)
         ]
         for run in found:
-            run.stamp(METRICS_FILE)
+            run.note_newest()
         newest = sorted(found, key=lambda run: run.newest, reverse=True)[:MAX_RUNS]
         runs = {run.id: self.runs.get(run.id, run) for run in newest}
         if runs.keys() != self.runs.keys():

@@ -17,14 +17,16 @@ from typing import Any
 from ligermodels.board.folders import Place, descriptor_of, names_inside, open_inside, read_inside
 from ligermodels.board.series import CHUNK_BYTES, MetricSeries, parsed_line
 from ligermodels.training.checkpoints.files import STEP
-from ligermodels.training.reporting.metrics import COMPLETIONS_FILE, METRICS_FILE
+from ligermodels.training.reporting.metrics import COMPLETIONS_FILE, METRICS_FILE, loss_text
 from ligermodels.training.run.folder import ADAPTER, CHECKPOINTS, LOCK, MODEL, STATUS_FILE
 from ligermodels.training.settings.settings import MAX_SETTINGS_BYTES, SETTINGS_FILE
+from ligermodels.units import duration
 
 MAX_STATUS_BYTES = 2**18
 MAX_TEXTS, MAX_TEXT_CHARACTERS = 200, 4000  # samples of a run that are shown; characters of one
 MAX_COMPLETIONS = 64  # of a step
-TALLIED = ("loss", "validation_loss", "tokens_per_second", "mfu", "peak_memory_gib", "reward", "rewards/margins")
+SHOWN_LOSSES = ("loss", "validation_loss")
+TALLIED = ("tokens_per_second", "mfu", "peak_memory_gib", "reward", "rewards/margins")
 
 
 @dataclass
@@ -42,7 +44,7 @@ class WatchedRun:
     times: dict[str, tuple[int, int]] = field(default_factory=dict)  # of files when they were read: inode, mtime
     free_since: tuple[int, int] | None = None
     changed: int = 0  # the library's version of the last change
-    newest: float = 0.0  # seconds, when it last wrote
+    newest: float = 0.0  # seconds, when it last wrote its metrics; before the first of them, its settings
     fault: str | None = None  # why it is read no more
 
     def __post_init__(self) -> None:
@@ -51,13 +53,17 @@ class WatchedRun:
 
     def update(self, most: int) -> bool:
         """Reads what has changed; of the metrics at most `most` chunks. Returns whether anything has."""
-        before = self.held, self.status, self.settings
+        before = self.held, self.status, self.settings, self.newest
+        self.note_newest()
         self.held = self.lock_is_held()
         if self.has_changed(STATUS_FILE):
             self.status = parsed(json.loads, self.place.inside(STATUS_FILE), MAX_STATUS_BYTES)
         if self.has_changed(SETTINGS_FILE):
             self.settings = parsed(tomllib.loads, self.place.inside(SETTINGS_FILE), MAX_SETTINGS_BYTES)
-        return self.metrics.update(most) | ((self.held, self.status, self.settings) != before)
+        return self.metrics.update(most) | ((self.held, self.status, self.settings, self.newest) != before)
+
+    def note_newest(self) -> None:
+        self.newest = (self.stamp(METRICS_FILE)[1] or self.stamp(SETTINGS_FILE)[1]) / 1e9
 
     def has_changed(self, name: str) -> bool:
         """Whether a file is another one than at the last call."""
@@ -71,7 +77,6 @@ class WatchedRun:
             status = (self.place.path / name).lstat()
         except OSError:
             return 0, 0
-        self.newest = max(self.newest, status.st_mtime)
         return status.st_ino, status.st_mtime_ns
 
     def lock_is_held(self) -> bool:
@@ -111,22 +116,21 @@ class WatchedRun:
 
     def summary(self) -> dict[str, Any]:
         """What the list of runs shows."""
-        step, latest = self.metrics.last_step, self.metrics.latest()
-        values = {name: latest.get(name) for name in TALLIED}
+        latest = self.metrics.latest()
         return {
-            "id": self.id, "name": self.name, "state": self.state, "step": step, "steps": self.steps,
+            "id": self.id, "name": self.name, "state": self.state, "step": self.metrics.last_step, "steps": self.steps,
             "model": text(self.settings.get("model")), "objective": text(self.settings.get("objective")) or "sft",
-            "eta": self.eta(step, values["tokens_per_second"]), "newest": self.newest, "values": values,
+            "eta": self.eta, "newest": self.newest, "values": {name: latest.get(name) for name in TALLIED},
+            "losses": {name: loss_text(latest[name]) for name in SHOWN_LOSSES if name in latest},
             "names": [*latest], "version": self.metrics.version, "read": round(self.metrics.done, 3),
             "warnings": len(self.warnings()),
         }  # fmt: skip
 
-    def eta(self, step: int | None, speed: float | None) -> float | None:
-        """Seconds of training that are left, without validations, while the run trains."""
-        tokens = whole(self.status.get("tokens_per_step"))
-        if not (self.held and step and self.steps and speed and tokens):
-            return None
-        return (self.steps - step) * tokens / speed
+    @property
+    def eta(self) -> str | None:
+        """The time that is left by the last line of metrics, while the run trains."""
+        step, seconds = self.metrics.last.get("seconds_left", (-1, 0.0))
+        return duration(seconds) if self.held and step == self.metrics.last_step else None
 
     def warnings(self) -> list[dict[str, Any]]:
         """Lists the warnings of the run, and what is wrong with its files."""

@@ -53,6 +53,7 @@ class MetricSeries:
     in_long_line: bool = False
     chunks: list[Chunk] = field(default_factory=list)
     columns: dict[str, np.ndarray] = field(default_factory=dict)  # by name, rows [R, 5]; replaced, never changed
+    last: dict[str, tuple[int, float]] = field(default_factory=dict)  # by name, the last step and value, never a mean
     texts: list[tuple[int, int]] = field(default_factory=list)
     unreadable: int = 0  # lines that are no JSON object with a step
     version: int = 0
@@ -88,7 +89,7 @@ class MetricSeries:
 
     def restart(self, inode: int) -> None:
         self.inode, self.size, self.position, self.pending, self.in_long_line = inode, 0, 0, False, False
-        self.chunks, self.columns, self.texts, self.unreadable = [], {}, [], 0
+        self.chunks, self.columns, self.last, self.texts, self.unreadable = [], {}, {}, [], 0
         self.version += 1
 
     def add(self, data: bytes) -> None:
@@ -119,7 +120,11 @@ class MetricSeries:
         if records:
             steps = [record["step"] for record in records]
             self.note(Chunk(begin, begin + len(data), min(steps), max(steps)))
-            self.columns = dict([*extended(self.columns, columns_of(records)).items()][:MAX_NAMES])
+            new = columns_of(records)
+            self.columns = dict([*extended(self.columns, new).items()][:MAX_NAMES])
+            self.last |= {
+                name: (int(rows[-1, STEP]), float(rows[-1, MEAN])) for name, rows in new.items() if name in self.columns
+            }
 
     def note(self, chunk: Chunk) -> None:
         """Adds a chunk; to the last one, where both together are no larger: a run writes line by line."""
@@ -141,8 +146,8 @@ class MetricSeries:
         return max((chunk.last for chunk in self.chunks), default=None)
 
     def latest(self) -> dict[str, float]:
-        """The last value of every number, by name; a mean where rows are."""
-        return {name: float(rows[-1, MEAN]) for name, rows in self.columns.items()}
+        """The last value of every number, by name."""
+        return {name: value for name, (_, value) in self.last.items()}
 
     def view(self, names: Iterable[str], first: float, last: float, points: int) -> dict[str, np.ndarray]:
         """Rows [R, 5] of each name with steps from `first` to `last`, at most `points` of them."""

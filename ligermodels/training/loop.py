@@ -258,7 +258,7 @@ def open_status(
 ) -> RunStatus:
     """Opens run.json, and says what the run is going to do. resume: the command that resumes it."""
     plan, world = run.plan, run.world
-    facts = {"resume": resume, "ranks": world.size, "tokens_per_step": plan.tokens_per_step, "plan": plan.line}
+    facts = {"resume": resume, "ranks": world.size, "plan": plan.line}
     status = held.enter_context(RunStatus(output, facts, say=metrics.say, enabled=world.is_first))
     for line in (plan.line, *plan.notes):
         metrics.say(line)

@@ -45,6 +45,7 @@ def load_checkpoint(config: TrainConfig, folder: Path, step: int) -> tuple[Causa
     Raises InputError where the model has no tokenizer, or the checkpoint is gone or damaged.
     """
     config = replace(config, dp_replicate=1, context_parallel=1, expert_parallel=1)
+    config = replace(config, resume=None, allow_changes=False)  # a finished run cannot be resumed, but tried
     run = prepare(config, distributed.start())
     data, checkpoint = run.objective.data, step_folder(folder / CHECKPOINTS, step)
     if data.tokenizer is None:

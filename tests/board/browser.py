@@ -99,6 +99,12 @@ class Browser:
     def resize(self, width, height):
         self.call("POST", "/window/rect", {"width": width, "height": height})
 
+    def prefer(self, scheme):
+        """Has the system prefer "dark" or "light"."""
+        feature = {"name": "prefers-color-scheme", "value": scheme}
+        command = {"cmd": "Emulation.setEmulatedMedia", "params": {"features": [feature]}}
+        self.call("POST", "/goog/cdp/execute", command)
+
     def picture(self, file):
         file.write_bytes(base64.b64decode(self.call("GET", "/screenshot")))
 

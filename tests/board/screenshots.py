@@ -20,7 +20,6 @@ SETTINGS = {
     "eval_every": "20",
 }
 LOADED = "return document.querySelector('.chart.large canvas')?.chart.curves.length >= arguments[0]"
-THEME = "document.documentElement.dataset.theme = arguments[0]; window.dispatchEvent(new Event('resize'))"
 
 
 def take(window, name):
@@ -33,13 +32,13 @@ def main(folder):
     with tempfile.TemporaryDirectory() as files, serving(folder) as board, Browser(Path(files)) as window:
         board.post("/api/start", {"name": "qwen2-lr-0.002", "settings": SETTINGS})
         window.resize(1360, 1480)
+        window.prefer("light")
         window.open(board.address)
-        window.run(THEME, "light")
         window.until(LOADED, 4)
         board.summary("0:qwen2-lr-0.002", lambda run: (run["step"] or 0) >= 45)
         window.click("[data-run='0:qwen2-lr-0.002']")
         window.until("return document.querySelector('.detail .state')?.textContent === 'running'")
-        window.until("return document.querySelector('.numbers')?.innerText.includes('left')")
+        window.until("return document.querySelector('.numbers')?.innerText.includes('ETA')")
         take(window, "runs")
         board.post("/api/stop", {"run": "0:qwen2-lr-0.002"})
 
@@ -47,7 +46,7 @@ def main(folder):
         window.click("#tab-start")
         window.type("#field-model", "llama:1b")
         window.type("#field-data", "stories")
-        window.type("#field-batch_size", "8")
+        window.type("#run-name", "llama-1b")
         window.until("return document.querySelector('.peak')?.textContent.includes('GiB')")
         window.run("scrollTo(0, 0)")
         take(window, "form")
@@ -55,8 +54,8 @@ def main(folder):
         window.click("#tab-chat")
         options = window.until("return Array.from(document.querySelector('#model-1').options, (o) => o.value)")
         steps = [value for value in options if value.startswith("0:qwen2:")]
-        window.choose("#model-0", steps[0])
-        window.choose("#model-1", steps[-1])
+        window.choose("#model-0", steps[-1])
+        window.choose("#model-1", steps[0])
         window.choose("#mode", "continue")
         window.type("#temperature", "0")
         window.type("#most", "60")
@@ -69,7 +68,7 @@ def main(folder):
 
         window.click("#tab-runs")
         window.resize(500, 1150)
-        window.run(THEME, "dark")
+        window.prefer("dark")
         window.click("[data-run='0:qwen2']")
         window.run("scrollTo(0, 0)")
         window.until("return document.querySelector('.detail h2')?.textContent === 'qwen2'")

@@ -73,6 +73,8 @@ def test_the_page_shows_runs_curves_and_that_one_has_died(window):
     window.until("return document.querySelector('.detail')?.innerText.includes('This run died')")
     assert window.until(DRAWN)
     assert window.run("return document.querySelectorAll('.detail :is(img, script, svg)').length") == 0
+    box = "document.querySelector('{}').getBoundingClientRect()"
+    assert window.run(f"return {box.format('.chart.large')}.bottom <= {box.format('.detail')}.top")
     assert "<img src=x onerror=" in window.run("return document.querySelector('.notice:not(.bad)').textContent")
 
 
@@ -117,12 +119,21 @@ def test_curves_are_zoomed_by_keys_and_shown_on_log_axes(window):
     window.run("document.dispatchEvent(new KeyboardEvent('keydown', {key: 'l'}))")
 
 
-def test_dark_and_light_and_a_phone(window):
+def test_the_scheme_is_the_systems_until_it_is_clicked_and_a_phone_has_room(window):
     dark = "return document.documentElement.dataset.theme === 'dark'"
-    first = window.run(dark)
+    for system in ("dark", "light", "dark"):
+        window.prefer(system)
+        window.until("return document.documentElement.dataset.theme === arguments[0]", system)
     window.click("#theme")
-    assert window.run(dark) != first
+    assert not window.run(dark)
+    for system in ("light", "dark"):  # which is followed no more
+        window.prefer(system)
+        window.until("return matchMedia('(prefers-color-scheme: dark)').matches === arguments[0]", system == "dark")
+        assert not window.run(dark)
     window.click("#theme")
+    assert window.run(dark)
+    window.run("localStorage.clear()")
+    window.prefer("light")
     window.resize(500, 900)  # the least that Chromium takes
     window.until("return innerWidth <= 520")
     assert window.run("return document.documentElement.scrollWidth <= innerWidth")
@@ -133,12 +144,17 @@ def test_a_run_is_started_followed_stopped_and_resumed_by_clicks(window, board):
     window.click("#tab-start")
     window.until("return document.querySelector('#refusal').textContent.includes('--model is missing')")
     assert window.run("return document.querySelector('#start-run').disabled")
+    labels = "[...document.querySelectorAll('.field label')].filter((label) => label.checkVisibility())"
+    first = ["--model", "--data", "--objective", "--lora-rank", "--output"]
+    assert window.run(f"return {labels}.map((label) => label.textContent)") == first
+    window.run("document.querySelector('[data-group=training]').open = true")
     window.type("#field-model", "qwen2")
     peak = window.until("return document.querySelector('.peak')?.textContent")
     for name, value in (("steps", "0"), ("steps", "400")):
         window.type(f"#field-{name}", value)
         if value == "0":
             window.until("return document.querySelector('#refusal').textContent.includes('--steps')")
+    window.run("document.querySelector('[data-group=data]').open = true")
     window.type("#field-sequence_length", "32")
     window.type("#field-batch_size", "1")
     window.type("[aria-label='find a setting']", "eval-every")  # which opens its group
@@ -183,6 +199,7 @@ def test_a_chat_answers_from_two_models_side_by_side(window, board):
     window.click("#tab-chat")
     options = window.until("return [...document.querySelector('#model-1').options].map((o) => o.value).filter(Boolean)")
     export = next(value for value in options if value.endswith("/model"))
+    assert window.run("return document.querySelector('#model-0').value") == export == options[0]
     checkpoint = next(value for value in options if value.endswith(":400"))
     window.choose("#model-0", export)
     window.choose("#model-1", checkpoint)

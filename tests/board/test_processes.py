@@ -96,6 +96,13 @@ def test_a_stopped_run_is_resumed_to_its_end(board, stopped):
     assert board.get("/api/run?run=0:first")["exports"] == ["model"]
 
 
+def test_the_last_checkpoint_of_a_finished_run_is_talked_to(board, stopped):
+    if board.get("/api/run?run=0:first")["state"] != "finished":  # the test before was not selected
+        test_a_stopped_run_is_resumed_to_its_end(board, stopped)
+    body = {"model": "0:first:400", "slot": 0, "prompt": "Once", "max_new_tokens": 3, "temperature": 0.0}
+    assert chat(board, body)[-1] == {"end": True}
+
+
 def test_an_export_is_talked_to(board, stopped):
     model = next((model for model in board.get("/api/models") if model["kind"] == "model"), None)
     if model is None:  # the test before was not selected

@@ -2,12 +2,15 @@
 
 import fcntl
 import json
+import os
 
 import pytest
+import torch
 
 from ligermodels.board.folders import Place
 from ligermodels.board.library import Library
 from ligermodels.board.runs import WatchedRun
+from ligermodels.training.reporting.metrics import Metrics, Validation
 from ligermodels.training.run.folder import RunStatus
 from ligermodels.weights.writing import lock_file
 from tests.board.serving import serving, write_run
@@ -29,7 +32,7 @@ def test_a_run_that_has_ended_says_how(tmp_path, state):
 
 
 def test_a_run_trains_while_its_lock_is_held_and_has_died_when_it_is_free(tmp_path):
-    folder = write_run(tmp_path / "run", status={"state": "running", "tokens_per_step": 100})
+    folder = write_run(tmp_path / "run", status={"state": "running"})
     with lock_file(folder / "lock"):
         assert watched(folder).state == "running"
     run = watched(folder)
@@ -68,12 +71,38 @@ def test_the_command_that_resumes_a_run_is_not_taken_from_a_file(tmp_path):
     assert command.isprintable() and command.startswith("# rename the folder")
 
 
-def test_the_time_that_is_left_follows_from_speed_and_steps(tmp_path):
-    folder = write_run(tmp_path / "run", settings="steps = 105\n", status={"state": "running", "tokens_per_step": 300},
-                       lines=['{"step": 5, "tokens_per_second": 50}'])  # fmt: skip
-    assert watched(folder).summary()["eta"] is None  # it does not train
+def test_loss_and_time_left_are_those_that_the_console_prints(tmp_path, capsys):
+    """Also of a run so long that its curve has means of several steps; time is left while it trains alone."""
+    folder = write_run(tmp_path / "run", steps=0, status={"state": "running"})
+    with Metrics(folder, steps=20_000, device=torch.device("cpu"), log_every=8193) as metrics:
+        for step in range(1, 8194):
+            metrics.step(step, step / 7, 1.0, 0.1, tokens=1)
+        metrics.validation(8193, Validation(-0.0001))
+    line, validation = capsys.readouterr().out.splitlines()
+    assert watched(folder).summary()["eta"] is None
     with lock_file(folder / "lock"):
-        assert watched(folder).summary()["eta"] == 100 * 300 / 50
+        found = watched(folder).summary()
+    assert found["losses"] == {"loss": "1170.429", "validation_loss": "0.000"}
+    assert f"ETA {found['eta']}, loss {found['losses']['loss']}, " in line
+    assert f"validation loss {found['losses']['validation_loss']} " in validation
+    with (folder / "metrics.jsonl").open("a") as stream:  # a resumed run has no estimate at its first steps
+        stream.write('{"step": 8194, "loss": 1.0}\n')
+    with lock_file(folder / "lock"):
+        assert watched(folder).summary()["eta"] is None
+
+
+def test_a_run_was_last_written_when_its_metrics_were(tmp_path):
+    folder = write_run(tmp_path / "run", status={"state": "finished"})
+    run = watched(folder)
+    for seconds in (10**9, 10**9 + 100):
+        os.utime(folder / "metrics.jsonl", (0, seconds))
+        assert run.update(1) and run.summary()["newest"] == seconds
+    (folder / "run.json").touch()
+    (folder / "lock").touch()
+    assert not run.update(1) and run.summary()["newest"] == 10**9 + 100
+    (folder / "metrics.jsonl").unlink()
+    os.utime(folder / "train.toml", (0, 10**9 + 5))
+    assert run.update(1) and run.summary()["newest"] == 10**9 + 5
 
 
 def test_warnings_are_those_of_the_run_and_of_lines_that_cannot_be_read(tmp_path):
@@ -174,6 +203,27 @@ def test_only_the_newest_runs_are_kept(tmp_path, monkeypatch):
     library = Library([tmp_path])
     library.scan()
     assert len(library.runs) == 3
+
+
+def test_models_are_listed_once_exports_first_the_newest_first(tmp_path, monkeypatch):
+    """The chat opens on the first: it needs none of the data of its run, which may lie anywhere."""
+    for age, name in enumerate(("new", "old")):
+        folder = write_run(tmp_path / f"runs/{name}", settings='model = "qwen2"\ndata = ["/outside/own.jsonl"]\n')
+        for step in (4, 10):
+            (folder / f"checkpoints/step-{step:06d}").mkdir(parents=True)
+        (folder / "model").mkdir()
+        for file in ("config.json", "model.safetensors"):
+            (folder / "model" / file).touch()
+        for written in (folder, folder / "model"):
+            os.utime(written, (0, 10**9 - age))
+    with serving(tmp_path / "runs", tmp_path, tmp_path / "runs/old") as board:
+        models = board.get("/api/models")
+        assert [model["id"] for model in models] == [
+            "0:new/model", "0:old/model", "0:new:10", "0:new:4", "0:old:10", "0:old:4",
+        ]  # fmt: skip
+        monkeypatch.setattr(board.actions.talkers[0], "ask", lambda question: iter([{"text": question["folder"]}]))
+        body = {"model": models[0]["id"], "slot": 0, "prompt": "x", "max_new_tokens": 1}
+        assert f'"text": "{tmp_path}/runs/new/model"' in board.post("/api/chat", body)[1]
 
 
 def test_run_json_says_how_a_run_ends(tmp_path):

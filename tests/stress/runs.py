@@ -30,7 +30,7 @@ RUN += ["--validation-fraction", "0.01", "--best-checkpoint", "--lora-alpha", "3
 # So high that step 3 is better than step 6; with which of them depends on the last bits of the processor's products.
 LEARNING_RATES = ("0.03", "0.07", "0.1", "0.15", "0.5", "1.0", "2.0")
 # What a process measures of itself: its speed, and the updates that it has sampled since it began.
-MEASURED = {"tokens_per_second", "mfu", CHANGED, CHANGED_EXACTLY, SIZE}
+MEASURED = {"tokens_per_second", "seconds_left", "mfu", CHANGED, CHANGED_EXACTLY, SIZE}
 
 
 class Stress:

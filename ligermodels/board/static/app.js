@@ -7,7 +7,7 @@ import { openRuns } from "./runs.js";
 
 const pages = ["runs", "start", "chat"];
 const byId = (id) => document.getElementById(id);
-const opened = { runs: openRuns(byId("page-runs"), { show }), start: null, chat: null };
+const opened = { runs: openRuns(byId("page-runs")), start: null, chat: null };
 
 export function show(name) {
   if (name === "start") opened.start ??= openForm(byId("page-start"), { started: (process) => { show("runs"); opened.runs.await(process); } });
@@ -21,14 +21,20 @@ export function show(name) {
   redraw();
 }
 
-function setTheme(theme) {
-  document.documentElement.dataset.theme = theme;
-  localStorage.setItem("theme", theme);
+// The scheme that was clicked, else that of the system, also when the system changes it.
+const system = matchMedia("(prefers-color-scheme: dark)");
+function setTheme() {
+  document.documentElement.dataset.theme = localStorage.getItem("theme") || (system.matches ? "dark" : "light");
   redraw();
 }
 
-const flipTheme = () => setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark");
-setTheme(localStorage.getItem("theme") || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light"));
+function flipTheme() {
+  localStorage.setItem("theme", document.documentElement.dataset.theme === "dark" ? "light" : "dark");
+  setTheme();
+}
+
+setTheme();
+system.addEventListener("change", setTheme);
 byId("theme").addEventListener("click", flipTheme);
 byId("keys").addEventListener("click", () => byId("help").showModal());
 for (const page of pages) byId(`tab-${page}`).addEventListener("click", () => show(page));

@@ -177,7 +177,7 @@ export class Chart {
 
     context.lineWidth = 1;
     context.strokeStyle = colour("--line");
-    context.fillStyle = colour("--faint");
+    context.fillStyle = colour("--soft");
     context.textAlign = "right";
     context.textBaseline = "middle";
     for (const value of ticks(low, high, logarithmic, height / 45)) {
@@ -290,7 +290,7 @@ export class Chart {
     });
     const near = rows.reduce((a, b) => (Math.abs(b.curve.steps[b.i] - step) < Math.abs(a.curve.steps[a.i] - step) ? b : a));
     const place = x(near.curve.steps[near.i]);
-    context.strokeStyle = colour("--faint");
+    context.strokeStyle = colour("--soft");
     context.lineWidth = 1;
     context.beginPath();
     context.moveTo(place, MARGIN.top);

@@ -15,9 +15,9 @@ export function openChat(page) {
     onkeydown: (event) => { if (event.key === "Enter" && !event.shiftKey) { event.preventDefault(); send(); } } });
   const button = h("button", { class: "primary", id: "send", onclick: () => (controller ? controller.abort() : send()) }, "Send");
   const talks = [0, 1].map((slot) => {
-    const select = h("select", { id: `model-${slot}`, "aria-label": slot ? "second model" : "model", onchange: () => { talks[slot].history = []; fill(talks[slot].messages); arrange(); } });
+    const select = h("select", { id: `model-${slot}`, "aria-label": slot ? "second model" : "model", onchange: () => { talks[slot].chosen = select.value; talks[slot].history = []; fill(talks[slot].messages); arrange(); } });
     const messages = h("div", { class: "messages", "aria-live": "polite" });
-    return { slot, select, messages, history: [], element: h("div", { class: "talk" }, h("label", {}, slot ? "second model" : "model", select), messages) };
+    return { slot, select, messages, chosen: null, history: [], element: h("div", { class: "talk" }, h("label", {}, slot ? "second model" : "model", select), messages) };
   });
   const columns = h("div", { class: "talks" }, talks.map((talk) => talk.element));
   const clear = h("button", { class: "quiet", onclick: () => talks.forEach((talk) => { talk.history = []; fill(talk.messages); }) }, "clear");
@@ -26,8 +26,8 @@ export function openChat(page) {
 
   async function shown() {
     models = await get("/api/models");
-    for (const { slot, select } of talks) {
-      const before = select.value;
+    for (const { slot, select, chosen, messages } of talks) {
+      const before = messages.firstChild ? select.value : chosen; // untouched, it shows the newest
       const label = ({ name, kind, step }) => `${name}${step === null ? ` (${kind})` : `, step ${step}`}`;
       fill(select, slot || !models.length ? h("option", { value: "" }, models.length ? "none" : "no models in the folders") : null,
         models.map((model) => h("option", { value: model.id }, label(model))));

@@ -1,6 +1,6 @@
 // The run that has the focus: its numbers, settings, texts, checkpoints, and what can be done with it.
 
-import { ago, duration, fill, get, h, number, post } from "./dom.js";
+import { ago, fill, get, h, number, post } from "./dom.js";
 
 const WORDS = {
   died: "This run died: its process is gone, and it did not say why. It can be resumed from its last checkpoint.",
@@ -49,9 +49,9 @@ export function openDetail(place, { failed }) {
     const values = now.values, item = (label, value) => (value ? h("div", {}, h("small", {}, label), h("b", {}, value)) : null);
     fill(numbers,
       item("step", now.step === null ? null : `${now.step.toLocaleString("en-US")}${now.steps ? ` / ${now.steps.toLocaleString("en-US")}` : ""}`),
-      item("left", now.eta === null ? null : `about ${duration(now.eta)}`),
-      item("loss", values.loss === null ? null : number(values.loss)),
-      item("validation loss", values.validation_loss === null ? null : number(values.validation_loss)),
+      item("ETA", now.eta),
+      item("loss", now.losses.loss),
+      item("validation loss", now.losses.validation_loss),
       item("reward", values.reward === null ? null : number(values.reward)),
       item("margin", values["rewards/margins"] === null ? null : number(values["rewards/margins"])),
       item("tokens/s", values.tokens_per_second === null ? null : number(values.tokens_per_second)),
@@ -67,7 +67,6 @@ export function openDetail(place, { failed }) {
     drawn = outer;
     const stop = h("button", { class: "danger", id: "stop", onclick: () => act("/api/stop", stop) }, "Stop with a checkpoint");
     const resume = h("button", { id: "resume", onclick: () => act("/api/resume", resume) }, "Resume");
-    const copy = h("button", { class: "quiet", onclick: () => navigator.clipboard?.writeText(found.resume) }, "copy");
     const tabs = ["overview", "settings", "samples", ...(found.has_completions ? ["completions"] : []), "compare"];
     if (!tabs.includes(tab)) tab = "overview";
     fill(place, h("section", { class: "detail", "aria-label": `run ${found.name}` },
@@ -110,7 +109,7 @@ export function openDetail(place, { failed }) {
     Promise.all(chosen.slice(0, 8).map((one) => get("/api/run", { run: one.id }))).then((details) => {
       const names = [...new Set(details.flatMap((one) => Object.keys(one.settings)))];
       const rows = names.filter((name) => new Set(details.map((one) => shown(one.settings[name]))).size > 1);
-      const ends = [["step", (one) => number(one.step)], ["loss", (one) => number(one.values.loss)], ["validation loss", (one) => number(one.values.validation_loss)], ["state", (one) => one.state]];
+      const ends = [["step", (one) => number(one.step)], ["loss", (one) => shown(one.losses.loss)], ["validation loss", (one) => shown(one.losses.validation_loss)], ["state", (one) => one.state]];
       fill(place, h("table", { class: "differences" }, h("tr", {}, h("th", {}, "differs"), details.map((one) => h("th", {}, one.name))),
         rows.map((name) => h("tr", {}, h("th", {}, h("code", {}, name)), details.map((one) => h("td", {}, shown(one.settings[name]))))),
         ends.map(([label, value]) => h("tr", {}, h("th", {}, label), details.map((one) => h("td", {}, value(one)))))),
@@ -130,7 +129,7 @@ export function openDetail(place, { failed }) {
 
   let samplesKey = null;
   async function samples() {
-    const id = run.id, key = `${id} ${found.values.validation_loss} ${found.step}`;
+    const id = run.id, key = `${id} ${found.losses.validation_loss} ${found.step}`;
     if (samplesKey === key && inner.querySelector(".sample")) return;
     const texts = await get("/api/samples", { run: id });
     if (run?.id !== id || tab !== "samples") return;

@@ -53,12 +53,6 @@ export function number(value, digits = 4) {
   return String(Number(value.toPrecision(digits)));
 }
 
-export function duration(seconds) {
-  const whole = Math.round(seconds), pad = (x) => String(x).padStart(2, "0");
-  const [days, hours, minutes] = [Math.floor(whole / 86400), Math.floor(whole / 3600) % 24, Math.floor(whole / 60) % 60];
-  return days ? `${days} d ${hours} h` : hours ? `${hours}:${pad(minutes)}:${pad(whole % 60)}` : `${minutes}:${pad(whole % 60)}`;
-}
-
 export function ago(time) {
   const seconds = Date.now() / 1000 - time;
   return seconds < 60 ? "just now" : seconds < 5400 ? `${Math.round(seconds / 60)} min ago`

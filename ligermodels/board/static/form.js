@@ -2,22 +2,23 @@
 
 import { bytes, fill, get, h, post } from "./dom.js";
 
-const OPEN = ["model", "data", "training"];
+const FIRST = ["model", "data", "objective", "lora_rank"]; // what is asked first, with the output; the rest is folded
+const ESSENTIALS = "essentials"; // their group
 const WAIT = 450; // milliseconds without a key before a plan is made
 const COLOURS = ["#2f6fde", "#7048e8", "#0b7285", "#e8590c", "#2b8a3e", "#a17800", "#d6336c", "#868e96"];
 
 export function openForm(page, { started }) {
   const inputs = new Map();
-  let fields = [], timer = null, asking = false, again = false;
+  let timer = null, asking = false, again = false;
   const groups = h("div", {}, "…");
-  const name = h("input", { id: "run-name", placeholder: "first-run", "aria-label": "name of the run" });
+  const name = h("input", { id: "run-name", placeholder: "first-run" }), place = h("small");
   const start = h("button", { class: "primary", id: "start-run", disabled: true, onclick: () => begin(false) }, "Start");
   const anyway = h("button", { id: "start-anyway", hidden: true, onclick: () => begin(true) }, "Start without a plan");
   const message = h("div", { class: "notice bad", hidden: true, role: "alert", id: "refusal" });
   const plan = h("div", { id: "plan" });
   const filter = h("input", { type: "search", placeholder: "find a setting", "aria-label": "find a setting", oninput: () => narrow() });
   const side = h("aside", { class: "plan" }, h("h2", {}, "Plan"),
-    h("div", { class: "row" }, name, start), anyway, message, plan);
+    h("div", { class: "row" }, start, anyway), message, plan);
   fill(page, h("div", {}, h("div", { class: "controls" }, filter), groups), side);
 
   function input(field) {
@@ -30,30 +31,35 @@ export function openForm(page, { started }) {
     return h("input", { ...properties, autocomplete: "off", inputMode: field.kind === "number" ? "decimal" : "text" });
   }
 
-  function draw() {
-    const names = [...new Set(fields.map((field) => field.group))];
-    fill(groups, names.map((group) => {
-      const members = fields.filter((field) => field.group === group).map((field) => {
-        const control = input(field);
-        const element = h("div", { class: "field" }, h("label", { for: control.id }, field.flag), control, h("small", {}, field.help));
+  const labelled = (label, control, help) => h("div", { class: "field" }, h("label", { for: control.id }, label), control, help);
+
+  function draw({ fields, folder }) {
+    place.textContent = `a new folder in ${folder}`;
+    const first = FIRST.map((name) => ({ ...fields.find((field) => field.name === name), group: ESSENTIALS }));
+    const ordered = [...first, ...fields.filter((field) => !FIRST.includes(field.name))];
+    fill(groups, [...new Set(ordered.map((field) => field.group))].map((group) => {
+      const members = ordered.filter((field) => field.group === group).map((field) => {
+        const control = input(field), element = labelled(field.flag, control, h("small", {}, field.help));
         inputs.set(field.name, { field, control, element });
         return element;
       });
-      const details = h("details", { class: "group", open: OPEN.includes(group) }, h("summary", {}, group), h("div", { class: "fields" }, members));
+      if (group === ESSENTIALS) members.push(labelled("--output", name, place));
+      const details = h("details", { class: "group", open: group === ESSENTIALS }, h("summary", {}, group), h("div", { class: "fields" }, members));
       details.dataset.group = group;
       return details;
     }));
     narrow();
   }
 
-  // Shows the settings that the objective has, and that the search finds.
+  // Shows the settings that the objective has, and that the search finds; the essentials always.
   function narrow() {
-    const objective = inputs.get("objective").control.value || "sft", words = filter.value.toLowerCase();
+    const objective = inputs.get("objective").control.value || "sft", words = filter.value.trim().toLowerCase();
     for (const details of groups.children) {
       let any = false;
       for (const { field, element } of inputs.values()) {
         if (field.group !== details.dataset.group) continue;
-        element.hidden = !field.objectives.includes(objective) || !`${field.flag} ${field.help}`.toLowerCase().includes(words);
+        const found = field.group === ESSENTIALS || `${field.flag} ${field.help}`.toLowerCase().includes(words);
+        element.hidden = !field.objectives.includes(objective) || !found;
         any ||= !element.hidden;
       }
       details.hidden = !any;
@@ -107,7 +113,8 @@ export function openForm(page, { started }) {
     start.disabled = Boolean(words);
     anyway.hidden = !(words && /cache|HF_HUB_OFFLINE|offline/i.test(words) && given.model);
     const first = (words || "").split(" ")[0].replace(/:$/, "");
-    for (const { field, element } of inputs.values()) element.classList.toggle("wrong", field.flag === first);
+    for (const { field, element } of inputs.values())
+      if (element.classList.toggle("wrong", field.flag === first)) element.closest("details").open = true;
     if (words) fill(plan);
   }
 
@@ -137,8 +144,7 @@ export function openForm(page, { started }) {
   }
 
   get("/api/form").then((form) => {
-    fields = form.fields;
-    draw();
+    draw(form);
     refuse("--model is missing: a family such as qwen2, a Hub id or a folder");
   });
   return {};

@@ -1,7 +1,7 @@
 // The runs: their list, their curves, and all that is known of the one that has the focus.
 
 import { Chart, redraw, view } from "./chart.js";
-import { ago, duration, fill, get, h, number } from "./dom.js";
+import { ago, fill, get, h } from "./dom.js";
 import { openDetail } from "./detail.js";
 
 const PALETTE = ["#2f6fde", "#e8590c", "#2b8a3e", "#7048e8", "#0b7285", "#d6336c", "#a17800", "#5c7cfa", "#12b886", "#868e96"];
@@ -9,23 +9,24 @@ const FIRST_SHOWN = 8; // runs whose curves are shown at the beginning
 const POINTS = 900, POINTS_OF_MANY = 240, MANY = 12;
 const STOPPED = [130, 143]; // exit statuses of a run that SIGINT or SIGTERM has stopped
 const REFRESH = 700; // milliseconds between two requests for curves
+const MINUTE = 60_000; // after which "4 min ago" is no longer true
 const LOSS = ["loss", "validation_loss", "floor"];
 const TITLES = {
   loss: "loss", learning_rate: "learning rate", grad_norm: "gradient norm", tokens_per_second: "tokens per second",
   mfu: "model FLOPs utilisation", peak_memory_gib: "peak memory, GiB", reward: "reward",
 };
-const HIDDEN = ["validation_perplexity", "questions"];
+const HIDDEN = ["validation_perplexity", "questions", "seconds_left"];
 
-export function openRuns(page, { show }) {
+export function openRuns(page) {
   const runs = new Map(), chosen = new Set(), loaded = new Map(), charts = new Map();
-  let focus = null, known = false, fetching = false, wanted = false, awaited = null, filter = "", dirty = new Set();
+  let focus = null, known = false, fetching = false, wanted = false, filter = "", dirty = new Set();
   const colours = new Map();
   const list = h("ul", { class: "runs", "aria-label": "Runs" });
   const search = h("input", { type: "search", placeholder: "find a run", "aria-label": "find a run",
     oninput: () => { filter = search.value.toLowerCase(); drawList(); } });
   const grid = h("div", { class: "charts" });
-  const place = h("div");
-  const detail = openDetail(place, { changed: () => undefined, failed: (name, message) => notice(`${name}: ${message}`) });
+  const place = h("div"), loss = h("div", { class: "charts" });
+  const detail = openDetail(place, { failed: (name, message) => notice(`${name}: ${message}`) });
   const notices = h("div", { "aria-live": "polite" });
   const toggle = (name, label) => {
     const box = h("input", { type: "checkbox", checked: view[name], onchange: () => { view[name] = box.checked; redraw(); } });
@@ -37,11 +38,11 @@ export function openRuns(page, { show }) {
   const all = h("button", { onclick: () => choose([...runs.keys()]) }, "all"), none = h("button", { onclick: () => choose([]) }, "none");
   fill(page,
     h("aside", { class: "side" }, h("div", { class: "tools" }, search, all, none), list),
-    h("div", { class: "stage" }, notices, place,
+    h("div", { class: "stage" }, notices,
       h("div", { class: "controls" }, h("label", {}, "smoothing", smoothing), logY.element, logX.element,
         h("button", { class: "quiet", onclick: () => { view.first = view.last = null; zoomed(); redraw(); } }, "all steps"),
         h("span", {}, "drag to zoom, double-click for all")),
-      grid));
+      loss, place, grid));
 
   const colourOf = (id) => {
     if (!colours.has(id)) {
@@ -62,9 +63,9 @@ export function openRuns(page, { show }) {
   const matching = () => ordered().filter((run) => `${run.name} ${run.model} ${run.state} ${run.objective}`.toLowerCase().includes(filter));
 
   function facts(run) {
-    const parts = [run.step === null ? "no step yet" : `step ${run.step.toLocaleString("en-US")}${run.steps ? ` of ${run.steps.toLocaleString("en-US")}` : ""}`];
-    if (run.values.loss !== null) parts.push(`loss ${number(run.values.loss)}`);
-    parts.push(run.eta !== null ? `${duration(run.eta)} left` : run.newest ? ago(run.newest) : "");
+    const parts = [run.step === null ? "no step yet" : `step ${run.step.toLocaleString("en-US")}${run.steps ? `/${run.steps.toLocaleString("en-US")}` : ""}`];
+    if (run.losses.loss) parts.push(`loss ${run.losses.loss}`);
+    parts.push(run.eta ? `ETA ${run.eta}` : run.newest ? ago(run.newest) : "");
     return parts.join(" · ");
   }
 
@@ -155,8 +156,8 @@ export function openRuns(page, { show }) {
     const shown = names().filter((name) => name === "loss" || (!LOSS.includes(name) && [...chosen].some((id) => loaded.get(id)?.curves[name])));
     for (const [name, chart] of charts) if (!shown.includes(name)) { chart.remove(); charts.delete(name); }
     shown.forEach((name, i) => {
-      const chart = chartOf(name);
-      if (grid.children[i] !== chart.element) grid.insertBefore(chart.element, grid.children[i] || null);
+      const chart = chartOf(name), next = i ? grid.children[i - 1] : loss.firstChild; // the first is the loss
+      if (next !== chart.element) (i ? grid : loss).insertBefore(chart.element, next || null);
       const parts = name === "loss" ? LOSS : [name];
       chart.show([...chosen].flatMap((id) => parts.filter((part) => loaded.get(id)?.curves[part]).map((part) => {
         const [steps, low, high, mean] = loaded.get(id).curves[part], plain = high === undefined;
@@ -221,7 +222,6 @@ export function openRuns(page, { show }) {
 
   // Waits until a run that was started is there, or has failed before.
   async function await_(process) {
-    awaited = process;
     const waiting = h("div", { class: "notice" }, `${process}: starting …`);
     notices.append(waiting);
     for (;;) {
@@ -236,7 +236,6 @@ export function openRuns(page, { show }) {
       await new Promise((done) => setTimeout(done, 500));
     }
     waiting.remove();
-    awaited = null;
   }
 
   const keys = {
@@ -245,5 +244,6 @@ export function openRuns(page, { show }) {
   };
   drawList();
   drawCharts();
+  setInterval(() => { drawList(); drawDetail(); }, MINUTE);
   return { update, keys, await: await_, shown: redraw };
 }

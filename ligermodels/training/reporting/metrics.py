@@ -147,12 +147,16 @@ class Metrics:
                 record["mfu"] = round(self.speeds[-1] * self.mfu_at_one_token_per_second, 4)
         else:
             self.timed_since = now
+        seconds_left = self.seconds_left(now, self.steps - step)
+        if seconds_left is not None:
+            record["seconds_left"] = round(seconds_left)
         if self.device.type == "cuda":
             record["peak_memory_gib"] = round(self.peak_memory / 2**30, 2)
         self.write(record)
 
         shown = [f"{words} {values[name]:z.2f}" for name, words in SHOWN.items() if name in values]
-        short = [*self.time_left(now, self.steps - step), f"loss {loss:z.3f}", *shown]
+        eta = [] if seconds_left is None else [f"ETA {duration(seconds_left)}"]
+        short = [*eta, f"loss {loss_text(loss)}", *shown]
         status = [*short, f"grad norm {significant(grad_norm)}", f"lr {learning_rate:.1e}", *self.costs()]
         if not self.bar.disable:
             self.bar.set_postfix_str(self.longest_that_fits(status, [*short, *self.costs()], short), refresh=False)
@@ -174,8 +178,8 @@ class Metrics:
         """Records a validation, as one record."""
         loss, floor, unit = found.loss, found.floor, " nats/token" if found.per_token else ""
         record: dict[str, Any] = {"step": step, "validation_loss": loss}
-        gap = "" if floor is None else f", floor {floor:.3f}, gap {loss - floor:z.3f}"
-        line = f"validation loss {loss:z.3f}{unit}{gap}"  # z: no -0.000
+        gap = "" if floor is None else f", floor {loss_text(floor)}, gap {loss_text(loss - floor)}"
+        line = f"validation loss {loss_text(loss)}{unit}{gap}"
         if found.per_token:
             record["validation_perplexity"] = perplexity = math.inf if loss > MAX_EXPONENT else math.exp(loss)
             line += f", perplexity {perplexity:.4g}"
@@ -256,10 +260,10 @@ class Metrics:
             shown.append(memory_size(self.peak_memory))
         return shown
 
-    def time_left(self, now: float, steps: int) -> list[str]:
-        """Returns the ETA, from the timed steps and the validations between them; empty before the first timed step."""
+    def seconds_left(self, now: float, steps: int) -> float | None:
+        """The ETA, from the timed steps and the validations between them; None before the first timed step."""
         timed = self.completed - UNTIMED_STEPS
-        return [f"ETA {duration((now - self.timed_since) / timed * steps)}"] if timed > 0 else []
+        return (now - self.timed_since) / timed * steps if timed > 0 else None
 
     @property
     def peak_memory(self) -> int:
@@ -270,6 +274,11 @@ class Metrics:
     def tokens_per_second(self) -> float:
         """The median over the last steps."""
         return median(self.speeds[-RECENT_STEPS:])
+
+
+def loss_text(loss: float) -> str:
+    """A loss as it is printed, never as -0.000."""
+    return f"{loss:z.3f}"
 
 
 def significant(value: float) -> str:

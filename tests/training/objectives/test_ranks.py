@@ -31,7 +31,8 @@ KINDS = {
     "model": (*PAIRS, "--objective", "dpo", "--pairs", "1", "--reference", "model"),  # one rank has padding alone
 }  # fmt: skip
 MEASURED = (
-    *("peak_memory_gib", "tokens_per_second", "step_time", "time/sample", "time/reward", "time/score"),
+    *("peak_memory_gib", "tokens_per_second", "seconds_left", "step_time"),
+    *("time/sample", "time/reward", "time/score"),
     *(CHANGED, CHANGED_EXACTLY, SIZE),  # of weights that each rank samples from its shards
 )
 

@@ -112,6 +112,7 @@ def test_throughput_mfu_and_eta_leave_out_the_steps_that_compile(tmp_path, clock
     assert speeds == [(None, None), (None, None), (50, 0.35), (50, 0.35), (25, 0.175)]
     last = capsys.readouterr().out.splitlines()[-1]
     left = (2 + 6 + 5 + 2 + 4) / 3 * 95  # seconds
+    assert [r.get("seconds_left") for r in records(tmp_path)] == [None, None, 2 * 97, None, 720, round(left)]
     assert last == f"step 5/100, ETA {int(left // 60)}:{left % 60:02.0f}, loss 1.000, grad norm 1.00, lr 1.0e-01, " + (
         "50 tokens/s, MFU 35.0%"
     )
