@@ -1,8 +1,8 @@
 """Reading images: the bytes of a file, its path or a PIL image -> RGB pixels; and the size without decoding.
 
 As in transformers, the EXIF orientation of files is applied, that of PIL images is not; what is transparent is put on
-white. Refused are files that are truncated or no image, more pixels than MAX_PIXELS, more frames than one, and more
-than 8 bits a channel. Every error names the image's place.
+white. Refused are files that are truncated or no image, more pixels than MAX_PIXELS, of a WebP file MAX_WEBP_PIXELS,
+more frames than one, and more than 8 bits a channel. Every error names the image's place.
 """
 
 import importlib
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 PILLOW = r"PIL\."
 PILLOW_IS_QUIET = ("ignore", None, Warning, re.compile(PILLOW), 0)  # an entry of warnings.filters
 MAX_PIXELS = 89_478_485  # Pillow's MAX_IMAGE_PIXELS: a quarter of a GiB of RGB
+MAX_WEBP_PIXELS = 50_000_000  # of which Pillow takes sixteen bytes each, whatever the file's size
 # Pillow reads more formats, some by running other programs.
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
 PHOTO_AND_PREVIEWS = "MPO"  # a JPEG file of a camera, followed by smaller copies
@@ -123,8 +124,9 @@ def checked(image: "Image") -> "Image":
     width, height = image.size
     if not width or not height:
         raise InputError(f"is {width} x {height} pixels; both sides must be at least 1")
-    if width * height > MAX_PIXELS:
-        raise InputError(f"is {width} x {height} pixels, more than {MAX_PIXELS:,}; make it smaller")
+    most, form = (MAX_WEBP_PIXELS, " of a WebP file") if image.format == "WEBP" else (MAX_PIXELS, "")
+    if width * height > most:
+        raise InputError(f"is {width} x {height} pixels, more than {most:,}{form}; make it smaller")
     if getattr(image, "is_animated", False) and image.format != PHOTO_AND_PREVIEWS:
         raise InputError("is animated or has several pages; give one of them as a still image")
     if image.mode[0] in "IF":

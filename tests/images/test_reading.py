@@ -114,6 +114,13 @@ def tiff16(mode):
     return data.replace(eight, sixteen)
 
 
+def webp(width, height):
+    """A lossless WebP file whose header says this size, after the signature in 14 bits each."""
+    data = encoded(Image.new("RGB", (1, 1)), "WEBP", lossless=True)
+    size = data.index(b"\x2f") + 1
+    return data[:size] + struct.pack("<I", (width - 1) | (height - 1) << 14) + data[size + 4 :]
+
+
 FRAMES = [Image.fromarray(noise(8, 9, seed=seed)) for seed in range(3)]
 REFUSED = {
     "a text": (b"no image at all", "is not an image in one of the formats PNG, JPEG"),
@@ -123,6 +130,9 @@ REFUSED = {
     "truncated JPEG": (encoded(Image.fromarray(noise(80, 90)), "JPEG")[:-200], "cannot be decoded: .*truncated"),
     "bomb": (png_header(60000, 60000), "exceeds limit of"),
     "large": (png_header(10000, 9000), "is 10000 x 9000 pixels, more than 89,478,485; make it smaller"),
+    "large WebP": (webp(9000, 6000), "is 9000 x 6000 pixels, more than 50,000,000 of a WebP file; make it smaller"),
+    "largest WebP": (webp(16384, 16384), "exceeds limit of"),
+    "animated WebP": (encoded(FRAMES[0], "WEBP", save_all=True, append_images=FRAMES[1:]), "is animated"),
     "animated": (encoded(FRAMES[0], "GIF", save_all=True, append_images=FRAMES[1:]), "is animated or has several"),
     "pages": (encoded(FRAMES[0], "TIFF", save_all=True, append_images=FRAMES[1:]), "is animated or has several pages"),
     "16 bits": (encoded(Image.fromarray(noise(8, 9)[..., 0] * np.uint16(256)), "PNG"), "has the mode I;16, more"),
