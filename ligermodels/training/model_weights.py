@@ -45,7 +45,7 @@ def load_checkpoint(config: TrainConfig, folder: Path, step: int) -> tuple[Causa
     Raises InputError where the model has no tokenizer, or the checkpoint is gone or damaged.
     """
     config = replace(config, dp_replicate=1, context_parallel=1, expert_parallel=1)
-    run = prepare(config, distributed.start())
+    run = prepare(config, distributed.start(), runs_code=False)
     data, checkpoint = run.objective.data, step_folder(folder / CHECKPOINTS, step)
     if data.tokenizer is None:
         raise InputError(f"{folder}: was trained on token ids and has no tokenizer")

@@ -19,7 +19,7 @@ from ligermodels import distributed
 from ligermodels.training.run.stopping import tell
 
 LOOK_EVERY = 5.0  # seconds
-PATIENCE = 12  # looks without an answer
+SILENT_LOOKS = 12  # looks without an answer
 LEFT = 2**40  # added to the key of a rank that leaves the run
 calls = itertools.count()  # by which the keys of a process group's runs differ
 
@@ -68,7 +68,7 @@ class Heartbeat:
                 beats = self.store.add(str(watched), 0)
                 silent = silent + 1 if beats == seen and 0 < beats < LEFT else 0
                 self.unanswered, seen = 0, beats
-                if silent == PATIENCE and self.store.add("lost", 1) == 1:
+                if silent == SILENT_LOOKS and self.store.add("lost", 1) == 1:
                     self.tell_of(watched)
             self.store.add(str(self.rank), LEFT)
 
@@ -76,12 +76,12 @@ class Heartbeat:
         """Looks whether rank 0 answers for the store, until the run is over."""
         while not self.over.wait(LOOK_EVERY):
             self.unanswered += 1
-            if self.unanswered > PATIENCE:
+            if self.unanswered > SILENT_LOOKS:
                 self.tell_of(0)
                 os._exit(1)
 
     def tell_of(self, lost: int) -> None:
-        seconds = PATIENCE * LOOK_EVERY
+        seconds = SILENT_LOOKS * LOOK_EVERY
         since = time.strftime("%H:%M:%S", time.localtime(time.time() - seconds))
         silence = f"rank {lost} has not answered for {seconds:g} s, since {since}: it is stopped, or its host is lost"
         tell(f"rank {self.rank}: {silence}; --resume continues from the last checkpoint\n")

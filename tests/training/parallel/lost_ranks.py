@@ -47,7 +47,7 @@ def meet_with_a_heartbeat(how):
 
 
 def compute_for_long():
-    end = time.monotonic() + 3 * heartbeat.PATIENCE * heartbeat.LOOK_EVERY
+    end = time.monotonic() + 3 * heartbeat.SILENT_LOOKS * heartbeat.LOOK_EVERY
     while time.monotonic() < end:
         torch.ones(300, 300) @ torch.ones(300, 300)
 
