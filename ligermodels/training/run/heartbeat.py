@@ -48,7 +48,7 @@ class Heartbeat:
 
     def __init__(self, call: int) -> None:
         # A connection of its own: torch's waits in the store block all others over the same one.
-        store = dist.distributed_c10d._get_default_store().clone()
+        store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
         self.store = dist.PrefixStore(f"heartbeat/{call}", store)
         self.rank = distributed.rank()
         # torchrun has the store in its own process; without it rank 0 has it, and stops it when it is stopped.
