@@ -89,13 +89,15 @@ def refuse_unfit_environment() -> None:
         value = os.environ.get(name, "" if name in required else "0")
         if not re.fullmatch("[0-9]{1,9}", value):
             raise InputError(f"{name}: is {value!r}; must be a whole number, 0 or more: {START}")
+    if ranks_of_host() == 0:
+        raise InputError(f"LOCAL_WORLD_SIZE: is 0; must be at least 1: {START}")
     if required and rank() >= int(os.environ["WORLD_SIZE"]):
         raise InputError(
             f"RANK: is {rank()}, but WORLD_SIZE is {os.environ['WORLD_SIZE']}; ranks count from 0: {START}"
         )
     if required and int(os.environ["MASTER_PORT"]) > LAST_PORT:
         raise InputError(f"MASTER_PORT: is {os.environ['MASTER_PORT']}; must be at most {LAST_PORT}: {START}")
-    if required and not os.environ.get("MASTER_ADDR"):
+    if required and not os.environ.get("MASTER_ADDR", "").strip():
         raise InputError(f"MASTER_ADDR: is missing; must be the host of rank 0: {START}")
 
 

@@ -63,6 +63,8 @@ def test_rank_and_local_rank_are_known_before_the_process_group(monkeypatch):
         ({"WORLD_SIZE": "x"}, "WORLD_SIZE: is 'x'; must be a whole number"),
         ({"MASTER_PORT": "99999"}, "MASTER_PORT: is 99999; must be at most 65535"),
         ({"MASTER_ADDR": ""}, "MASTER_ADDR: is missing"),
+        ({"MASTER_ADDR": " "}, "MASTER_ADDR: is missing"),
+        ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE: is 0; must be at least 1"),
         ({"LOCAL_RANK": "x"}, "LOCAL_RANK: is 'x'; must be a whole number"),
     ],
 )

@@ -1,6 +1,6 @@
 """The processes that plan and that chat for the board: `python -m ligermodels.board.answers plan`, or `chat`.
 
-The one that plans writes and downloads nothing; one that chats keeps one model at a time.
+The one that plans writes and downloads nothing, and runs no code of rewards; one that chats keeps one model at a time.
 """
 
 import gc
@@ -68,7 +68,7 @@ def load_model(folder: Path, step: int | None, folders: list[Path]) -> Loaded:
 def planned(question: Mapping[str, Any], is_cancelled: Callable[[], bool]) -> Iterator[Mapping[str, Any]]:
     """The plan of the settings in a question. Raises InputError where `train` would refuse them."""
     settings = {name: parsed_value(name, value, name) for name, value in question["settings"].items()}
-    made = plan(TrainConfig(**settings))
+    made = plan(TrainConfig(**settings), runs_code=False)
     parts = {part: size for part, size in made.memory.parts.items() if size}
     yield {"table": [*made.table()], "parts": parts, "peaks": dict(made.phases)}
 

@@ -1,8 +1,8 @@
 """Reading images: the bytes of a file, its path or a PIL image -> RGB pixels; and the size without decoding.
 
 As in transformers, the EXIF orientation of files is applied, that of PIL images is not; what is transparent is put on
-white. Refused are files that are truncated or no image, more pixels than MAX_PIXELS, more frames than one, and more
-than 8 bits a channel. Every error names the image's place.
+white. Refused are files that are truncated or no image, more pixels than MAX_PIXELS, of a WebP file MAX_WEBP_PIXELS,
+sides of more than MAX_SIDE, more frames than one, and more than 8 bits a channel. Every error names the image's place.
 """
 
 import importlib
@@ -10,6 +10,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -28,9 +29,13 @@ if TYPE_CHECKING:
 PILLOW = r"PIL\."
 PILLOW_IS_QUIET = ("ignore", None, Warning, re.compile(PILLOW), 0)  # an entry of warnings.filters
 MAX_PIXELS = 89_478_485  # Pillow's MAX_IMAGE_PIXELS: a quarter of a GiB of RGB
+MAX_WEBP_PIXELS = 50_000_000  # of which Pillow takes sixteen bytes each, whatever the file's size
+MAX_SIDE = 2**20  # Pillow keeps a pointer for each row, and parts of an image are converted in whole rows
+MAX_SCANNED_PIXELS = 20 * MAX_PIXELS  # each scan of a JPEG file takes the time of all pixels; encoders write up to 20
 # Pillow reads more formats, some by running other programs.
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
 PHOTO_AND_PREVIEWS = "MPO"  # a JPEG file of a camera, followed by smaller copies
+START_OF_SCAN = b"\xff\xda"
 ORIENTATION = 0x0112  # EXIF's tag
 BITS_PER_SAMPLE = 0x0102  # TIFF's tag
 # EXIF orientations. A quarter-turned image is stored by columns; then rows, or what of each row is first, may be last.
@@ -65,6 +70,7 @@ def read_image(source: ImageSource, place: str = "image") -> Tensor:
     Raises InputError for what the module's description refuses.
     """
     with opened(source, place) as image:
+        refuse_many_scans(image)
         turn = orientation(image, source)
         upright = np.empty((3, *upright_size(image, turn)), np.uint8)
         stored = upright.swapaxes(1, 2) if turn in QUARTER_TURNED else upright
@@ -123,8 +129,11 @@ def checked(image: "Image") -> "Image":
     width, height = image.size
     if not width or not height:
         raise InputError(f"is {width} x {height} pixels; both sides must be at least 1")
-    if width * height > MAX_PIXELS:
-        raise InputError(f"is {width} x {height} pixels, more than {MAX_PIXELS:,}; make it smaller")
+    if max(width, height) > MAX_SIDE:
+        raise InputError(f"is {width} x {height} pixels; a side must be at most {MAX_SIDE:,}; cut it into pieces")
+    most, form = (MAX_WEBP_PIXELS, " of a WebP file") if image.format == "WEBP" else (MAX_PIXELS, "")
+    if width * height > most:
+        raise InputError(f"is {width} x {height} pixels, more than {most:,}{form}; make it smaller")
     if getattr(image, "is_animated", False) and image.format != PHOTO_AND_PREVIEWS:
         raise InputError("is animated or has several pages; give one of them as a still image")
     if image.mode[0] in "IF":
@@ -132,6 +141,19 @@ def checked(image: "Image") -> "Image":
     if bits_of_channel(image) > 8:
         raise InputError(f"has {bits_of_channel(image)} bits a channel, more than 8; convert it to 8 bits")
     return image
+
+
+def refuse_many_scans(image: "Image") -> None:
+    """Raises InputError for a JPEG file of so many scans that it takes minutes, whatever its size. Previews count."""
+    stream = getattr(image, "fp", None)
+    if stream is None or image.format not in ("JPEG", PHOTO_AND_PREVIEWS):
+        return
+    place = stream.tell()
+    stream.seek(0)
+    scans = sum(piece.count(START_OF_SCAN) for piece in iter(partial(stream.read, 2**20), b""))
+    stream.seek(place)
+    if scans * image.width * image.height > MAX_SCANNED_PIXELS:
+        raise InputError(f"has {scans:,} scans of {image.width} x {image.height} pixels; save it as a baseline JPEG")
 
 
 def bits_of_channel(image: "Image") -> int:

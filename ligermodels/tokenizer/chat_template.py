@@ -36,6 +36,9 @@ MAX_TEMPLATE_BYTES = 10**6  # the largest on the Hub have 60 kB
 # Limits of the process that renders templates.
 SECONDS = 5.0  # of processor time, which other load on the machine does not count towards
 ELAPSED_SECONDS = 60.0
+# All renderings of a template may take this processor time, and more for each and for each byte of its variables: ten
+# times and more what templates take that only write their messages.
+FREE_SECONDS, SECONDS_EACH, SECONDS_A_BYTE = 60.0, 0.02, 5e-6
 CHARACTERS = 10_000_000
 MEMORY_BYTES = 2**29
 OUT_OF_MEMORY = 3  # the worker's exit status if it cannot even read a request or write a reply
@@ -181,12 +184,29 @@ def cut_at_mark(text: str, final: str, origin: str) -> str:
     return before if after.startswith(" ") else before.rstrip()  # if the mark was stripped, the message is stripped too
 
 
+@dataclass
+class Cost:
+    """What a template has cost so far. renderings: their number. seconds: of processor time, and those that are
+    allowed."""
+
+    renderings: int = 0
+    seconds: float = 0.0
+    allowed: float = FREE_SECONDS
+
+    def add(self, size: int, seconds: float) -> None:
+        """Counts a rendering. size: bytes of its variables."""
+        self.renderings += 1
+        self.seconds += seconds
+        self.allowed += SECONDS_EACH + SECONDS_A_BYTE * size
+
+
 class TemplateProcess:
-    """A worker process and its pipes, used by one thread at a time."""
+    """A worker process and its pipes, used by one thread at a time. costs: by the hash of a template's source."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.process: subprocess.Popen[bytes] | None = None
+        self.costs: dict[int, Cost] = {}
 
     def ask(self, template: str, variables: dict[str, Any]) -> dict[str, Any]:
         """The worker's reply: {text, spans} or {error, line}; an error also if the process ended, as over a limit.
@@ -198,13 +218,20 @@ class TemplateProcess:
         except (TypeError, ValueError, RecursionError) as error:
             raise InputError(f"the variables of a chat template must be plain JSON values: {error}") from None
         with self.lock:
+            cost = self.costs.setdefault(hash(template), Cost())
+            if cost.seconds > cost.allowed:
+                each = f"{cost.seconds / cost.renderings:.2g} s a chat, {cost.seconds:.0f} s for {cost.renderings}"
+                return {"error": f"takes too long: {each}; choose a quicker template", "line": None}
             try:
-                reply = self.exchange(line)
+                answer = self.exchange(line)
             except BaseException:
                 self.stop()  # otherwise the next request would get the reply to this one
                 raise
-            if reply.endswith(b"\n"):
-                return json.loads(reply.decode("utf-8", "surrogatepass"))
+            if answer.endswith(b"\n"):
+                reply = json.loads(answer.decode("utf-8", "surrogatepass"))
+                cost.add(len(line), reply.pop("seconds"))
+                return reply
+            cost.add(len(line), SECONDS)
             status = self.stop()
         reasons = {
             -signal.SIGPROF: f"takes more than {SECONDS:g} seconds",

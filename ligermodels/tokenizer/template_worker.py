@@ -6,7 +6,7 @@ cannot open files or sockets. These limits also hold within a single call, such 
 or the comparison of two deeply nested lists.
 
 Requests and replies are lines of JSON on stdin and stdout: the reply to {template, variables, seconds, elapsed_seconds,
-characters} is {text, spans} or {error, line}.
+characters} is {text, spans} or {error, line}, and the seconds of processor time that it took.
 """
 
 import functools
@@ -14,6 +14,7 @@ import json
 import resource
 import signal
 import sys
+import time
 from collections.abc import Callable
 from datetime import datetime
 from typing import Any
@@ -168,7 +169,9 @@ def set_limits(memory: int) -> None:
 def serve() -> None:
     """Answers requests until stdin is closed."""
     for request in iter(sys.stdin.buffer.readline, b""):
-        reply = json.dumps(handle_request(request), ensure_ascii=False)
+        began = time.process_time()
+        answer = handle_request(request)
+        reply = json.dumps(answer | {"seconds": time.process_time() - began}, ensure_ascii=False)
         for timer in (signal.ITIMER_PROF, signal.ITIMER_REAL):
             signal.setitimer(timer, 0)
         sys.stdout.buffer.write(reply.encode("utf-8", "surrogatepass") + b"\n")

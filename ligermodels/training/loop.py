@@ -44,6 +44,7 @@ from ligermodels.training.reporting.metrics import METRICS_FILE, Metrics
 from ligermodels.training.reporting.profile import StepProfiler
 from ligermodels.training.run.advice import advice, resume_command
 from ligermodels.training.run.folder import ADAPTER, CHECKPOINTS, MODEL, RunStatus, default_folder, locked, new_folder
+from ligermodels.training.run.heartbeat import heartbeat
 from ligermodels.training.run.publishing import publish
 from ligermodels.training.run.resuming import reading_data, refuse_other_data, rescued
 from ligermodels.training.run.stopping import Stop, signals
@@ -129,7 +130,9 @@ def train(config: TrainConfig, *, loggers: Sequence[Logger] = ()) -> TrainResult
     """
     with ExitStack() as held:
         stop = held.enter_context(signals())
-        run = prepare(config, distributed.start())
+        world = distributed.start()
+        held.enter_context(heartbeat())
+        run = prepare(config, world)
         refuse_without_host_memory(run.plan)
         session, progress = open_session(run, stop, held, loggers)
         stop.takes_steps = True

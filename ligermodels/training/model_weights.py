@@ -46,7 +46,7 @@ def load_checkpoint(config: TrainConfig, folder: Path, step: int) -> tuple[Causa
     """
     config = replace(config, dp_replicate=1, context_parallel=1, expert_parallel=1)
     config = replace(config, resume=None, allow_changes=False)  # a finished run cannot be resumed, but tried
-    run = prepare(config, distributed.start())
+    run = prepare(config, distributed.start(), runs_code=False)
     data, checkpoint = run.objective.data, step_folder(folder / CHECKPOINTS, step)
     if data.tokenizer is None:
         raise InputError(f"{folder}: was trained on token ids and has no tokenizer")

@@ -141,19 +141,22 @@ class Run:
         )  # fmt: skip
 
 
-def plan(config: TrainConfig, for_gpu: str | None = None) -> Plan:
+def plan(config: TrainConfig, for_gpu: str | None = None, *, runs_code: bool = True) -> Plan:
     """What a run of these settings would do and need: parameters, memory, tokens, steps. It writes nothing.
 
     for_gpu: the GPUs to plan for, such as "24GB" or "h100,4"; None for the devices of this machine.
+    runs_code: whether files of rewards are run, which finds their errors.
     Raises InputError for settings that contradict each other, data that cannot be read, a model that does not exist.
     """
     world = distributed.start() if for_gpu is None else distributed.planned_world(for_gpu)
-    return prepare(config, world).plan
+    return prepare(config, world, runs_code=runs_code).plan
 
 
-def prepare(config: TrainConfig, world: World) -> Run:
-    """The run of these settings, before it allocates any memory."""
+def prepare(config: TrainConfig, world: World, *, runs_code: bool = True) -> Run:
+    """The run of these settings, before it allocates any memory. runs_code: as that of `plan`."""
     start = choose(config, world)
+    if runs_code:
+        start.objective.run_code()
     opened = read_data(start)
     fit = fit_memory(start, opened)
     blocks, kept_tensors = fit.placement.checkpointing

@@ -83,15 +83,15 @@ def refuse_unsupported(config: Mapping[str, Any], source: Path | str, error: typ
         refuse("use_rslora", "must be true or false")
     if not is_number(dropout := config.get("lora_dropout", 0.0)) or not 0 <= dropout < 1:
         refuse("lora_dropout", "must be a number of at least 0 and below 1")
-    for field in ("r", "lora_alpha"):
-        if not is_positive(config[field]):
-            refuse(field, "must be a number above zero")
-    for field in ("rank_pattern", "alpha_pattern"):
-        by_name = config.get(field) or {}
+    numbers = (("r", "rank_pattern", is_rank, "whole "), ("lora_alpha", "alpha_pattern", is_positive, ""))
+    for field, pattern, fits, whole in numbers:
+        if not fits(config[field]):
+            refuse(field, f"must be a {whole}number above zero")
+        by_name = config.get(pattern) or {}
         if not isinstance(by_name, dict) or not all(MODULE_NAME.fullmatch(name) for name in by_name):
-            refuse(field, "must be an object with module names as keys; other patterns are not supported")
-        if not all(map(is_positive, by_name.values())):
-            refuse(field, "its values must be numbers above zero")
+            refuse(pattern, "must be an object with module names as keys; other patterns are not supported")
+        if not all(map(fits, by_name.values())):
+            refuse(pattern, f"its values must be {whole}numbers above zero")
     for field in ("target_parameters", "modules_to_save"):
         if config.get(field) and not is_list_of_names(config[field]):
             refuse(field, "must be a list of names")
@@ -100,6 +100,10 @@ def refuse_unsupported(config: Mapping[str, Any], source: Path | str, error: typ
         return
     if not isinstance(targets, str) and not is_list_of_names(targets):
         refuse("target_modules", "must be a list of names or a pattern")
+
+
+def is_rank(value: Any) -> bool:
+    return is_positive(value) and value % 1 == 0
 
 
 def is_list_of_names(value: Any) -> bool:

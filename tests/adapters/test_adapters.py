@@ -265,6 +265,8 @@ EXPERT = "base_model.model.model.layers.0.mlp.experts.0.up_proj.lora_A.weight"
         ({"lora_dropout": 1.0}, "lora_dropout is 1.0; must be"),
         ({"r": "4"}, "r is '4'; must be"),
         ({"lora_alpha": True}, "lora_alpha is True; must be"),
+        ({"r": 2.5}, r"r is 2\.5; must be a whole number above zero"),
+        ({"rank_pattern": {"q_proj": 2.5}}, "rank_pattern is .*; its values must be whole numbers above zero"),
         ({"lora_alpha": 1e308, "use_rslora": True}, "lora_alpha gives .*q_proj a scale that is not finite in float32"),
         ({"lora_alpha": 1e300}, "lora_alpha gives .*q_proj a scale that is not finite in float32"),
         ({"alpha_pattern": {"(a+)+$": 4}}, "alpha_pattern is .*patterns are not supported"),

@@ -9,6 +9,7 @@ import pytest
 from ligermodels.aliases import flag_of
 from ligermodels.board.form import NOT_IN_FORM, REFUSALS, form_fields, given_settings
 from ligermodels.cli.train import flag_options
+from ligermodels.errors import InputError
 from ligermodels.training import TrainConfig, plan
 from ligermodels.training.settings.config import FIELDS, type_of
 from ligermodels.training.settings.fields import Named
@@ -164,6 +165,21 @@ def test_a_reward_file_outside_is_not_run(board, folder, monkeypatch):
         board.summary(f"0:evil-{number}")
         assert "outside of the folders" in board.refused("/api/resume", {"run": f"0:evil-{number}"})
     assert not (folder / "ran").exists()
+
+
+def test_a_plan_runs_no_code_of_rewards_which_a_dry_run_tries(board, folder):
+    file, ran = folder / "data/own.py", folder / "ran"
+    file.write_text(f"open({str(ran)!r}, 'w')\nraise KeyError('run')\n")
+    settings = {"model": "qwen2", "data": ["sums"], "objective": "grpo", "reward": [f"{file}:one", r"format:\d"]}
+    status, made = board.post("/api/plan", {"settings": settings})
+    assert status == 200 and made["table"] and not ran.exists()
+    assert "nosuch.py:one: the file does not exist" in board.refused(
+        "/api/plan", {"settings": settings | {"reward": [f"{folder}/data/nosuch.py:one"]}}
+    )
+    config = TrainConfig(model="qwen2", data=("sums",), objective="grpo", reward=(f"{file}:one",))
+    with pytest.raises(InputError, match=r"own.py:one: the file does not run: KeyError: 'run'"):
+        plan(config)
+    assert ran.exists()
 
 
 @pytest.mark.parametrize("written", ['push_to_hub = "me/mine"', 'output = "/outside"', 'teacher_states = "/outside"'])

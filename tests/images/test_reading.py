@@ -114,6 +114,20 @@ def tiff16(mode):
     return data.replace(eight, sixteen)
 
 
+def webp(width, height):
+    """A lossless WebP file whose header says this size, after the signature in 14 bits each."""
+    data = encoded(Image.new("RGB", (1, 1)), "WEBP", lossless=True)
+    size = data.index(b"\x2f") + 1
+    return data[:size] + struct.pack("<I", (width - 1) | (height - 1) << 14) + data[size + 4 :]
+
+
+def many_scans(scans):
+    """A progressive JPEG file of 900 x 800 pixels, whose last scan is repeated."""
+    *before, last = encoded(Image.new("L", (900, 800)), "JPEG", progressive=True).split(reading.START_OF_SCAN)
+    end = b"\xff\xd9"
+    return reading.START_OF_SCAN.join([*before, *[last.removesuffix(end)] * (scans - len(before) + 1)]) + end
+
+
 FRAMES = [Image.fromarray(noise(8, 9, seed=seed)) for seed in range(3)]
 REFUSED = {
     "a text": (b"no image at all", "is not an image in one of the formats PNG, JPEG"),
@@ -123,6 +137,12 @@ REFUSED = {
     "truncated JPEG": (encoded(Image.fromarray(noise(80, 90)), "JPEG")[:-200], "cannot be decoded: .*truncated"),
     "bomb": (png_header(60000, 60000), "exceeds limit of"),
     "large": (png_header(10000, 9000), "is 10000 x 9000 pixels, more than 89,478,485; make it smaller"),
+    "wide": (png_header(2_000_000, 3), "is 2000000 x 3 pixels; a side must be at most 1,048,576; cut it into pieces"),
+    "tall": (png_header(3, 2_000_000), "is 3 x 2000000 pixels; a side must be at most 1,048,576"),
+    "many scans": (many_scans(3000), "has 3,000 scans of 900 x 800 pixels; save it as a baseline JPEG"),
+    "large WebP": (webp(9000, 6000), "is 9000 x 6000 pixels, more than 50,000,000 of a WebP file; make it smaller"),
+    "largest WebP": (webp(16384, 16384), "exceeds limit of"),
+    "animated WebP": (encoded(FRAMES[0], "WEBP", save_all=True, append_images=FRAMES[1:]), "is animated"),
     "animated": (encoded(FRAMES[0], "GIF", save_all=True, append_images=FRAMES[1:]), "is animated or has several"),
     "pages": (encoded(FRAMES[0], "TIFF", save_all=True, append_images=FRAMES[1:]), "is animated or has several pages"),
     "16 bits": (encoded(Image.fromarray(noise(8, 9)[..., 0] * np.uint16(256)), "PNG"), "has the mode I;16, more"),
@@ -136,6 +156,13 @@ REFUSED = {
     "an array": (noise(4, 5), "is ndarray; must be the bytes of a file, its path, or a PIL image"),
     "no file": ("missing.png", "missing.png: cannot be read"),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("scans", [6, 200])
+def test_a_photo_may_have_many_scans_as_long_as_they_are_quick(scans):
+    data = many_scans(scans)
+    assert data.count(reading.START_OF_SCAN) == scans and image_size(data) == (800, 900)
+    assert not read_image(data).any()
 
 
 @pytest.mark.parametrize("fault", REFUSED)

@@ -1,5 +1,6 @@
 """Harmful templates are stopped at their limits, and every request gets its own reply."""
 
+import functools
 import os
 import threading
 
@@ -7,7 +8,7 @@ import pytest
 
 from ligermodels.errors import InputError
 from ligermodels.tokenizer import chat_template
-from ligermodels.tokenizer.chat_template import PROCESS
+from ligermodels.tokenizer.chat_template import PROCESS, ChatTemplate, render_chat
 
 MEMORY = 2**27
 DOUBLED = "{% for i in range(60) %}{% set ns.a = [ns.a, ns.a] %}{% set ns.b = [ns.b, ns.b] %}{% endfor %}"
@@ -78,6 +79,29 @@ def test_a_template_is_stopped_after_elapsed_time_too(monkeypatch):
     assert PROCESS.ask(endless, {}) == {"error": reason, "line": None}
     monkeypatch.setattr(chat_template, "ELAPSED_SECONDS", 10_000)
     assert text_of("{{ 1 }}") == "1"
+
+
+def test_a_template_that_is_slow_each_time_is_stopped_over_all_of_its_chats(monkeypatch):
+    """Each chat takes less than a second; all of them may take a tenth, and what their number and sizes allow."""
+    monkeypatch.setattr(chat_template, "Cost", functools.partial(chat_template.Cost, allowed=0.1))
+    slow = ChatTemplate("{% for i in range(99999) %}{{ '' }}{% endfor %}{{ messages[0].content }}", "slow.jinja")
+    taken = 0
+    with pytest.raises(InputError, match=r"slow\.jinja: takes too long: [\d.]+ s a chat, ") as error:
+        while True:
+            assert render_chat(slow, [{"content": "x"}]).text == "x"
+            taken += 1
+    assert 0 < taken < 1000 and str(error.value).endswith(f" s for {taken}; choose a quicker template")
+    for _ in range(200):
+        assert text_of("{{ x }}", x="y" * 10_000) == "y" * 10_000
+
+
+def test_a_chat_that_runs_out_of_time_counts_with_all_of_it(monkeypatch):
+    monkeypatch.setattr(chat_template, "SECONDS", 0.1)
+    monkeypatch.setattr(chat_template, "Cost", functools.partial(chat_template.Cost, allowed=0.15))
+    template = HARMFUL["a power"][0] + "{# another #}"
+    replies = [PROCESS.ask(template, {})["error"] for _ in range(3)]
+    assert [("takes more than 0.1 seconds" in reply) for reply in replies] == [True, True, False]
+    assert "takes too long: 0.1 s a chat, 0 s for 2" in replies[2]
 
 
 def test_a_request_that_does_not_fit_the_worker_s_memory_is_an_error_without_a_traceback(capfd):

@@ -11,6 +11,7 @@ from ligermodels.distributed import World
 from ligermodels.errors import InputError
 from ligermodels.layers.checkpointing import host_memory
 from ligermodels.training import TrainConfig, preparing, train
+from ligermodels.training.model_weights import load_checkpoint
 from ligermodels.training.objectives import Objective
 from ligermodels.training.planning import plan
 from ligermodels.training.planning.contradictions import refuse_unfit_offload
@@ -212,3 +213,11 @@ def test_a_run_that_the_host_of_a_cpu_has_no_memory_for_is_refused(monkeypatch, 
     assert prepared(**SETTINGS).plan.lacking_host_memory()
     monkeypatch.setattr(plan, "available_host_memory", lambda: 1)
     assert preparing.plan(TrainConfig(**SETTINGS), "h100").lacking_host_memory() == ""
+
+
+def test_reading_a_checkpoint_runs_no_code_of_the_run(tmp_path):
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef one(**_): return []\n")
+    config = TrainConfig(model="qwen2", data=("sums",), objective="grpo", reward=(f"{tmp_path}/own.py:one",))
+    with pytest.raises(InputError, match="is not there any more"):
+        load_checkpoint(config, tmp_path, 1)
+    assert not (tmp_path / "ran").exists()

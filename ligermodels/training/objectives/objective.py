@@ -116,6 +116,10 @@ class Objective(ABC):
 
     # Before any memory is allocated.
 
+    def run_code(self) -> None:  # noqa: B027
+        """Runs the files of code that the settings name, such as rewards. Raises InputError for one that fails. Not
+        called where a run is only planned for someone who may not run code, or its checkpoint is only read."""
+
     @abstractmethod
     def open(self, folder: Path | None, model: CausalLM, adapter: Path | None) -> None:
         """Opens the data, as `data`. Raises InputError for data that cannot be used.

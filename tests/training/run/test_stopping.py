@@ -9,7 +9,7 @@ import pytest
 
 from ligermodels import cli
 from ligermodels.errors import InputError
-from ligermodels.training import loop
+from ligermodels.training import TrainConfig, loop
 from ligermodels.training.run.folder import locked
 from ligermodels.training.run.stopping import signals
 from tests.forking import start
@@ -159,3 +159,12 @@ def test_a_folder_that_cannot_be_created_is_named_in_the_error(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="file/run: not written: Not a directory"), locked(tmp_path / "file/run"):
         pass
+
+
+def test_a_run_has_a_heartbeat_before_it_reads_anything(monkeypatch):
+    def beating():
+        raise InputError("beating")
+
+    monkeypatch.setattr(loop, "heartbeat", beating)
+    with pytest.raises(InputError, match="beating"):
+        loop.train(TrainConfig(model="nosuch"))

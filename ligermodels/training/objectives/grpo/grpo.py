@@ -48,7 +48,7 @@ from ligermodels.training.objectives.grpo.policy import (
     step_metrics,
 )
 from ligermodels.training.objectives.grpo.reward_worker import TrainerState
-from ligermodels.training.objectives.grpo.rewards import check_columns, open_rewards
+from ligermodels.training.objectives.grpo.rewards import check_columns, named_rewards, open_rewards
 from ligermodels.training.objectives.grpo.rollouts import (
     MiniBatch,
     RolloutBatch,
@@ -97,7 +97,7 @@ class GRPO(Objective):
         super().__init__(config, world)
         self.policy = policy_options(config)
         self.entropy = EntropyControl(config.entropy_coef, config.entropy_target)
-        self.rewards = open_rewards(config.reward or (), config.longest_completion, config.reward_timeout)
+        self.rewards = named_rewards(config.reward or (), config.longest_completion)
         self.weights = [function.weight for function in self.rewards]
         self.reward_models = [made.function for made in self.rewards if isinstance(made.function, ModelReward)]
         if config.lora_dropout:
@@ -116,6 +116,9 @@ class GRPO(Objective):
         self.spec = reference_spec(config, self.policy, world)
 
     # -- before the run
+
+    def run_code(self) -> None:
+        open_rewards(self.rewards, self.config.reward_timeout)
 
     def open(self, folder: Path | None, model: CausalLM, adapter: Path | None) -> None:
         config = self.config

@@ -4,6 +4,7 @@ It runs `reward_worker.py`, from the first function that is opened until the run
 modules lasts over all calls.
 """
 
+import inspect
 import json
 import os
 import signal
@@ -32,14 +33,15 @@ class RewardProcess:
         self.connection: Connection | None = None
         self.specs: list[str] = []  # of the functions that were opened, by number
 
-    def open(self, spec: str, file: Path | None, name: str, seconds: float) -> "ProcessFunction":
-        """Runs the file, unless it ran before, and finds the function; without one, `name` is the regular expression
-        of a format. Raises InputError."""
-        seconds = max(seconds, FEWEST_OPENING_SECONDS)
+    def open(self, function: "ProcessFunction", seconds: float) -> None:
+        """Runs the function's file, unless it ran before, and finds the function. Raises InputError."""
+        seconds, spec, file = max(seconds, FEWEST_OPENING_SECONDS), function.spec, function.file
         late = f"--reward {spec}: the file did not run within {seconds:g} s; raise --reward-timeout"
-        reply = self.ask({"spec": spec, "file": None if file is None else str(file), "name": name}, seconds, late, spec)
+        request = {"spec": spec, "file": None if file is None else str(file), "name": function.name}
+        reply = self.ask(request, seconds, late, spec)
+        function.number, function.is_async = len(self.specs), reply["is_async"]
+        function.parameters = [Parameter(*parameter) for parameter in reply["parameters"]]
         self.specs.append(spec)
-        return ProcessFunction(self, len(self.specs) - 1, reply["parameters"], reply["is_async"])
 
     def call(
         self, calls: Sequence[CallRequest], state: TrainerState, places: Sequence[str], seconds: float
@@ -98,8 +100,13 @@ def stop_process(process: subprocess.Popen[bytes], connection: Connection) -> No
 
 
 class ProcessFunction:
-    """A function in the process, by its number there. parameters: the fields of each `Parameter`."""
+    """A function of a file, or a format, in the process, by its number there. parameters: known when it is opened;
+    before, it takes all that there is.
 
-    def __init__(self, process: RewardProcess, number: int, parameters: Sequence[Any], is_async: bool) -> None:
-        self.process, self.number, self.is_async = process, number, is_async
-        self.parameters = [Parameter(*parameter) for parameter in parameters]
+    name: of the function; of a format, which has no file, the regular expression.
+    """
+
+    def __init__(self, process: RewardProcess, spec: str, file: Path | None, name: str) -> None:
+        self.process, self.spec, self.file, self.name = process, spec, file, name
+        self.number, self.is_async = -1, False
+        self.parameters = [Parameter("columns", inspect.Parameter.VAR_KEYWORD, False)]

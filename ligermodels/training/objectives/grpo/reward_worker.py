@@ -232,8 +232,6 @@ class Functions:
 
 
 def run_reward_file(file: Path, spec: str) -> ModuleType:
-    if not file.is_file():
-        raise RewardError(f"--reward {spec}: the file does not exist")
     module_spec = importlib.util.spec_from_file_location(f"reward_file_{file.resolve()}", file)
     assert module_spec is not None and module_spec.loader is not None  # the name ends with .py
     module = importlib.util.module_from_spec(module_spec)

@@ -67,37 +67,42 @@ class Rewards:
     metrics: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
 
-def open_rewards(
-    specs: Sequence[str], max_completion_length: int, seconds: float = LONGEST_WAIT
-) -> list[RewardFunction]:
+def named_rewards(specs: Sequence[str], max_completion_length: int) -> list[RewardFunction]:
     """The functions of --reward: FILE.py:FUNCTION, model:FOLDER or the name of a built-in one, each with =WEIGHT or
-    without.
-
-    Files are run as Python code, each within so many seconds. Raises InputError for a name that is not found, a file
-    that does not run, two functions of one name.
-    """
+    without. Their files are run by `open_rewards`. Raises InputError for a name that is not found, and two functions of
+    one name."""
     if not specs:
         raise InputError(f"--reward is missing: {REWARD_KINDS}")
     process = RewardProcess()
-    functions = [open_reward(spec, max_completion_length, process, seconds) for spec in specs]
+    functions = [named_reward(spec, max_completion_length, process) for spec in specs]
     name, count = Counter(function.name for function in functions).most_common(1)[0]
     if count > 1:
         raise InputError(f"--reward has {count} functions with the name {name}: metrics need one name each; rename one")
     return functions
 
 
-def open_reward(text: str, max_completion_length: int, process: RewardProcess, seconds: float) -> RewardFunction:
+def named_reward(text: str, max_completion_length: int, process: RewardProcess) -> RewardFunction:
     spec = parse_reward(text)
     if spec.model is not None:
         return RewardFunction(spec.text, Path(spec.model).name, ModelReward(spec.model), spec.weight)
     if spec.file is not None:
-        function = process.open(spec.text, spec.file, spec.function, seconds)
+        if not spec.file.is_file():
+            raise InputError(f"--reward {spec.text}: the file does not exist")
+        function = ProcessFunction(process, spec.text, spec.file, spec.function)
         return RewardFunction(spec.text, spec.function, function, spec.weight, spec.file)
     built_in = built_in_reward(spec.text, max_completion_length)
     kind, _, argument = spec.text.partition(":")
     if kind == "format":  # whose search may take for ever
-        return RewardFunction(spec.text, kind, process.open(spec.text, None, argument, seconds), spec.weight)
+        return RewardFunction(spec.text, kind, ProcessFunction(process, spec.text, None, argument), spec.weight)
     return RewardFunction(spec.text, kind, built_in, spec.weight)
+
+
+def open_rewards(functions: Sequence[RewardFunction], seconds: float = LONGEST_WAIT) -> None:
+    """Runs the functions' files as Python code, each within so many seconds. Raises InputError for a file that does not
+    run, or has no such function."""
+    for function in functions:
+        if isinstance(function.function, ProcessFunction):
+            function.function.process.open(function.function, seconds)
 
 
 def arguments_of(function: RewardFunction, available: Mapping[str, Any]) -> dict[str, Any]:

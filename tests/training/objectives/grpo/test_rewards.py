@@ -9,7 +9,13 @@ import pytest
 from ligermodels.errors import InputError
 from ligermodels.training.objectives.grpo.reward_specs import RewardSpec, parse_reward
 from ligermodels.training.objectives.grpo.reward_worker import TrainerState
-from ligermodels.training.objectives.grpo.rewards import CompletionBatch, call_rewards, check_columns, open_rewards
+from ligermodels.training.objectives.grpo.rewards import (
+    CompletionBatch,
+    call_rewards,
+    check_columns,
+    named_rewards,
+    open_rewards,
+)
 
 A_PATH = "a.py/../../b.py"  # through a folder that is named like a file
 CONVERSATION = [{"role": "user", "content": "3 + 4?"}]
@@ -127,13 +133,19 @@ model = 3
 """
 
 
+def opened(specs, max_completion_length):
+    functions = named_rewards(specs, max_completion_length)
+    open_rewards(functions)
+    return functions
+
+
 @pytest.fixture
 def rewards(tmp_path):
     file = tmp_path / "rewards.py"
     file.write_text(CODE)
 
     def open_them(*names):
-        return open_rewards([f"{file}:{name}" for name in names], 10)
+        return opened([f"{file}:{name}" for name in names], 10)
 
     return open_them
 
@@ -168,12 +180,12 @@ def test_functions_get_what_they_name_and_return_rewards_in_order(rewards):
 
 
 def test_built_in_functions():
-    exact, number, form, length = open_rewards(["exact", "number=0.5", r"format:.*\d", "length:4"], 6)
+    exact, number, form, length = opened(["exact", "number=0.5", r"format:.*\d", "length:4"], 6)
     assert (number.weight, form.name) == (0.5, "format")
     assert call([exact, number, form, length]).values == [
         [1.0, 0.0, 1.0], [1.0, 1.0, 1.0], [1.0, 1.0, 0.0], [0.0, -1.0, 0.0],
     ]  # fmt: skip
-    (length,) = open_rewards(["length"], 10)  # the last fifth
+    (length,) = opened(["length"], 10)  # the last fifth
     assert length.function(completion_ids=[[0] * n for n in (8, 9, 10)]) == [0.0, -0.5, -1.0]
 
 
@@ -239,7 +251,7 @@ def test_the_state_of_a_file_lasts_and_its_output_shows(rewards, capfd):
 
 def test_the_time_limit_may_be_longer_than_timers_count(rewards):
     assert call(rewards("even"), seconds=1e18).values == [[0.0, 0.5, 0.5]]
-    assert call(open_rewards(["exact"], 10), seconds=1e18).values == [[1.0, 0.0, 1.0]]
+    assert call(opened(["exact"], 10), seconds=1e18).values == [[1.0, 0.0, 1.0]]
 
 
 def test_the_async_function_that_holds_up_the_others_is_named(rewards):
@@ -262,7 +274,7 @@ def test_the_async_function_that_holds_up_the_others_is_named(rewards):
 )
 def test_names_that_are_no_function(spec, message):
     with pytest.raises(InputError, match=message):
-        open_rewards([spec], 10)
+        opened([spec], 10)
 
 
 def test_files_that_have_no_such_function(rewards, tmp_path):
@@ -272,9 +284,9 @@ def test_files_that_have_no_such_function(rewards, tmp_path):
         rewards("even", "even=2")
     (tmp_path / "broken.py").write_text("x = 1\nraise KeyError('x')\n")
     with pytest.raises(InputError, match=r"broken.py:f: the file does not run: KeyError: 'x' in \S*broken.py:2$"):
-        open_rewards([f"{tmp_path}/broken.py:f"], 10)
+        opened([f"{tmp_path}/broken.py:f"], 10)
     with pytest.raises(InputError, match=r"--reward is missing: FILE.py:FUNCTION, model:FOLDER of a reward model"):
-        open_rewards([], 10)
+        opened([], 10)
 
 
 def test_columns_are_checked_before_the_run(rewards):
@@ -286,7 +298,7 @@ def test_columns_are_checked_before_the_run(rewards):
 
 
 def test_a_format_with_an_equals_sign_keeps_it():
-    (function,) = open_rewards(["format:a=b"], 10)
+    (function,) = opened(["format:a=b"], 10)
     batch = CompletionBatch(["", ""], ["a=b", "a"], [[5], [5]], {}, ["1", "1"])
     assert function.weight == 1 and call_rewards([function], batch, STATE, 20).values == [[1.0, 0.0]]
-    assert math.isclose(open_rewards(["format:a=b=0.25"], 10)[0].weight, 0.25)
+    assert math.isclose(opened(["format:a=b=0.25"], 10)[0].weight, 0.25)
