@@ -38,8 +38,8 @@ from ligermodels.kernels.dispatch import (
 )
 from ligermodels.kernels.launch import Launcher, as_rows, cdiv, kernel, multiprocessors
 from ligermodels.kernels.linear.linear import gated_linear_reference, low_rank_linear_reference, norm_linear_reference
-from ligermodels.kernels.norms.norm_tiles import check_residual, check_weights, to_fp32
-from ligermodels.kernels.norms.rms_norm import check_offset
+from ligermodels.kernels.norms.norm_tiles import to_fp32
+from ligermodels.kernels.norms.rms_norm import check_offset, check_residual, check_weights
 from ligermodels.kernels.pdl import launch_dependents, pdl_constants, wait_for_previous_kernel
 from ligermodels.kernels.quant.nf4 import Nf4, nf4_scales, sections
 from ligermodels.kernels.quant.quantised_weight import Weight, aligned, operand

@@ -48,9 +48,9 @@ from ligermodels.kernels.norms.layer_norm import (
     layer_norm_forward,
     layer_norm_reference,
 )
-from ligermodels.kernels.norms.norm_tiles import added
 from ligermodels.kernels.norms.rms_norm import (
     add_rms_norm_forward,
+    added,
     check_offset,
     rms_norm_backward,
     rms_norm_forward,

@@ -23,8 +23,8 @@ from torch import Tensor
 from ligermodels.kernels.activations.gated_activation import activate
 from ligermodels.kernels.dispatch import Node, check_floats, register_op, runs_kernels, widen
 from ligermodels.kernels.launch import Launcher, cdiv, kernel, multiprocessors
-from ligermodels.kernels.norms.norm_tiles import check_weights
 from ligermodels.kernels.norms.partial_sums import sum_partials
+from ligermodels.kernels.norms.rms_norm import check_weights
 
 TILE_ELEMENTS, WARPS = 4096, 4  # of a program at a time. To be measured
 WIDE_WARPS = 16  # of rows that are wider than that

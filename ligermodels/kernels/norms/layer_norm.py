@@ -22,8 +22,6 @@ from ligermodels.kernels.norms.norm_tiles import (
     SMALL_M_ROWS,
     BackwardNormTile,
     backward_loop,
-    check_residual,
-    check_weights,
     column_sum_programs,
     load_tile,
     mask_columns,
@@ -40,6 +38,7 @@ from ligermodels.kernels.norms.norm_tiles import (
     to_fp32_again,
 )
 from ligermodels.kernels.norms.partial_sums import sum_partials
+from ligermodels.kernels.norms.rms_norm import check_residual, check_weights
 from ligermodels.kernels.pdl import launch_dependents, wait_for_previous_kernel
 from ligermodels.kernels.row_sharding import RowSharding
 

@@ -12,13 +12,11 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from ligermodels.kernels.launch import PTX, cdiv, multiprocessors, shared_memory
 from ligermodels.kernels.pdl import pdl_constants
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-MAX_COLUMNS = 65536
 FORWARD_TILE_ELEMENTS, BACKWARD_TILE_ELEMENTS = 2048, 4096  # at least: short rows share a tile
 MIN_WARPS, MAX_WARPS = 4, 16  # of a program, except for narrow tiles
 NARROW_TILE_WARPS, NARROW_TILE_ELEMENTS = 2, 1792  # forward, elements at most: two warps synchronize faster than four
@@ -121,30 +119,6 @@ def _registers_per_thread(threads: int) -> int:
 def column_sum_programs(columns: int) -> int:
     """How many programs of the small-M path run `sum_columns`."""
     return cdiv(columns, COLUMN_SUM_COLUMNS.value)
-
-
-def check_weights(op: str, columns: int, *weights: Tensor | None) -> None:
-    """Raises ValueError if a weight or bias is not as long as a row, or a row too long: a kernel would read out of
-    bounds, and on a CPU the tensors would be broadcast."""
-    if columns > MAX_COLUMNS:
-        raise ValueError(f"{op}: rows have {columns} elements; the kernels support at most {MAX_COLUMNS}")
-    for weight in weights:
-        if weight is not None and weight.numel() != columns:
-            raise ValueError(f"{op}: a weight or bias has {weight.numel()} elements, but rows have {columns}")
-
-
-def check_residual(op: str, x: Tensor, residual: Tensor) -> None:
-    """Raises ValueError if the residual has another shape than x: a kernel would read out of bounds."""
-    if residual.shape != x.shape:
-        raise ValueError(f"{op}: x has shape {list(x.shape)}, residual {list(residual.shape)}; they must be equal")
-
-
-def added(op: str, x: Tensor, residual: Tensor | None) -> Tensor:
-    """The residual stream of a reference. Raises ValueError as `check_residual` does."""
-    if residual is None:
-        return x
-    check_residual(op, x, residual)
-    return x + residual
 
 
 @triton.jit

@@ -21,10 +21,7 @@ from ligermodels.kernels.launch import Launcher, as_rows_with_stride, cdiv, kern
 from ligermodels.kernels.norms.norm_tiles import (
     SMALL_M_ROWS,
     BackwardNormTile,
-    added,
     backward_loop,
-    check_residual,
-    check_weights,
     column_sum_programs,
     load_tile,
     mask_columns,
@@ -44,9 +41,34 @@ from ligermodels.kernels.pdl import launch_dependents, pdl_constants, wait_for_p
 from ligermodels.kernels.row_sharding import RowSharding
 
 RMS_NORM_ELEMENTS_PER_THREAD = {False: 28, True: 18}  # forward, of a row, at most; without and with the residual
+MAX_COLUMNS = 65536
 CHUNK = 4096  # columns
 CHUNKED_WIDTHS = {2 * CHUNK}  # rows of these widths are read in chunks, and a second time from the cache
 CHUNKED_WARPS = 16
+
+
+def check_weights(op: str, columns: int, *weights: Tensor | None) -> None:
+    """Raises ValueError if a weight or bias is not as long as a row, or a row too long: a kernel would read out of
+    bounds, and on a CPU the tensors would be broadcast."""
+    if columns > MAX_COLUMNS:
+        raise ValueError(f"{op}: rows have {columns} elements; the kernels support at most {MAX_COLUMNS}")
+    for weight in weights:
+        if weight is not None and weight.numel() != columns:
+            raise ValueError(f"{op}: a weight or bias has {weight.numel()} elements, but rows have {columns}")
+
+
+def check_residual(op: str, x: Tensor, residual: Tensor) -> None:
+    """Raises ValueError if the residual has another shape than x: a kernel would read out of bounds."""
+    if residual.shape != x.shape:
+        raise ValueError(f"{op}: x has shape {list(x.shape)}, residual {list(residual.shape)}; they must be equal")
+
+
+def added(op: str, x: Tensor, residual: Tensor | None) -> Tensor:
+    """The residual stream of a reference. Raises ValueError as `check_residual` does."""
+    if residual is None:
+        return x
+    check_residual(op, x, residual)
+    return x + residual
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0) -> Tensor:
