@@ -54,7 +54,7 @@ def check_dtypes(op: str, x: Any, *operands: Any) -> None:
             raise ValueError(f"{op}: operands are {x.dtype} and {operand.dtype}; they must be equal")
 
 
-def check_rows(op: str, logits: Tensor, *of_rows: Tensor | None) -> None:
+def check_entries(op: str, logits: Tensor, *of_rows: Tensor | None) -> None:
     """Raises ValueError unless logits are a matrix, and the other tensors have an entry for each of its rows."""
     for x in of_rows:
         if logits.ndim != 2 or (x is not None and x.shape[:1] != logits.shape[:1]):

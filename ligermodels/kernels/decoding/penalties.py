@@ -12,7 +12,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.dispatch import check_floats, check_rows, register_op, runs_kernels
+from ligermodels.kernels.dispatch import check_entries, check_floats, register_op, runs_kernels
 from ligermodels.kernels.launch import as_rows_with_stride, cdiv, kernel
 from ligermodels.kernels.pdl import pdl_constants, wait_for_previous_kernel
 
@@ -82,7 +82,7 @@ def penalize(logits: Tensor, table: Tensor, repetition: Tensor, presence: Tensor
     logits [B, V] any float dtype; table [B, V] int32, of `start_penalty_row` and `count_tokens`; repetition, presence,
     frequency [B] fp32, 1, 0 and 0 for none. Raises ValueError where the shapes disagree.
     """
-    check_rows("penalize", logits, repetition, presence, frequency)
+    check_entries("penalize", logits, repetition, presence, frequency)
     check_floats(repetition, presence, frequency)
     if table.shape != logits.shape:
         raise ValueError(f"penalize: the table is {list(table.shape)}, logits {list(logits.shape)}; they must be equal")

@@ -38,7 +38,7 @@ from ligermodels.kernels.decoding.sample_filters import (
     mass_of,
     softmax_weight,
 )
-from ligermodels.kernels.dispatch import check_floats, check_rows, register_op, runs_kernels
+from ligermodels.kernels.dispatch import check_entries, check_floats, register_op, runs_kernels
 from ligermodels.kernels.launch import Launcher, as_rows_with_stride, cdiv, kernel
 from ligermodels.kernels.pdl import pdl_constants, wait_for_previous_kernel
 from ligermodels.kernels.philox import draw_bits, draw_bits_reference, multiply_high, multiply_high_reference
@@ -253,7 +253,7 @@ def sample(
     Does not wait for the device. Filters cost time only in rows that have them; without any of the three tensors, their
     code is left out. Raises ValueError where the rows disagree.
     """
-    check_rows("sample", logits, temperature, top_k, top_p, min_p, seeds, counters)
+    check_entries("sample", logits, temperature, top_k, top_p, min_p, seeds, counters)
     check_floats(*(x for x in (temperature, top_p, min_p) if x is not None))
     logits = logits.detach()
     if any(x is not None for x in (top_k, top_p, min_p)):
