@@ -70,7 +70,7 @@ def fit_of(model: CausalLM, name: str, training: Training, world: World) -> Memo
         model=name, data=(RANDOM,), dtype="bfloat16", sequence_length=training.length, batch_size=training.rows,
         lora_rank=None if training.way == "full" else training.rank, micro_batch_size=training.micro_batch_size,
     )  # fmt: skip
-    choices = precision(given, world) | parameter_precision(given, world, None)
+    choices = precision(given, world) | parameter_precision(given, world, lambda: None)
     choices |= {name: Choice(value) for name, value in WITHOUT_DATA.items()}
     choices["activation_checkpointing"] = Choice(training.checkpointing or "auto")
     config = completed(with_choices(given, choices)[0])

@@ -183,7 +183,8 @@ def choose(given: TrainConfig, world: World) -> Start:
     refuse_other_settings(named)
     check_hub_access(config, sharing)
     pretrained = None if config.has_new_weights else resolve(str(config.model), revision=config.revision)
-    config, of_parameters = with_choices(config, parameter_precision(config, sharing, dtype_of_checkpoint(pretrained)))
+    stored = partial(dtype_of_checkpoint, pretrained)
+    config, of_parameters = with_choices(config, parameter_precision(config, sharing, stored))
     refuse_unused_rounding(config)
     # Whether fp32 products use tf32 is set in torch, for the process.
     torch.set_float32_matmul_precision("high" if config.dtype == "tf32" else "highest")

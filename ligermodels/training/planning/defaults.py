@@ -5,7 +5,7 @@ before the model is created, the rest when the data is tokenised and packed.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
@@ -72,15 +72,18 @@ def precision(config: TrainConfig, world: World) -> dict[str, Choice]:
     return tiny | ({} if config.is_tiny else {"dtype": dtype})
 
 
-def parameter_precision(config: TrainConfig, world: World, stored: torch.dtype | None) -> dict[str, Choice]:
+def parameter_precision(
+    config: TrainConfig, world: World, stored: Callable[[], torch.dtype | None]
+) -> dict[str, Choice]:
     """The dtype of the trained parameters of a run whose compute dtype is known.
 
-    stored: that of most weights of the checkpoint. fp32 weights stay so: after rounding to bf16 each is half a step
-    away from the next number that bf16 has, and the first small updates would change none.
+    stored: reads that of most weights of the checkpoint; called only where the choice depends on it. fp32 weights stay
+    so: after rounding to bf16 each is half a step away from the next number that bf16 has, and the first small updates
+    would change none.
     The dtype is a setting of the run from here on: it resumes with the same on any number of ranks.
     """
     half = config.dtype == "bfloat16" and world.size == 1 and not config.with_lora
-    if half and stored == torch.float32:
+    if half and config.param_dtype is None and stored() == torch.float32:
         return {"param_dtype": Choice("float32", "that of the checkpoint's weights")}
     return {"param_dtype": Choice("bfloat16" if half else "float32")}
 

@@ -23,7 +23,7 @@ def fitted(config, rows, length, *, sft=False, longest=None, ranks=1, device=CPU
     data.validation = range(held_out)
     world = World(device, size=ranks)
     config, chosen = with_choices(config, precision(config, world))
-    config, _ = with_choices(config, parameter_precision(config, world, torch.bfloat16))
+    config, _ = with_choices(config, parameter_precision(config, world, lambda: torch.bfloat16))
     config, more = with_choices(config, schedule(config, data, 4096, world, beside))
     return completed(config), [*chosen, *more]
 
@@ -42,16 +42,26 @@ def fitted(config, rows, length, *, sft=False, longest=None, ranks=1, device=CPU
 )
 def test_the_parameter_dtype_follows_the_compute_dtype_lora_and_the_ranks(dtype, weights, lora_rank, ranks, expected):
     config = TrainConfig(model="llama", dtype=dtype, param_dtype=weights, lora_rank=lora_rank)
-    config, _ = with_choices(config, parameter_precision(config, World(CPU, size=ranks), torch.bfloat16))
+    config, _ = with_choices(config, parameter_precision(config, World(CPU, size=ranks), lambda: torch.bfloat16))
     assert (config.dtype, config.param_dtype) == (dtype, expected)
 
 
 def test_weights_that_are_stored_in_fp32_stay_so():
     config, world = TrainConfig(model="llama", dtype="bfloat16"), World(GPU)
-    _, lines = with_choices(config, parameter_precision(config, world, torch.float32))
+    _, lines = with_choices(config, parameter_precision(config, world, lambda: torch.float32))
     assert lines == ["--param-dtype float32: that of the checkpoint's weights"]
-    new, no_lines = with_choices(config, parameter_precision(config, world, None))
+    new, no_lines = with_choices(config, parameter_precision(config, world, lambda: None))
     assert (new.param_dtype, no_lines) == ("bfloat16", [])
+
+
+@pytest.mark.parametrize("changes", [{"param_dtype": "bfloat16"}, {"lora_rank": 4}, {"dtype": "float32"}], ids=str)
+def test_a_checkpoint_is_read_only_where_the_dtype_of_its_weights_decides(changes):
+    config = TrainConfig(**{"model": "some/checkpoint", "data": "random", "dtype": "bfloat16"} | changes)
+
+    def unread():
+        pytest.fail("the headers are read")
+
+    parameter_precision(config, World(CPU), unread)
 
 
 def test_chats_for_a_pretrained_model_on_a_gpu_have_three_epochs_of_small_batches():
