@@ -81,13 +81,17 @@ def exported_by_run(folder: Path) -> Path:
 
 
 def refuse_mistyped(name: str) -> None:
-    """Raises HubError for a name without an owner, as none on the Hub is, that resembles a known one or is an absent
-    family's.
+    """Raises HubError for a path to nothing, and for a name without an owner, as none on the Hub is, that resembles a
+    known one or is an absent family's.
 
     name: of an architecture, with a preset as qwen2:tiny or without, a folder, or a Hub id.
     """
     families = list_architectures()
-    if "/" in name or family_of(name) in families or os.path.exists(os.path.expanduser(name)):
+    if family_of(name) in families or os.path.exists(os.path.expanduser(name)):
+        return
+    if name.startswith(("/", "./", "../", "~")):
+        raise HubError(f"{name}: does not exist{suggestion(name, ())}")
+    if "/" in name:
         return
     family = family_of(name)
     if family.lower() in ABSENT_FAMILIES:

@@ -62,6 +62,16 @@ def test_a_well_known_family_that_is_absent_is_refused_without_a_hint(name):
     assert not ABSENT_FAMILIES & set(list_architectures())
 
 
+def test_a_path_to_nothing_is_said_to_be_that_with_the_folder_beside_it(tmp_path):
+    (tmp_path / "qwen-chat").mkdir()
+    wrong = tmp_path / "qwen-caht"
+    with pytest.raises(HubError, match=f"^{wrong}: does not exist; did you mean '{tmp_path}/qwen-chat'\\?$"):
+        refuse_mistyped(str(wrong))
+    for name in ("./nothing/here", "../nothing/here", "~/nothing/here"):
+        with pytest.raises(HubError, match=f"^{name}: does not exist"):
+            refuse_mistyped(name)
+
+
 @pytest.mark.parametrize(("kind", "hint"), [("mamba", ""), ("LLAMA", "; did you mean 'llama'?")])
 def test_a_model_type_is_hinted_at_whatever_its_case_but_not_in_place_of_an_absent_family(kind, hint):
     message = f"config: model_type {kind!r} is not supported{hint}; `ligermodels list` shows all"
