@@ -310,13 +310,15 @@ def test_with_json_info_prints_numbers(capsys):
 
 def test_a_warning_is_one_line_without_the_place_in_the_code(capsys, monkeypatch):
     def listing():
-        categories = UserWarning, DeprecationWarning
-        return "".join(warnings.formatwarning("not\nfound", category, "a.py", 3, "f(") for category in categories)
+        places = (UserWarning, info.__file__), (UserWarning, "a.py"), (DeprecationWarning, info.__file__)
+        return "".join(warnings.formatwarning("not\nfound", *place, 3, "f(") for place in places)
 
     monkeypatch.setattr(info, "architecture_list", listing)
     assert main(["list"]) == 0
-    text = "ligermodels: warning: not\\nfound\na.py:3: DeprecationWarning: not\nfound\n  f(\n"
-    assert capsys.readouterr().out == text and "a.py:3" in warnings.formatwarning("text", UserWarning, "a.py", 3)
+    text = "ligermodels: warning: not\\nfound\na.py:3: UserWarning: not\nfound\n  f(\n"
+    text += f"{info.__file__}:3: DeprecationWarning: not\nfound\n  f(\n"
+    assert capsys.readouterr().out == text
+    assert info.__file__ in warnings.formatwarning("text", UserWarning, info.__file__, 3)
 
 
 def set_config(folder, **fields):

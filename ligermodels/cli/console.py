@@ -6,6 +6,7 @@ A command prints text with `print`, and notes beside its result to stderr. `Cons
 import argparse
 import io
 import json
+import os
 import sys
 import time
 import warnings
@@ -13,9 +14,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from typing import Any, TextIO
 
+import ligermodels
 from ligermodels.errors import print_to_stderr, printable, silence_closed
 from ligermodels.units import counted
 
+PACKAGE = os.path.join(os.path.dirname(ligermodels.__file__), "")
 WARNING = "warning: "  # begins a line of a run that --quiet does not leave out
 
 
@@ -66,13 +69,14 @@ def directed(args: argparse.Namespace) -> Iterator[Console]:
 
 @contextmanager
 def warnings_in_a_line() -> Iterator[None]:
-    """Has warnings for users printed as one line each, without the place in the code that warns."""
+    """Has this package's warnings for users printed as one line each, without the place in the code that warns. Those
+    of libraries keep it."""
     original = warnings.formatwarning
 
     def formatted(
         message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
     ) -> str:
-        if issubclass(category, UserWarning):
+        if issubclass(category, UserWarning) and filename.startswith(PACKAGE):
             return printable(f"ligermodels: warning: {message}") + "\n"
         return original(message, category, filename, lineno, line)
 
