@@ -149,7 +149,8 @@ def test_messages_and_options_that_cannot_be_rendered_are_refused(tmp_path, mess
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
-        (CALLED | {"content": None}, """has no attribute 'content'; {needs}: give messages[1] one, as "content": \"\""""),
+        (CALLED, "'content'; it writes no tool calls, which messages[1] has: use a template that does"),
+        ({"role": "user"}, """has no attribute 'content'; {needs}: give messages[1] one, as "content": \"\""""),
         (CALLED | {"content": [{"type": "text", "text": "a"}]}, "{needs}: write the parts of messages[1] as one"),
         ({"content": "no role"}, "line 1: 'dict object' has no attribute 'role'"),
     ],
