@@ -9,6 +9,7 @@ time for all threads, and is restarted after it has ended.
 import atexit
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -145,7 +146,7 @@ def render_chat(
     if "error" in reply:
         line = f", line {reply['line']}" if reply["line"] else ""
         reason = first_line(reply["error"])[:MAX_ERROR_CHARACTERS]
-        raise InputError(f"{template.origin}{line}: {reason}")
+        raise InputError(f"{template.origin}{line}: {reason}{text_advice(reason, chat, template.source)}")
     text = reply["text"]
     if continue_final_message:
         text = cut_at_mark(text, final, template.origin)
@@ -159,6 +160,18 @@ def normalize_message(message: Mapping[str, Any], place: str) -> dict[str, Any]:
     fields = {name: value for name, value in message.items() if value is not None}
     reasoning = next((fields[name] for name in REASONING_FIELDS if name in fields), None)
     return fields if reasoning is None else {"thinking": reasoning, **fields, "reasoning_content": reasoning}
+
+
+def text_advice(reason: str, chat: Sequence[Mapping[str, Any]], source: str) -> str:
+    """What to write in the place of the first content that is not a text, if that is why a template fails."""
+    for index, message in enumerate(chat):
+        if "content" not in message and "no attribute 'content'" in reason:
+            if "tool_calls" in message and "tool_calls" not in source:
+                return f"; it writes no tool calls, which messages[{index}] has: use a template that does"
+            return f'; it needs a text in each message: give messages[{index}] one, as "content": ""'
+        if isinstance(message.get("content"), list) and re.search(r"\blist\b", reason):
+            return f"; it needs a text in each message: write the parts of messages[{index}] as one"
+    return ""
 
 
 def mark_end(message: dict[str, Any]) -> str:

@@ -32,7 +32,7 @@ from tokenizers.models import BPE
 
 from ligermodels.errors import CheckpointError, InputError, first_line
 from ligermodels.tokenizer.chat_template import ChatTemplate, read_templates
-from ligermodels.weights.reading import read_bytes, read_json, safe_file, without_escapes
+from ligermodels.weights.reading import read_bytes, read_json, refuse_text, safe_file, without_escapes
 
 TOKENIZER_FILE, TOKENIZER_CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 VOCABULARY_FILE, MERGES_FILE = "vocab.json", "merges.txt"
@@ -140,6 +140,7 @@ def read_vocabulary(folder: Path, name: str, separators: bytes) -> bytes:
     """The content of a file with a vocabulary. separators: bytes that come at least as often as its entries."""
     file = safe_file(folder, name)
     data = read_bytes(file, MAX_FILE_BYTES)
+    refuse_text(file, data[:64])
     values = sum(data.count(separator) for separator in separators)
     if values > MAX_VALUES:
         raise CheckpointError(f"{file}: has {values} values, more than {MAX_VALUES}; it is not a tokenizer file")

@@ -146,6 +146,23 @@ def test_messages_and_options_that_cannot_be_rendered_are_refused(tmp_path, mess
     assert reason in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (CALLED, "'content'; it writes no tool calls, which messages[1] has: use a template that does"),
+        ({"role": "user"}, """has no attribute 'content'; {needs}: give messages[1] one, as "content": \"\""""),
+        (CALLED | {"content": [{"type": "text", "text": "a"}]}, "{needs}: write the parts of messages[1] as one"),
+        ({"content": "no role"}, "line 1: 'dict object' has no attribute 'role'"),
+    ],
+)
+def test_a_template_that_needs_texts_says_which_message_has_none(tmp_path, message, reason):
+    template = "{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}"
+    tokenizer = Tokenizer.from_folder(write_folder(tmp_path, "qwen", template))
+    with pytest.raises(InputError) as refused:
+        tokenizer.render_chat_template([USER, message])
+    assert str(refused.value).endswith(reason.replace("{needs}", "it needs a text in each message"))
+
+
 def test_messages_are_not_changed(tokenizer):
     message = {"role": "user", "content": [{"type": "text", "text": "a"}], "name": None, "thinking": "b"}
     before = json.dumps(message)

@@ -271,7 +271,7 @@ BROKEN = {
         "vocab.json: not a tokenizer that `tokenizers` can read: ",
     ),
     "truncated": ({"tokenizer.json": b'{"version": "1.0", "mod'}, "tokenizer.json: not a tokenizer that `tokenizers`"),
-    "a Git LFS pointer": ({"tokenizer.json": b"version https://git-lfs"}, "tokenizer.json: not a tokenizer that"),
+    "a Git LFS pointer": ({"tokenizer.json": b"version https://git-lfs"}, "tokenizer.json: is a Git LFS pointer"),
     "no UTF-8": ({"tokenizer.json": b"\xff"}, "tokenizer.json: not a tokenizer that `tokenizers` can read"),
     "nested": ({"tokenizer.json": b"[" * 20_000}, "tokenizer.json: not a tokenizer that `tokenizers` can read"),
     "too large": ({"tokenizer.json": b" " * 100_001}, "tokenizer.json: has more than 100000 bytes"),

@@ -269,9 +269,24 @@ def render(
         written = with_written_arguments(messages)
         if written == list(messages):
             raise
-        return tokenizer.render(written, **options)
-    refuse_undecoded(messages)
+        rendered = tokenizer.render(written, **options)
+    else:
+        refuse_undecoded(messages)
+    refuse_dropped("tools", conversation.tools, rendered.text)
+    for index, message in enumerate(messages):
+        refuse_dropped(f"messages[{index}].tool_calls", message.get("tool_calls"), rendered.text)
     return rendered
+
+
+def refuse_dropped(field: str, functions: Iterable[Any] | None, text: str) -> None:
+    """Raises InputError if the text of a chat lacks the name of one of the functions, which have the form of OpenAI's
+    API. Many templates pass over what they do not know."""
+    for function in functions or ():
+        match function:
+            case {"function": {"name": str(name)}} | {"name": str(name)} if name not in text:
+                raise InputError(
+                    f"field {field}: the chat template does not write {name!r}; use one with tools, or remove the field"
+                )
 
 
 def render_turn_by_turn(

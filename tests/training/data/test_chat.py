@@ -103,6 +103,18 @@ TOOL = {"type": "function", "function": {"name": "get_weather"}}
 CALLED = [ASKED, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "21"}, SAID]
 
 
+@pytest.mark.parametrize(
+    ("chat", "tools", "field"),
+    [([ASKED, SAID], [TOOL], "tools"), ([ASKED, CALLED[1] | {"content": ""}], None, "messages[1].tool_calls")],
+)
+def test_tools_that_a_template_passes_over_are_refused(tmp_path, chat, tools, field):
+    tokenizer = tokenizer_of(tmp_path, "gemma 2")
+    with pytest.raises(InputError) as refused:
+        documents_of(tokenizer, conversation(*chat, tools=tools))
+    problem = f"d.jsonl:1: field {field}: the chat template does not write 'get_weather'"
+    assert str(refused.value).startswith(f"{problem}; use one with tools, or remove the field")
+
+
 def test_tool_calls_are_supervised_and_tool_results_are_not(tmp_path):
     tokenizer = tokenizer_of(tmp_path, "qwen 2.5")
     (document,) = documents_of(tokenizer, conversation(*CALLED, tools=[TOOL]))

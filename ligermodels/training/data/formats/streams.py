@@ -149,7 +149,7 @@ def open_text_stream(file: Path, progress: ReadingProgress, newline: str | None 
         with open_stream(file, progress) as stream:
             yield TextIOWrapper(stream, encoding="utf-8-sig", newline=newline)
     except UnicodeDecodeError:
-        raise InputError(f"{find_invalid_utf8(file, progress)}; convert the file to UTF-8") from None
+        raise InputError(find_invalid_utf8(file, progress)) from None
 
 
 def find_invalid_utf8(file: Path, progress: ReadingProgress) -> str:
@@ -170,8 +170,8 @@ def find_invalid_utf8(file: Path, progress: ReadingProgress) -> str:
             if found:
                 return describe_invalid_utf8(f"{file}:{line}:{column}", found)
             if not block:
-                return f"{file}: is not UTF-8"
+                return f"{file}: is not UTF-8; convert the file to UTF-8"
 
 
 def describe_invalid_utf8(place: str, error: UnicodeDecodeError) -> str:
-    return f"{place}: byte 0x{error.object[error.start]:02x} is not UTF-8 ({error.reason})"
+    return f"{place}: byte 0x{error.object[error.start]:02x} is not UTF-8 ({error.reason}); convert the file to UTF-8"

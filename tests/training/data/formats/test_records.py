@@ -103,7 +103,7 @@ def test_all_fine_tuning_formats_are_read(tmp_path, monkeypatch, line, read_as):
         ('{"text": "ä", x'.encode(), ":2:15: not JSON: Expecting property name"),
         (b"[" * 100_000, ":2: JSON that cannot be decoded: maximum recursion depth"),
         (b'{"text": ' + b"1" * 5000 + b"}", ":2: JSON that cannot be decoded: Exceeds the limit"),
-        (b'{"text": "\xc3\xa4\xff"}', ":2:12: byte 0xff is not UTF-8 (invalid start byte)"),
+        (b'{"text": "\xc3\xa4\xff"}', ":2:12: byte 0xff is not UTF-8 (invalid start byte); convert the file to UTF-8"),
         (b'{"text": "a \\uD83D"}', ":2: has half of a surrogate pair"),
         ([1], ":2: is a list; must be an object"),
         (
