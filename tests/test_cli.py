@@ -26,6 +26,8 @@ from ligermodels.units import memory_size
 from ligermodels.weights.files import tensor_hashes
 from tests.cases import LLAMA
 
+LONG = 5000 * "x"
+
 
 @pytest.fixture
 def folder(tmp_path):
@@ -491,6 +493,20 @@ def test_a_closed_pipe_ends_the_command_without_a_traceback(monkeypatch, capsys)
         monkeypatch.setattr(sys, "stdout", unread)
         assert main(["info", "qwen2:tiny"]) == 141
     assert capsys.readouterr().err == ""  # closing the pipe, as Python does at exit, raised nothing
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "--model", "qwen2", "--dry-run", "--data", LONG],
+        ["train", "--model", "qwen2", "--dry-run", "--data", "stories", "--output", LONG],
+        ["train", "--model", "qwen2", "--dry-run", "--data", "chats", "--chat-template", LONG],
+        ["board", LONG],
+    ],
+)
+def test_a_name_that_no_file_can_have_is_one_line(arguments, capsys):
+    assert main(arguments) == 2
+    assert re.fullmatch(r"ligermodels: \S*xxx…xxx\S*: is longer than a path can be; shorten it\n", capsys.readouterr().err)
 
 
 def test_a_full_disk_behind_standard_output_is_one_line(monkeypatch, capsys):

@@ -1,5 +1,6 @@
 """The command line. Each command has its own file, which adds its arguments to the parser and calls the library."""
 
+import errno
 import io
 import os
 import sys
@@ -50,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if exhausted:
             advice = "take a smaller batch, prompt or dtype; `ligermodels info` shows what a model needs"
             return report_error(f"out of memory on the {exhausted}; {advice}: {first_line(error)}")
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            return report_error(str(InputError(f"{error.filename}: is longer than a path can be; shorten it")))
         if isinstance(error, OSError) and not can_print():
             silence_closed(sys.stdout)
             return report_error(f"standard output: not written: {error.strerror}; make room there")
