@@ -512,7 +512,8 @@ def test_a_closed_pipe_ends_the_command_without_a_traceback(monkeypatch, capsys)
 )
 def test_a_name_that_no_file_can_have_is_one_line(arguments, capsys):
     assert main(arguments) == 2
-    assert re.fullmatch(r"ligermodels: \S*xxx…xxx\S*: is longer than a path can be; shorten it\n", capsys.readouterr().err)
+    told = capsys.readouterr().err
+    assert re.fullmatch(r"ligermodels: \S*xxx…xxx\S*: is longer than a path can be; shorten it\n", told)
 
 
 @pytest.mark.parametrize("buffering", [-1, 0])

@@ -78,7 +78,7 @@ def report_error(message: str) -> int:
 def prepare_streams() -> None:
     """Makes printing work whatever the standard streams are.
 
-    With PYTHONUNBUFFERED standard output gets a buffer of lines: what could not be written stays in it, for `can_print`.
+    With PYTHONUNBUFFERED standard output gets a buffer: what could not be written stays in it, for `can_print`.
     /dev/null is opened in place of those that the caller has closed, as `>&-` does: Python has None in their place, and
     the next file that is opened would get the lowest of their descriptors, with all that libraries print there.
     """
@@ -87,7 +87,7 @@ def prepare_streams() -> None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
     if isinstance(sys.stdout, io.TextIOWrapper):
         if isinstance(sys.stdout.buffer, io.RawIOBase):
-            sys.stdout = open(sys.stdout.fileno(), "w", buffering=1, encoding=sys.stdout.encoding, closefd=False)
+            sys.stdout = os.fdopen(sys.stdout.fileno(), "w", 1, sys.stdout.encoding, closefd=False)
         sys.stdout.reconfigure(errors="backslashreplace")  # of characters that its encoding does not have
 
 
