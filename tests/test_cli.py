@@ -26,6 +26,8 @@ from ligermodels.units import memory_size
 from ligermodels.weights.files import tensor_hashes
 from tests.cases import LLAMA
 
+LONG = 5000 * "x"
+
 
 @pytest.fixture
 def folder(tmp_path):
@@ -417,6 +419,12 @@ def test_info_refuses_weights_that_cannot_be_loaded_as_generate_does(folder, cap
     assert error.startswith(f"ligermodels: {folder}") and error.count("\n") == 1
 
 
+def test_info_of_an_adapter_says_what_it_is(tmp_path, capsys):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    error = error_line(["info", str(tmp_path)], capsys)
+    assert error.startswith(f"ligermodels: {tmp_path}: contains an adapter and no model: load its base model")
+
+
 def test_export_writes_another_dtype_smaller_shards_and_a_merged_adapter(folder, adapted, tmp_path, capsys):
     model, adapter = adapted
     assert main(["export", str(folder), str(tmp_path / "same")]) == 0
@@ -495,9 +503,25 @@ def test_a_closed_pipe_ends_the_command_without_a_traceback(monkeypatch, capsys)
     assert capsys.readouterr().err == ""  # closing the pipe, as Python does at exit, raised nothing
 
 
-def test_a_full_disk_behind_standard_output_is_one_line(monkeypatch, capsys):
-    """As in `ligermodels info qwen2:tiny > /dev/full`."""
-    with open("/dev/full", "w") as full:
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "--model", "qwen2", "--dry-run", "--data", LONG],
+        ["train", "--model", "qwen2", "--dry-run", "--data", "stories", "--output", LONG],
+        ["train", "--model", "qwen2", "--dry-run", "--data", "chats", "--chat-template", LONG],
+        ["board", LONG],
+    ],
+)
+def test_a_name_that_no_file_can_have_is_one_line(arguments, capsys):
+    assert main(arguments) == 2
+    told = capsys.readouterr().err
+    assert re.fullmatch(r"ligermodels: \S*xxx…xxx\S*: is longer than a path can be; shorten it\n", told)
+
+
+@pytest.mark.parametrize("buffering", [-1, 0])
+def test_a_full_disk_behind_standard_output_is_one_line(monkeypatch, capsys, buffering):
+    """As in `ligermodels info qwen2:tiny > /dev/full`; without a buffer, as with PYTHONUNBUFFERED=1."""
+    with io.TextIOWrapper(open("/dev/full", "wb", buffering), write_through=not buffering) as full:
         monkeypatch.setattr(sys, "stdout", full)
         assert main(["info", "qwen2:tiny"]) == 2
     assert capsys.readouterr().err == (

@@ -1,5 +1,6 @@
 """The command line. Each command has its own file, which adds its arguments to the parser and calls the library."""
 
+import errno
 import io
 import os
 import sys
@@ -50,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if exhausted:
             advice = "take a smaller batch, prompt or dtype; `ligermodels info` shows what a model needs"
             return report_error(f"out of memory on the {exhausted}; {advice}: {first_line(error)}")
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            return report_error(str(InputError(f"{error.filename}: is longer than a path can be; shorten it")))
         if isinstance(error, OSError) and not can_print():
             silence_closed(sys.stdout)
             return report_error(f"standard output: not written: {error.strerror}; make room there")
@@ -75,6 +78,7 @@ def report_error(message: str) -> int:
 def prepare_streams() -> None:
     """Makes printing work whatever the standard streams are.
 
+    With PYTHONUNBUFFERED standard output gets a buffer: what could not be written stays in it, for `can_print`.
     /dev/null is opened in place of those that the caller has closed, as `>&-` does: Python has None in their place, and
     the next file that is opened would get the lowest of their descriptors, with all that libraries print there.
     """
@@ -82,6 +86,8 @@ def prepare_streams() -> None:
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
     if isinstance(sys.stdout, io.TextIOWrapper):
+        if isinstance(sys.stdout.buffer, io.RawIOBase):
+            sys.stdout = os.fdopen(sys.stdout.fileno(), "w", 1, sys.stdout.encoding, closefd=False)
         sys.stdout.reconfigure(errors="backslashreplace")  # of characters that its encoding does not have
 
 

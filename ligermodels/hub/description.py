@@ -13,7 +13,7 @@ from ligermodels.configs.base import Config
 from ligermodels.errors import HubError
 from ligermodels.hub import models
 from ligermodels.hub.download import indexed_files, weight_sizes
-from ligermodels.hub.names import family_of, local_folder
+from ligermodels.hub.names import family_of
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.units import parameter_count
 from ligermodels.weights.config_file import CONFIG_FILE, DTYPE_KEYS, read_config
@@ -43,7 +43,7 @@ def describe(name: str, *, dtype: torch.dtype | None = None, revision: str | Non
     """
     if family_of(name) in ARCHITECTURES:
         return Description(models.create(name, device="meta"), dtype or PRESET_DTYPE, {})
-    local = local_folder(name, revision)
+    local = models.local_model_folder(name, revision)
     folder = local or models.fetch_config(name, revision)
     raw = read_config(folder)
     selected = models.select_architecture(raw, folder / CONFIG_FILE)

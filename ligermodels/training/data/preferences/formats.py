@@ -207,11 +207,16 @@ def check_teacher(ids: Any, logprobs: Any) -> None:
         shaped = isinstance(rows, list) and rows and all(isinstance(row, list) and row for row in rows)
         if not shaped or not all(isinstance(x, kinds) for row in rows for x in row):
             raise InputError(f"field {field} must be a list with a list of k numbers for each supervised token")
-    if any(isinstance(x, float) and math.isnan(x) for row in logprobs for x in row):
-        raise InputError(f"field {TEACHER[1]} has NaN; must be log-probabilities")
+    if not all(is_logprob(x) for row in logprobs for x in row):
+        raise InputError(f"field {TEACHER[1]} has NaN, or a number far from 0 or above it; must be log-probabilities")
     widths = {len(row) for row in (*ids, *logprobs)}
     if len(ids) != len(logprobs) or len(widths) != 1:
         raise InputError(f"fields {' and '.join(TEACHER)} must have the same number of tokens, and of k for each token")
+
+
+def is_logprob(number: float) -> bool:
+    """Whether a number is one in fp32, by rounding a little above 0; -inf is that of a probability of 0."""
+    return -(2.0**127) < number < 1 or number == -math.inf
 
 
 def group(

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from ligermodels.errors import InputError
 from ligermodels.training.objectives.grpo.reward_worker import format_reward, text_of
 from ligermodels.training.reward_function import REWARD_MODEL
+from ligermodels.units import is_whole_number
 
 RewardCallable = Callable[..., Any]
 NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?")
@@ -34,7 +35,7 @@ def built_in_reward(name: str, max_completion_length: int) -> RewardCallable:
     if kind == "format":
         try:
             return format_reward(argument)
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:  # the latter of large repetitions, of deep groups
             raise InputError(f"--reward {name}: is no regular expression: {error}; correct it") from None
     return length_reward(name, argument if colon else None, max_completion_length)
 
@@ -67,7 +68,7 @@ def length_reward(name: str, argument: str | None, longest: int) -> RewardCallab
 
     argument: the number of these tokens; None for a fifth of `longest`, as in DAPO. Source: arXiv 2503.14476, eq. 13.
     """
-    tokens = int(argument) if argument is not None and argument.isdecimal() else 0
+    tokens = int(argument) if argument is not None and is_whole_number(argument) else 0
     tokens = max(1, longest // 5) if argument is None else tokens
     if not 0 < tokens <= longest:
         raise InputError(f"--reward {name}: must be length:TOKENS with 1 to {longest} (--max-completion-length) tokens")

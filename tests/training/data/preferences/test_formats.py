@@ -194,6 +194,9 @@ for name in ("question", "instruction", "input"):
 for margin in (float("nan"), float("inf"), "-inf"):
     fields = {"prompt": "a", "chosen": "b", "rejected": "c", "margin": margin}
     REFUSED[f"a margin of {margin}"] = "pairs", fields, f"field margin is {float(margin)}; must be a finite number"
+for number in (float("inf"), 10**400, -(10**400), 5.0):
+    fields = {"text": "a", "teacher_ids": [[1]], "teacher_logprobs": [[number]]}
+    REFUSED[f"a log-probability of {str(number)[:5]}"] = "distillation", fields, "field teacher_logprobs has NaN, or a"
 for name in ("videos", "audio"):
     fields = {"prompt": [ASKED], "chosen": [GOOD], "rejected": [BAD], name: ["a.mp4"]}
     REFUSED[f"{name} beside messages"] = "pairs", fields, f"has a field {name}, but training reads images alone"
