@@ -25,7 +25,6 @@ from ligermodels.kernels.moe import grouped_gemm
 from tests import interpreter
 from tests.forking import ScriptServer
 
-launch.interpreting = False  # CPU tensors take the reference, as for users; the fixture `kernels` turns kernels on
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TENS_OF_GIB = pytest.mark.usefixtures("turn")
 
@@ -35,6 +34,7 @@ def pytest_configure(config):
     named = not hasattr(config, "workerinput") and config.args_source == config.ArgsSource.ARGS
     if named and not any(argument.startswith("-m") for argument in config.invocation_params.args):
         config.option.markexpr = ""
+    launch.interpreting = False  # CPU tensors take the reference, as for users; the fixture `kernels` turns kernels on
     if DEVICE == "cpu":
         gc.set_threshold(10_000, 10, 20)  # on a GPU what waits in cycles of references could be GiB
         shorten_compilation()

@@ -396,6 +396,6 @@ def test_torchrun_saves_and_exits_after_a_signal(launcher):
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate()
     reached = int(re.search(r"Stopped after step (\d+)", output)[1])
-    assert output.splitlines()[-2] == f"  torchrun --nproc-per-node 2 {TRAIN} --resume torchrun"
+    assert output.splitlines()[-2] == f"  torchrun --standalone --nproc-per-node=2 {TRAIN} --resume torchrun"
     record = json.loads((launcher.folder / f"torchrun/checkpoints/step-{reached:06d}/training.json").read_text())
     assert record["ranks"] == 2 and record["progress"]["rows"] == 2 * reached
