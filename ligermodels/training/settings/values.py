@@ -19,6 +19,7 @@ class Constraint(NamedTuple):
     words: str
 
 
+MOST_BITS = 64  # of a whole number
 POSITIVE = Constraint(lambda x: x >= 1, "a whole number above zero")
 COUNT = Constraint(lambda x: x >= 0, "a whole number, 0 or more")
 LENGTH = Constraint(lambda x: 2 <= x < 2**31, "a whole number above 1 and below 2^31")  # positions are int32
@@ -66,6 +67,8 @@ def checked_value(field: dataclasses.Field, kind: Any, several: bool, value: Any
 
 def checked_item(field: dataclasses.Field, kind: Any, value: Any) -> Any:
     rule, choices = field.metadata["rule"], choices_of(kind)
+    if isinstance(value, int) and value.bit_length() > MOST_BITS:  # Python may not print it, nor make it a float
+        raise InputError(f"{field.name} is a number of {value.bit_length():,} bits; must have at most {MOST_BITS}")
     if choices:
         if value not in choices:
             raise InputError(f"{field.name} {not_a_choice(value, choices)}")

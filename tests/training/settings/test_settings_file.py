@@ -3,6 +3,7 @@
 import pytest
 
 from ligermodels.errors import InputError
+from ligermodels.training import TrainConfig
 from ligermodels.training.settings.settings import config_from_file, read_settings
 
 YAML = """\
@@ -67,3 +68,9 @@ def test_an_invalid_file_is_refused_with_its_name_and_the_line(text, fault, tmp_
     with pytest.raises(InputError) as error:
         config_from_file(file)
     assert str(error.value).startswith(f"{file}: {fault}")
+
+
+@pytest.mark.parametrize(("name", "exponent", "bits"), [("steps", 5000, "16,610"), ("learning_rate", 400, "1,329")])
+def test_a_number_that_python_does_not_print_is_refused(name, exponent, bits):
+    with pytest.raises(InputError, match=f"^{name} is a number of {bits} bits; must have at most 64$"):
+        TrainConfig(model="qwen2", **{name: 10**exponent})
