@@ -212,6 +212,10 @@ def check_teacher(ids: Any, logprobs: Any) -> None:
     widths = {len(row) for row in (*ids, *logprobs)}
     if len(ids) != len(logprobs) or len(widths) != 1:
         raise InputError(f"fields {' and '.join(TEACHER)} must have the same number of tokens, and of k for each token")
+    for index, (row, numbers) in enumerate(zip(ids, logprobs, strict=True)):
+        possible = [token for token, number in zip(row, numbers, strict=True) if number > -math.inf]
+        if len(set(possible)) < len(possible):
+            raise InputError(f"field {TEACHER[0]}[{index}] has a token twice; give each one probability")
 
 
 def is_logprob(number: float) -> bool:

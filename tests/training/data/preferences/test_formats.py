@@ -179,6 +179,8 @@ REFUSED = {
         "chat_template_kwargs": {"add_generation_prompt": False}}, "has add_generation_prompt, which training sets"),
     "NaN of a teacher": ("distillation", {"text": "a", "teacher_ids": [[1]], "teacher_logprobs": [[float("nan")]]},
         "field teacher_logprobs has NaN"),
+    "a token twice": ("distillation", {"text": "a", "teacher_ids": [[1, 2], [3, 3]],
+        "teacher_logprobs": [[-1, -2], [-1, -1]]}, "field teacher_ids[1] has a token twice; give each one"),
     "half a teacher": ("distillation", {"text": "a", "teacher_ids": [[1]]}, "has only one of the fields"),
     "an uneven teacher": ("distillation", {"text": "a", "teacher_ids": [[1], [2]], "teacher_logprobs": [[-1, -2]]},
         "same number of tokens"),
