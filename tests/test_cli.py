@@ -507,7 +507,7 @@ def test_a_closed_pipe_ends_the_command_without_a_traceback(monkeypatch, capsys)
     "arguments",
     [
         ["train", "--model", "qwen2", "--dry-run", "--data", LONG],
-        ["train", "--model", "qwen2", "--dry-run", "--data", "stories", "--output", LONG],
+        ["train", "--model", "qwen2", "--dry-run", "--data", "random", "--output", LONG],
         ["train", "--model", "qwen2", "--dry-run", "--data", "chats", "--chat-template", LONG],
         ["board", LONG],
     ],
