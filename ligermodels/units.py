@@ -38,6 +38,11 @@ def parameter_count(count: int) -> str:
     return f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"
 
 
+def loss_text(loss: float) -> str:
+    """A loss as it is printed, never as -0.000."""
+    return f"{loss:z.3f}"
+
+
 def duration(seconds: float) -> str:
     """4000 -> "1:06:40"; 100 -> "1:40"."""
     minutes, seconds = divmod(round(seconds), 60)

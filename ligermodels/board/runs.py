@@ -17,10 +17,10 @@ from typing import Any
 from ligermodels.board.folders import Place, descriptor_of, names_inside, open_inside, read_inside
 from ligermodels.board.series import CHUNK_BYTES, MetricSeries, parsed_line
 from ligermodels.training.checkpoints.files import STEP
-from ligermodels.training.reporting.metrics import COMPLETIONS_FILE, METRICS_FILE, loss_text
+from ligermodels.training.reporting.metrics import COMPLETIONS_FILE, METRICS_FILE
 from ligermodels.training.run.folder import ADAPTER, CHECKPOINTS, LOCK, MODEL, STATUS_FILE
 from ligermodels.training.settings.settings import MAX_SETTINGS_BYTES, SETTINGS_FILE
-from ligermodels.units import duration
+from ligermodels.units import duration, loss_text
 
 MAX_STATUS_BYTES = 2**18
 MAX_TEXTS, MAX_TEXT_CHARACTERS = 200, 4000  # samples of a run that are shown; characters of one

@@ -214,12 +214,12 @@ class Cost:
 
 
 class TemplateProcess:
-    """A worker process and its pipes, used by one thread at a time. costs: by the hash of a template's source."""
+    """A worker process and its pipes, used by one thread at a time. costs: by a template's source."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.process: subprocess.Popen[bytes] | None = None
-        self.costs: dict[int, Cost] = {}
+        self.costs: dict[str, Cost] = {}
 
     def ask(self, template: str, variables: dict[str, Any]) -> dict[str, Any]:
         """The worker's reply: {text, spans} or {error, line}; an error also if the process ended, as over a limit.
@@ -231,7 +231,7 @@ class TemplateProcess:
         except (TypeError, ValueError, RecursionError) as error:
             raise InputError(f"the variables of a chat template must be plain JSON values: {error}") from None
         with self.lock:
-            cost = self.costs.setdefault(hash(template), Cost())
+            cost = self.costs.setdefault(template, Cost())
             if cost.seconds > cost.allowed:
                 each = f"{cost.seconds / cost.renderings:.2g} s a chat, {cost.seconds:.0f} s for {cost.renderings}"
                 return {"error": f"takes too long: {each}; choose a quicker template", "line": None}

@@ -21,8 +21,8 @@ full-width GEMM is recomputed.
 Hu et al. 2021, https://arxiv.org/abs/2106.09685.
 """
 
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -195,6 +195,23 @@ def up_gradient(dy: Tensor, low: Tensor, b: Tensor, columns: Columns, scale: flo
     return db
 
 
+def parameter_gradients(
+    dy: Tensor, x: Any, dlow: Any, low: Any, b: Any, update: tuple[Columns, float], needed: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    """The gradients of weight, layout (none), bias, a and b of a product of x, each None unless it is `needed`.
+
+    x, dlow, low, b: tensors; None where no gradient that is needed reads them.
+    """
+    needs_weight, _, needs_bias, needs_a, needs_b = needed
+    return (
+        weight_gradient(dy, x) if needs_weight else None,
+        None,
+        bias_gradient(dy) if needs_bias else None,
+        weight_gradient(dlow, x) if needs_a else None,
+        up_gradient(dy, low, b, *update) if needs_b else None,
+    )
+
+
 class _LowRankLinear(Node):
     @staticmethod
     def forward(ctx, x, weight, layout, bias, a, b, columns, scale):
@@ -206,15 +223,12 @@ class _LowRankLinear(Node):
     @staticmethod
     def backward(ctx, dy):
         x, weight, a, b, low = ctx.saved_tensors
-        needs_x, needs_weight, _, needs_bias, needs_a, needs_b, _, _ = ctx.needs_input_grad
+        needs_x, *needed, _, _ = ctx.needs_input_grad
+        *_, needs_a, _ = needed
         dlow = low_gradient(dy, a, b, *ctx.update) if a is not None and (needs_x or needs_a) else None
         return (
             input_gradient(dy, dense(weight, ctx.layout), dlow, a) if needs_x else None,
-            weight_gradient(dy, x) if needs_weight else None,
-            None,
-            bias_gradient(dy) if needs_bias else None,
-            weight_gradient(dlow, x) if needs_a else None,
-            up_gradient(dy, low, b, *ctx.update) if needs_b else None,
+            *parameter_gradients(dy, x, dlow, low, b, ctx.update, needed),
             None,
             None,
         )
@@ -288,8 +302,10 @@ class NormLinear(Node):
     @staticmethod
     def backward(ctx, dy, dhidden):
         hidden, statistics, weight, a, b, low, *parameters = ctx.saved_tensors
-        needs_x, needs_residual, needs_weight, _, needs_bias, needs_a, needs_b, *others = ctx.needs_input_grad
-        needs_hidden, needs_parameters = needs_x or needs_residual, others[-len(parameters) :]
+        needs_x, needs_residual, *others = ctx.needs_input_grad
+        needed, needs_parameters = others[:5], others[-len(parameters) :]
+        needs_weight, *_, needs_a, _ = needed
+        needs_hidden = needs_x or needs_residual
         needs_normed, reads_normed = needs_hidden or any(needs_parameters), needs_weight or needs_a
         dx = normed = dlow = None
         gradients = [None] * len(parameters)
@@ -306,11 +322,7 @@ class NormLinear(Node):
         return (
             dx if needs_x else None,
             dx if needs_residual else None,
-            weight_gradient(dy, normed) if needs_weight else None,
-            None,
-            bias_gradient(dy) if needs_bias else None,
-            weight_gradient(dlow, normed) if needs_a else None,
-            up_gradient(dy, low, b, *ctx.update) if needs_b else None,
+            *parameter_gradients(dy, normed, dlow, low, b, ctx.update, needed),
             *(None,) * 5,
             *(x if needed else None for x, needed in zip(gradients, needs_parameters, strict=True)),
         )
@@ -377,7 +389,8 @@ class ActivatedLinear(Node):
     @staticmethod
     def backward(ctx, dy):
         x, weight, a, b, low = ctx.saved_tensors
-        needs_x, needs_weight, _, needs_bias, needs_a, needs_b, *_ = ctx.needs_input_grad
+        needs_x, *needed = ctx.needs_input_grad[:6]
+        needs_weight, *_, needs_a, _ = needed
         reads_activated = needs_weight or needs_a
         dx = activated = dlow = None
         if a is not None and (needs_x or needs_a):
@@ -392,11 +405,7 @@ class ActivatedLinear(Node):
             activated = _activate(x, ctx.activation, ctx.multipliers)
         return (
             dx,
-            weight_gradient(dy, activated) if needs_weight else None,
-            None,
-            bias_gradient(dy) if needs_bias else None,
-            weight_gradient(dlow, activated) if needs_a else None,
-            up_gradient(dy, low, b, *ctx.update) if needs_b else None,
+            *parameter_gradients(dy, activated, dlow, low, b, ctx.update, needed),
             *(None,) * (4 + len(ctx.multipliers)),
         )
 

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from ligermodels.errors import CheckpointError, InputError, shorten, silence_closed
 from ligermodels.training.reporting.loggers import Logger
-from ligermodels.units import counted, duration, memory_size
+from ligermodels.units import counted, duration, loss_text, memory_size
 from ligermodels.weights.reading import open_for_reading, parse_json
 from ligermodels.weights.writing import replace_file
 
@@ -274,11 +274,6 @@ class Metrics:
     def tokens_per_second(self) -> float:
         """The median over the last steps."""
         return median(self.speeds[-RECENT_STEPS:])
-
-
-def loss_text(loss: float) -> str:
-    """A loss as it is printed, never as -0.000."""
-    return f"{loss:z.3f}"
 
 
 def significant(value: float) -> str:

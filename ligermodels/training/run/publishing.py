@@ -11,7 +11,7 @@ from ligermodels.errors import HubError
 from ligermodels.hub.upload import upload_folder, writable_repository
 from ligermodels.training.run.folder import ADAPTER
 from ligermodels.training.settings.config import SUPERVISED, UNIT_SETTINGS, RunConfig, TrainConfig
-from ligermodels.units import counted
+from ligermodels.units import counted, loss_text
 from ligermodels.weights.writing import failure
 
 UPLOAD_TIMEOUT = timedelta(days=2)  # for the other ranks to wait
@@ -63,7 +63,7 @@ def model_card(config: RunConfig, exported: Path, step: int, loss: float | None)
     origin = f"[{base}](https://huggingface.co/{base})" if base else "a local model"
     described = f"New weights: {config.title}" if config.has_new_weights else f"{trained} {origin}"
     unit = " nats per token" if config.objective == "sft" else ""
-    validation = "" if loss is None else f", validation loss {loss:z.3f}{unit}"
+    validation = "" if loss is None else f", validation loss {loss_text(loss)}{unit}"
     lines = [
         *("---", *header, *([f"base_model: {base}"] if base else []), "---", ""),
         *(f"# {str(config.push_to_hub).rpartition('/')[2]}", ""),

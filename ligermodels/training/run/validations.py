@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from ligermodels.training.settings.config import RunConfig, TrainConfig
-from ligermodels.units import counted
+from ligermodels.units import counted, loss_text
 
 
 def validation_losses(records: Sequence[Mapping[str, Any]]) -> dict[int, float]:
@@ -62,16 +62,15 @@ class Validations:
         step = self.best
         if step is None:
             return "no validation loss was finite: the last weights are exported"
-        return f"step {step} has the lowest validation loss, {self.losses[step]:z.3f}: its weights are exported"
+        return f"step {step} has the lowest validation loss, {loss_text(self.losses[step])}: its weights are exported"
 
     def lost_line(self) -> str | None:
         """A warning where the best checkpoint so far, which --best-checkpoint would export, is not there."""
         step = lowest(self.losses)
         if not self.config.best_checkpoint or step not in self.unsaved:
             return None
-        return (
-            f"warning: step {step} has the lowest validation loss so far, {self.losses[step]:z.3f}, but no checkpoint"
-        )
+        loss = loss_text(self.losses[step])
+        return f"warning: step {step} has the lowest validation loss so far, {loss}, but no checkpoint"
 
 
 def lowest(losses: Mapping[int, float]) -> int | None:

@@ -40,7 +40,7 @@ LEAST_IN_BLOCKS = 2.0**-100  # smaller values are written as zeros: scales in f1
 WITHOUT_BLOCKS = ("f32", "f16", "bf16")
 EMBEDDING_AND_HEAD = ("token_embd.weight", "output.weight")
 ROUTER, SINKS, EXPERTS = ".ffn_gate_inp.", ".attn_sinks.", "_exps.weight"
-# Fields that do not change what a model computes, and those of windows, of which the result is compared.
+# Fields that change nothing that is computed. Those of windows do: the windows are compared, not the fields.
 WITHOUT_EFFECT = {
     *("raw", "model_type", "initializer_range", "attention_dropout", "pad_token_id", "router_aux_loss_coef"),
     *("output_router_logits", "sliding_window", "layer_types", "use_sliding_window", "max_window_layers"),
