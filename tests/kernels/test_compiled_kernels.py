@@ -35,10 +35,10 @@ MAX_STACK_OF = {
     # Their programs of four warps take 14 and 34 % less time than those of eight, which spill nothing (measured:
     # benchmarks/results/2026-11-26-gated-delta-rule.md).
     (90, "ligermodels.kernels.linear_attention.delta_gradients._gate_gradient_kernel"): 424,
-    (90, "ligermodels.kernels.linear_attention.delta_gradients._qkv_gradient_kernel"): 280,
+    (90, "ligermodels.kernels.linear_attention.delta_gradients._qkv_gradient_kernel"): 344,
     # Three stages take up to 34 % less time than two, which spill nothing; backward of 48 heads 8 % more (same file).
     (90, "ligermodels.kernels.linear_attention.delta_states._forward_scan_kernel"): 48,
-    (90, "ligermodels.kernels.linear_attention.delta_states._backward_scan_kernel"): 40,
+    (90, "ligermodels.kernels.linear_attention.delta_states._backward_scan_kernel"): 88,
 }
 
 
@@ -104,7 +104,12 @@ def test_no_kernel_spills_at_the_sizes_of_models():
                 run_all_kernels(name, op.draw(1, length, *size).to(torch.bfloat16))
     compiled = compiled_kernels()
     assert len(compiled) > len(OPS)
-    spilled = [f"{name} {kernel.n_spills}" for name, kernel in compiled if kernel.n_spills * REGISTER_BYTES > MAX_STACK]
+    major, minor = torch.cuda.get_device_capability()
+    spilled = [
+        f"{name} {kernel.n_spills}"
+        for name, kernel in compiled
+        if kernel.n_spills * REGISTER_BYTES > MAX_STACK_OF.get((10 * major + minor, name), MAX_STACK)
+    ]
     assert not spilled, "\n".join(spilled)
 
 
