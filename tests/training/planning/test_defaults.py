@@ -67,16 +67,16 @@ def test_a_checkpoint_is_read_only_where_the_dtype_of_its_weights_decides(change
 def test_chats_for_a_pretrained_model_on_a_gpu_have_three_epochs_of_small_batches():
     config, lines = fitted(TrainConfig(model="a/folder"), rows=1000, length=413, sft=True, device=GPU)
     assert (config.dtype, config.param_dtype, config.activation_checkpointing) == ("bfloat16", "bfloat16", "auto")
-    assert (config.batch_size, config.steps, config.warmup, config.eval_every) == (16, 188, 6, 19)
+    assert (config.batch_size, config.steps, config.warmup, config.eval_every) == (8, 375, 12, 38)
     assert (config.learning_rate, config.epochs, config.micro_batch_size) == (2e-5, None, None)
     assert lines == [
         "--dtype bfloat16: the model is on a GPU",
         "--sequence-length 413: the longest document",
-        "--batch-size 16: at least 40 steps an epoch",
-        "--steps 188: 3 epochs of chats or completions",
+        "--batch-size 8: at least 80 steps an epoch",
+        "--steps 375: 3 epochs of chats or completions",
         "--learning-rate 2e-05: full fine-tuning",
-        "--warmup 6: 3% of the steps",
-        "--eval-every 19: 10 validations",
+        "--warmup 12: 3% of the steps",
+        "--eval-every 38: 10 validations",
         "--activation-checkpointing auto: as much as memory demands",
     ]
 
