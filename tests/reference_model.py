@@ -38,6 +38,8 @@ class KeepFp64(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if len(args) == 1 and not kwargs and func is not Tensor.float:  # most calls: no dtype is given
             return func(*args)
+        if func is Tensor.float and args[0].dtype == torch.int64:  # positions
+            return args[0].double()
         options = kwargs or {}
         if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
             if func is Tensor.float:

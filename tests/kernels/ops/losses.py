@@ -206,12 +206,13 @@ OPS = {
         products=(3, 1, 2),
     ),
     "linear_logprobs, all options": Op(
-        draw=partial(linear_logprobs_case, **LOGPROB_OPTIONS), small=(17, 33), real=((16, 262144),), products=(3, 2, 2)
+        draw=partial(linear_logprobs_case, **LOGPROB_OPTIONS), small=(17, 33), real=((16, 262144),), products=(3, 2, 2),
+        more_variants=((3, 1000),),  # parts of the vocabulary below LONG_ROW
     ),
     "linear_logprobs of few rows": Op(draw=linear_logprobs_case, small=(17, 48), products=(3, 1, 2)),
     "linear_logprobs, low memory": Op(
         draw=partial(linear_logprobs_case, low_memory=True, **LOGPROB_OPTIONS), small=(17, 33), real=((16, 262144),),
-        products=(4, 2, 2),
+        products=(4, 2, 2), more_variants=((3, 16), (3, 1000), (1, 4096)),  # a block for each power of 2 of a part
     ),
     "linear_divergence": Op(
         draw=linear_divergence_case, small=(17, 33), real=((64, 128256), (64, 262144)),

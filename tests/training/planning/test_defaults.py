@@ -6,7 +6,9 @@ import torch
 from ligermodels.distributed import World
 from ligermodels.training import TrainConfig
 from ligermodels.training.data.opening import DocumentLengths
+from ligermodels.training.objectives import make_objective
 from ligermodels.training.planning.defaults import completed, parameter_precision, precision, schedule, with_choices
+from ligermodels.training.settings.config import UNIT_SETTINGS
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -129,3 +131,13 @@ def test_a_tiny_new_model_keeps_its_own_settings_without_a_word_about_them():
     assert (config.steps, lines) == (3000, ["--steps 3000: 2 epochs"])
     large, _ = fitted(TrainConfig(model="qwen2:7b"), rows=6000, length=256, device=GPU)
     assert (large.dtype, large.learning_rate) == ("bfloat16", pytest.approx(4.5e-3 / 32))
+
+
+@pytest.mark.parametrize(("objective", "groups", "batch", "steps"), [("dpo", 640, 16, 40), ("kto", 1280, 16, 80)])
+def test_an_epoch_of_few_pairs_has_forty_steps_and_of_judged_examples_eighty(objective, groups, batch, steps):
+    config = TrainConfig(model="a/folder", data=("x",), objective=objective)
+    trained = make_objective(config, World(CPU))
+    trained.data = SimpleNamespace(training=range(groups), validation=range(64), processor=None)
+    chosen = trained.choices(4096)
+    assert chosen[UNIT_SETTINGS[objective]] == (batch, f"at least {steps} steps an epoch")
+    assert chosen["steps"].value == steps

@@ -27,7 +27,6 @@ from ligermodels.training.data.reader import image_options
 from ligermodels.training.objectives.evaluation import start_stop_check
 from ligermodels.training.objectives.objective import Objective, StepTotals, Work
 from ligermodels.training.planning.defaults import (
-    MIN_STEPS_PER_EPOCH,
     TRAINING_PASSES,
     Choice,
     image_limits,
@@ -48,11 +47,13 @@ class GroupObjective(Objective):
     """An objective on groups. A step takes `config.units` of them, packed into rows; a micro-batch is one row.
 
     kind: of the groups. learning_rate: for pretrained weights, all of them trained; ten times that for LoRA.
+    min_steps_per_epoch: small data has smaller batches.
     """
 
     head_op = "linear_logprobs"
     kind: GroupKind
     learning_rate: ClassVar[float]
+    min_steps_per_epoch: ClassVar[int] = 40
     data: PreferenceData
     config: RunConfig
 
@@ -77,9 +78,9 @@ class GroupObjective(Objective):
 
     def choices(self, hidden_size: int) -> dict[str, Choice]:
         config, groups = self.config, len(self.data.training)
-        few = max(2, groups // MIN_STEPS_PER_EPOCH)
+        few = max(2, groups // self.min_steps_per_epoch)
         units = MOST_UNITS if few >= MOST_UNITS else 2 ** (few.bit_length() - 1)
-        reason = f"at least {MIN_STEPS_PER_EPOCH} steps an epoch" if units < MOST_UNITS else ""
+        reason = f"at least {self.min_steps_per_epoch} steps an epoch" if units < MOST_UNITS else ""
         taken = getattr(config, UNIT_SETTINGS[config.objective]) or units
         epochs = config.epochs or 1.0
         steps = math.ceil(epochs * groups / taken)
