@@ -12,7 +12,7 @@ import matplotlib.image
 import pytest
 import torch
 
-from benchmarks import errors_beside_liger, in_turns, ops, plot, results, suite, table, timing
+from benchmarks import errors_beside_liger, headline, in_turns, ops, plot, results, suite, table, timing
 from benchmarks.__main__ import main
 from benchmarks.checks import ROUNDING_ERROR, ReferenceResult, evaluate, fresh_inputs, with_layout
 from benchmarks.ops import OPS, Op, Provider, random_input, work_per_pass
@@ -474,3 +474,22 @@ def test_errors_beside_liger_have_a_row_for_each_tensor_and_the_reason_where_a_l
 @pytest.mark.parametrize("file", sorted(Path(results.__file__).parent.glob("[!_]*.py")), ids=lambda file: file.stem)
 def test_every_script_can_be_imported(file):
     importlib.import_module(f"benchmarks.{file.stem}")
+
+
+def test_the_table_of_the_readme_is_computed_from_the_results():
+    assert headline.table() in (Path(__file__).parents[1] / "README.md").read_text()
+
+
+def test_a_line_has_the_median_of_its_runs_and_their_range(monkeypatch, tmp_path):
+    for second, rate in enumerate((100, 104, 101)):
+        report = {"date": f"2026-01-01T00:00:0{second}", "rows": [{"provider": "ours", "tokens_per_second": rate}]}
+        report["rows"].append({"provider": "peer", "tokens_per_second": rate / 2, "peak_gib": 7.26})
+        results.save(tmp_path, "a-step", report)
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
+    line = headline.Line(
+        "a step", *headline.measured("a-step", {"provider": "ours"}, "Peer", {"provider": "peer"}, "*")
+    )
+    assert (line.factor, headline.runs(line)) == (2, "3, 4.0%")
+    assert (headline.cell(line.ours, ""), headline.cell(line.peer, "")) == ("101", "50, 7.3")
+    with pytest.raises(ValueError, match="another-step"):
+        line.ours._replace(name="another-step").rows()

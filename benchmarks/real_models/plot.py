@@ -1,6 +1,8 @@
-"""Draws the pictures of docs/real-models.md from the file that `gather.py` makes.
+"""Draws the pictures of docs/real-models.md from the files that `gather.py` makes.
 
-python -m benchmarks.real_models.plot benchmarks/results/2026-11-27-real-models.json --output docs/images
+A run in a later file replaces one of the same settings in an earlier file.
+
+python -m benchmarks.real_models.plot benchmarks/results/*-real-models.json --output docs/images
 """
 
 import argparse
@@ -137,7 +139,7 @@ def draw_rates(runs: Sequence[Record], path: Path) -> None:
             axes.grid(alpha=0.3)
             if quantity == "prose_perplexity":
                 before = [r[quantity] for r in runs if r["label"] == "before" and r["model"] == model]
-                axes.axhline(before[-1], color="black", linestyle=":", label="before training")
+                axes.axhline(before[0], color="black", linestyle=":", label="before training")
                 axes.set_yscale("log")
                 axes.set_yticks(PERPLEXITIES[model], map(str, PERPLEXITIES[model]))
                 axes.minorticks_off()
@@ -153,10 +155,10 @@ PICTURES = {"supervised": draw_supervised, "preferences": draw_preferences, "rat
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, metavar="FILE")
+    parser.add_argument("results", type=Path, nargs="+", metavar="FILE")
     parser.add_argument("--output", type=Path, required=True, metavar="FOLDER")
     args = parser.parse_args()
-    runs = json.loads(args.results.read_text())["runs"]
+    runs = [run for file in args.results for run in json.loads(file.read_text())["runs"]]
     args.output.mkdir(parents=True, exist_ok=True)
     for name, draw in PICTURES.items():
         path = args.output / f"real-models-{name}.png"
