@@ -203,8 +203,9 @@ class Plan:
             inputs, every = memory_size(self.memory.offloaded_inputs), self.memory.offloads_every
             blocks = "every checkpointed block" if every == 1 else f"one of {every} checkpointed blocks"
             of_them = f", {inputs} of them the inputs of {blocks}" if every else ""
-            available = memory_size(available_host_memory())
-            yield "  host memory", f"{memory_size(self.memory.host):>10} of {available}{of_them}"
+            known, needed = self.world.planned_for is None, f"{memory_size(self.memory.host):>10}"
+            available = f"of {memory_size(available_host_memory())}" if known else "that the host must have for each rank"
+            yield "  host memory", f"{needed} {available}{of_them}"
         if self.cut:
             yield "cut", self.cut
         for line in self.chosen:
@@ -449,14 +450,14 @@ def memory_needs(
     micro_batches: how many of them a step has, by their rows. row_patches: the most of the images of a row. head_op: as
     that of `training_memory`. The result takes the micro-batch size as `batch_size`.
     """
-    on_device, on_host, room = states.all, 0, 0
+    on_device, on_host, room = states.all, 0, 0.0
     # A checkpoint copies weights and states to the host, so that it can be written beside the next steps.
     copied = (sum(p.nbytes for p in trained_parameters(model)) + on_device) // dp_shard_size(world, config.dp_replicate)
     if "optimizer" in config.offload:
         _, on_device, on_host = states
     if "activations" in config.offload:
         free = min(gather_objects(available_host_memory() // ranks_of_host()))
-        room = max(0, free - copied - on_host)
+        room = max(0, free - copied - on_host) if world.planned_for is None else math.inf  # its host is not known
     estimate = functools.partial(
         training_memory, model, sequence_length=config.sequence_length, dtype=dtype,
         shards=dp_shard_size(world, config.dp_replicate), optimizer_states=on_device, offloaded_states=on_host,
