@@ -266,8 +266,8 @@ class Plan:
         if config.objective not in RL and getattr(config, flag) > self.positions:
             made_for = f"the model's max_position_embeddings, {self.positions}"
             yield f"{flag_of(flag)} {getattr(config, flag)} is more than {made_for}"
-        if config.dtype == "bfloat16" and self.world.device.type == "cpu" and not computes_in_bfloat16():
-            yield "--dtype bfloat16: this CPU has no bf16 instructions and is many times slower with it; leave it out"
+        if self.world.device.type == "cpu":
+            yield from self.bfloat16_warnings()
         total = self.total
         for phase, size in self.phases.items():
             if total and size > total:
@@ -279,6 +279,14 @@ class Plan:
         if self.world.planned_for is None:  # neither the memory nor the disk of its host is known
             yield from self.host_memory_warnings()
             yield from self.disk_warnings()
+
+    def bfloat16_warnings(self) -> Iterator[str]:
+        """Warns of what is slow in bf16 on a CPU."""
+        config = self.config
+        if config.dtype == "bfloat16" and not computes_in_bfloat16():
+            yield "--dtype bfloat16: this CPU has no bf16 instructions and is many times slower with it; leave it out"
+        if config.dtype != config.param_dtype == "bfloat16" and not config.with_lora:
+            yield "--param-dtype bfloat16: a CPU converts all of them to fp32 and back in each step, slowly; leave it out"
 
     def remedies(self) -> Iterator[str]:
         """What makes a step smaller that is not chosen by itself, with most effect first."""
