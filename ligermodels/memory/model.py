@@ -153,7 +153,7 @@ def count_parameters(model: CausalLM) -> Parameters:
 def training_memory(
     model: CausalLM, batch_size: int, sequence_length: int, dtype: torch.dtype, *, checkpointed_blocks: int = 0,
     kept_tensors: int | None = 0, shards: int = 1, optimizer_states: int | None = None, offloaded_states: int = 0,
-    room_for_inputs: int = 0, keep_unsharded: bool = False, replicate_quantised: bool = False, beside: int = 0,
+    room_for_inputs: float = 0, keep_unsharded: bool = False, replicate_quantised: bool = False, beside: int = 0,
     patches: int = 0, context: int = 1, expert_ranks: int = 1, head_op: str = "linear_cross_entropy",
     low_memory_loss: bool = False, step_in_backward: bool = False, micro_batches: int = 1,
 ) -> TrainingMemory:  # fmt: skip

@@ -238,7 +238,7 @@ def fit_memory(start: Start, opened: Opened) -> MemoryFit:
         needs, kept_tensors=checkpointing.kept_tensors, replicate_quantised=replicates, keep_unsharded=not reshards
     )
     memory = estimate(checkpointed_blocks=checkpointing.blocks)
-    refuse_unfit_offload(config, world.size, memory, checkpointing.blocks)
+    refuse_unfit_offload(config, world, memory, checkpointing.blocks)
     fitted = replace(placement, checkpointing=checkpointing)
     return MemoryFit(config, chosen, fitted, replicates, reshards, estimate, memory)
 

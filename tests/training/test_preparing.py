@@ -68,7 +68,7 @@ def test_offloaded_states_are_counted_on_the_host_and_their_ring_on_the_device()
 def test_offloading_that_cannot_work_is_refused(monkeypatch):
     run = prepared(offload=("optimizer",))
     with pytest.raises(InputError, match="--offload optimizer: runs on one process; 2 ranks share the states already"):
-        refuse_unfit_offload(run.config, 2, run.plan.memory, 0)
+        refuse_unfit_offload(run.config, World(torch.device("cpu"), size=2), run.plan.memory, 0)
     monkeypatch.setattr(host_memory, "available_host_memory", lambda: 2**20)
     with pytest.raises(InputError, match=r"--offload optimizer: takes .* of host memory, which has .* available; use"):
         prepared(offload=("optimizer",))
@@ -184,6 +184,25 @@ def test_a_plan_for_a_gpu_that_is_not_there_knows_its_memory_and_nothing_of_its_
     assert small.placement == (
         f", with 8-bit moments, the update in the backward pass, {blocks} of {blocks} blocks checkpointed"
     )
+
+
+@pytest.mark.parametrize("offload", [("optimizer",), ("activations",), ("optimizer", "activations")])
+def test_a_plan_for_a_gpu_that_is_not_there_offloads_to_its_host_whatever_this_one_has(offload, monkeypatch):
+    full = SETTINGS | {"activation_checkpointing": "full", "dtype": "float32", "offload": offload}
+    here = prepared(**full).plan.memory
+    for module in (plan, host_memory):
+        monkeypatch.setattr(module, "available_host_memory", lambda: 1)
+    there = preparing.plan(TrainConfig(**full), "24GB")
+    assert there.memory.host == here.host > 0 and there.memory.offloads_every == int("activations" in offload)
+    assert f"{memory_size(here.host)} that the host must have for each rank" in there.text()
+
+
+def test_the_file_of_rewards_is_named_once_before_it_is_run(tmp_path, capsys):
+    (tmp_path / "own.py").write_text("raise KeyError('run')\n")
+    reward = [f"{tmp_path}/own.py:one", f"{tmp_path}/own.py:two", "exact"]
+    with pytest.raises(InputError, match="own.py:one: the file does not run: KeyError: 'run'"):
+        preparing.plan(TrainConfig(model="qwen2", data=("sums",), objective="grpo", reward=reward))
+    assert capsys.readouterr().out == f"--reward: runs {tmp_path}/own.py\n"
 
 
 @pytest.mark.parametrize("text", ["24", "24GB,", "24GB,0", "h1000", "", "0GB", "h100,2,2"])

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ligermodels.layers.checkpointing.host_memory import pinned_memory
 
 
-def blocks_between(inputs: Sequence[int], budget: int) -> int:
+def blocks_between(inputs: Sequence[int], budget: float) -> int:
     """The smallest k with which the inputs of every k-th block, from the first one on, fit into the host memory.
 
     inputs: bytes of each block's. budget: bytes of host memory. 0 where not even one fits.

@@ -1,7 +1,7 @@
 """Muon: momentum with orthogonalised updates for the matrices inside blocks; AdamW for all other parameters.
 
     B += (1 - μ)(G - B)        O = NS((1 - μ) G + μ B)        W -= lr (wd W + 0.2 √max(m, n) O)
-NS is the Newton-Schulz iteration in bf16, which approximately orthogonalises a matrix [m, n]. The factor gives O the
+NS is the Newton-Schulz iteration in bf16 (on a CPU fp32), which approximately orthogonalises a matrix [m, n]. The factor gives O the
 RMS of a typical AdamW update, so that AdamW's learning rate and weight decay can be used. For a single unsharded matrix
 this equals torch.optim.Muon with adjust_lr_fn="match_rms_adamw". torch's class does not handle packed or sharded
 parameters. This one orthogonalises each matrix separately, however it is stored: query, key and value, gate and up,
@@ -139,12 +139,14 @@ def orthogonal_update(update: Tensor, split: SplitIntoViews) -> Tensor:
 def newton_schulz(matrix: Tensor) -> Tensor:
     """Newton-Schulz iteration x <- a x + (b G + c G²) x, G = x xᵀ, which moves all singular values close to 1.
 
-    matrix: [m, n] or [experts, m, n] bf16; the result has the same shape and dtype.
+    matrix: [m, n] or [experts, m, n] bf16; the result has the same shape and dtype, on a CPU in fp32: without bf16
+    instructions products in bf16 take ten times as long.
     """
     a, b, c = COEFFICIENTS
     plus_product = torch.addmm if matrix.ndim == 2 else torch.baddbmm
     tall = matrix.shape[-2] > matrix.shape[-1]
     x = matrix.mT if tall else matrix  # transposed so that G is the smaller of the two Gram matrices
+    x = x.float() if x.device.type == "cpu" else x
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(MIN_NORM)
     for _ in range(ITERATIONS):
         gram = x @ x.mT

@@ -13,6 +13,7 @@ from ligermodels.training.settings.config import FIELDS, SUPERVISED, UNIT_SETTIN
 from ligermodels.units import counted, memory_size
 
 if TYPE_CHECKING:
+    from ligermodels.distributed import World
     from ligermodels.memory.model import TrainingMemory
 
 LORA_SETTINGS = ("lora_alpha", "lora_dropout", "lora_targets", "modules_to_save", "lora_export")
@@ -159,19 +160,23 @@ def refuse_unfit_optimizer_in_backward(config: RunConfig, ranks: int, micro_batc
         raise InputError(f"--optimizer-in-backward: {misfit}")
 
 
-def refuse_unfit_offload(config: RunConfig, ranks: int, memory: "TrainingMemory", checkpointed_blocks: int) -> None:
+def refuse_unfit_offload(
+    config: RunConfig, world: "World", memory: "TrainingMemory", checkpointed_blocks: int
+) -> None:
     """Raises InputError where ranks share optimizer states, no block is checkpointed, or the host has no room.
 
     memory: of one rank.
     """
-    if "optimizer" in config.offload and ranks > 1:
+    if "optimizer" in config.offload and world.size > 1:
         out = "give --offload none" if config.resume else "leave it out"
-        raise InputError(f"--offload optimizer: runs on one process; {ranks} ranks share the states already; {out}")
+        raise InputError(f"--offload optimizer: runs on one process; {world.size} ranks share the states already; {out}")
     if "activations" in config.offload and not checkpointed_blocks:
         raise InputError(
             "--offload activations: has no effect, because a step fits into memory without activation checkpointing; "
             "leave it out, or add --activation-checkpointing full"
         )
+    if world.planned_for is not None:  # its host is not known
+        return
     from ligermodels.distributed import ranks_of_host  # these import torch, which is there by now
     from ligermodels.layers.checkpointing.host_memory import available_host_memory
 

@@ -203,8 +203,9 @@ class Plan:
             inputs, every = memory_size(self.memory.offloaded_inputs), self.memory.offloads_every
             blocks = "every checkpointed block" if every == 1 else f"one of {every} checkpointed blocks"
             of_them = f", {inputs} of them the inputs of {blocks}" if every else ""
-            available = memory_size(available_host_memory())
-            yield "  host memory", f"{memory_size(self.memory.host):>10} of {available}{of_them}"
+            known, needed = self.world.planned_for is None, f"{memory_size(self.memory.host):>10}"
+            available = f"of {memory_size(available_host_memory())}" if known else "that the host must have for each rank"
+            yield "  host memory", f"{needed} {available}{of_them}"
         if self.cut:
             yield "cut", self.cut
         for line in self.chosen:
@@ -265,8 +266,8 @@ class Plan:
         if config.objective not in RL and getattr(config, flag) > self.positions:
             made_for = f"the model's max_position_embeddings, {self.positions}"
             yield f"{flag_of(flag)} {getattr(config, flag)} is more than {made_for}"
-        if config.dtype == "bfloat16" and self.world.device.type == "cpu" and not computes_in_bfloat16():
-            yield "--dtype bfloat16: this CPU has no bf16 instructions and is many times slower with it; leave it out"
+        if self.world.device.type == "cpu":
+            yield from self.bfloat16_warnings()
         total = self.total
         for phase, size in self.phases.items():
             if total and size > total:
@@ -278,6 +279,14 @@ class Plan:
         if self.world.planned_for is None:  # neither the memory nor the disk of its host is known
             yield from self.host_memory_warnings()
             yield from self.disk_warnings()
+
+    def bfloat16_warnings(self) -> Iterator[str]:
+        """Warns of what is slow in bf16 on a CPU."""
+        config = self.config
+        if config.dtype == "bfloat16" and not computes_in_bfloat16():
+            yield "--dtype bfloat16: this CPU has no bf16 instructions and is many times slower with it; leave it out"
+        if config.dtype != config.param_dtype == "bfloat16" and not config.with_lora:
+            yield "--param-dtype bfloat16: a CPU converts all of them to fp32 and back in each step, slowly; leave it out"
 
     def remedies(self) -> Iterator[str]:
         """What makes a step smaller that is not chosen by itself, with most effect first."""
@@ -449,14 +458,14 @@ def memory_needs(
     micro_batches: how many of them a step has, by their rows. row_patches: the most of the images of a row. head_op: as
     that of `training_memory`. The result takes the micro-batch size as `batch_size`.
     """
-    on_device, on_host, room = states.all, 0, 0
+    on_device, on_host, room = states.all, 0, 0.0
     # A checkpoint copies weights and states to the host, so that it can be written beside the next steps.
     copied = (sum(p.nbytes for p in trained_parameters(model)) + on_device) // dp_shard_size(world, config.dp_replicate)
     if "optimizer" in config.offload:
         _, on_device, on_host = states
     if "activations" in config.offload:
         free = min(gather_objects(available_host_memory() // ranks_of_host()))
-        room = max(0, free - copied - on_host)
+        room = max(0, free - copied - on_host) if world.planned_for is None else math.inf  # its host is not known
     estimate = functools.partial(
         training_memory, model, sequence_length=config.sequence_length, dtype=dtype,
         shards=dp_shard_size(world, config.dp_replicate), optimizer_states=on_device, offloaded_states=on_host,

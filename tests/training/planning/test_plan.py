@@ -193,6 +193,16 @@ def test_bfloat16_gives_a_warning_on_a_cpu_without_bf16_instructions(machine, in
     assert planned("--steps", "250")[1].warnings == planned(*half, world=World(torch.device("cuda")))[1].warnings == []
 
 
+@pytest.mark.parametrize(
+    "flags, slow", [([], True), (["--dtype", "bfloat16"], False), (["--model", "folder", "--lora-rank", "1"], False)]
+)
+def test_parameters_in_bfloat16_beside_fp32_products_give_a_warning_on_a_cpu(flags, slow, monkeypatch):
+    monkeypatch.setattr(module, "computes_in_bfloat16", lambda: True)
+    warning = "--param-dtype bfloat16: a CPU converts all of them to fp32 and back in each step, slowly; leave it out"
+    given = "--steps", "250", "--param-dtype", "bfloat16", *flags
+    assert planned(*given)[1].warnings == [warning] * slow
+
+
 def test_cut_documents_and_chosen_settings_are_shown():
     chosen, cut = "--steps 30: 3 epochs of chats", "--sequence-length 256 and are cut into pieces; 512 holds 99 %"
     _, whole = planned("--steps", "250", lengths=WHOLE._replace(cut=3, holds_most=512), chosen=[chosen])

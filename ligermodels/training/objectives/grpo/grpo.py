@@ -118,6 +118,9 @@ class GRPO(Objective):
     # -- before the run
 
     def run_code(self) -> None:
+        if self.world.is_first:  # --resume and --config may have settings of someone else
+            for file in {function.file: None for function in self.rewards if function.file}:
+                print(f"--reward: runs {file.absolute()}", flush=True)
         open_rewards(self.rewards, self.config.reward_timeout)
 
     def open(self, folder: Path | None, model: CausalLM, adapter: Path | None) -> None:
