@@ -114,6 +114,15 @@ def test_kto_advises_a_weight_that_counts_the_weight_given():
         assert line.endswith(weight)
 
 
+@pytest.mark.parametrize(("good", "bad"), [(43, 14), (14, 43), (100, 1), (7, 3)])
+def test_a_weight_that_kto_advises_is_enough(good, bad):
+    objective = KTO(TrainConfig(model="qwen2", data=("x",), objective="kto"), World(torch.device("cpu")))
+    objective.data = SimpleNamespace(training=SimpleNamespace(labels=(good, bad)))
+    flag, weight = objective.advice()[0].split()[-2:]
+    objective.options[flag[2:].replace("-", "_")] = float(weight)
+    assert not objective.advice()
+
+
 def test_a_reward_model_is_no_reference(tmp_path):
     model = create("qwen2", size="tiny", reward_model=True)
     model.initialize(0)
