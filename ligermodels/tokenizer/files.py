@@ -32,7 +32,14 @@ from tokenizers.models import BPE
 
 from ligermodels.errors import CheckpointError, InputError, first_line
 from ligermodels.tokenizer.chat_template import ChatTemplate, read_templates
-from ligermodels.weights.reading import read_bytes, read_json, refuse_text, safe_file, without_escapes
+from ligermodels.weights.reading import (
+    DOWNLOAD_AGAIN,
+    read_bytes,
+    read_json,
+    refuse_text,
+    safe_file,
+    without_escapes,
+)
 
 TOKENIZER_FILE, TOKENIZER_CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 VOCABULARY_FILE, MERGES_FILE = "vocab.json", "merges.txt"
@@ -225,7 +232,8 @@ def checked_call(file: Path, fault: str, call: Callable[..., T], *arguments: Any
     except BaseException as error:
         if not (isinstance(error, Exception) or type(error).__name__ == "PanicException"):
             raise
-        raise CheckpointError(f"{file}: {fault}: {first_line(error)}") from error
+        remedy = f"; {DOWNLOAD_AGAIN}, or upgrade tokenizers" if fault == NOT_A_TOKENIZER else ""
+        raise CheckpointError(f"{file}: {fault}: {first_line(error)}{remedy}") from error
 
 
 def add_tokens(

@@ -407,7 +407,8 @@ def refuse_mismatched_tensors(
     if found:
         remedy = "; allow_unexpected=True ignores the unexpected tensors" if others else ""
         raise CheckpointError(
-            f"{checkpoint.folder}: the weights do not fit its {checkpoint.description}: {'; '.join(found)}{remedy}"
+            f"{checkpoint.folder}: the weights do not fit its {checkpoint.description}: {'; '.join(found)}; "
+            f"{DOWNLOAD_AGAIN}, or correct its {checkpoint.description}{remedy}"
         )
 
 

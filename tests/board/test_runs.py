@@ -241,9 +241,14 @@ def test_run_json_says_how_a_run_ends(tmp_path):
     with pytest.raises(ZeroDivisionError), RunStatus(tmp_path, {}, say=said.append):
         _ = 1 / 0
     assert content()["state"] == "failed" and content()["error"] == "division by zero"
+    for signalled in (KeyboardInterrupt(), SystemExit(143)):
+        with pytest.raises(type(signalled)), RunStatus(tmp_path, {"resume": "x"}, say=said.append):
+            raise signalled
+        assert content()["state"] == "stopped" and "error" not in content()
+        assert said[-1] == "Stopped. To resume:\n  x"
     with RunStatus(tmp_path / "gone", {}, say=said.append):
         pass
     assert "not written" in said[-1]
     with RunStatus(tmp_path, {}, say=said.append, enabled=False) as silent:
         silent.end("finished")
-    assert content()["state"] == "failed"
+    assert content()["state"] == "stopped"

@@ -271,6 +271,7 @@ BROKEN = {
         "vocab.json: not a tokenizer that `tokenizers` can read: ",
     ),
     "truncated": ({"tokenizer.json": b'{"version": "1.0", "mod'}, "tokenizer.json: not a tokenizer that `tokenizers`"),
+    "broken, with its remedy": ({"tokenizer.json": b"{"}, "; download it again, or upgrade tokenizers"),
     "a Git LFS pointer": ({"tokenizer.json": b"version https://git-lfs"}, "tokenizer.json: is a Git LFS pointer"),
     "no UTF-8": ({"tokenizer.json": b"\xff"}, "tokenizer.json: not a tokenizer that `tokenizers` can read"),
     "nested": ({"tokenizer.json": b"[" * 20_000}, "tokenizer.json: not a tokenizer that `tokenizers` can read"),

@@ -87,7 +87,8 @@ def test_if_no_layout_is_complete_the_error_refers_to_that_with_most_of_the_tens
     del state["model.language_model.norm.weight"]
     save_file(state, folder / SINGLE_FILE)
     message = error_message(Tiny(), folder)
-    assert message.endswith(": 1 missing: model.language_model.norm.weight")
+    remedy = "; download it again, or correct its config.json"
+    assert message.endswith(f": 1 missing: model.language_model.norm.weight{remedy}")
 
 
 def test_if_no_layout_has_any_tensor_the_error_refers_to_the_hubs_own(folder, source):

@@ -128,6 +128,7 @@ def open_data(
     notes = [
         *reader.notes_on_splits(),
         (reader.skipped, "bad line", "skipped"),
+        (reader.empty_answers, "answer", "without text, trained to end at once"),
         (excluded, "document", "excluded, also in the validation data"),
         (used_twice, "document", USED_TWICE),
         (unsupervised_pieces(kept, training), "piece", "of long documents without a supervised token left out"),

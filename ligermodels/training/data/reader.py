@@ -31,7 +31,7 @@ from ligermodels.training.data.embedded.embedded import (
 )
 from ligermodels.training.data.embedded.embedded_stories import vocabulary_texts
 from ligermodels.training.data.formats.record_formats import FieldNames, RecordFormats
-from ligermodels.training.data.formats.records import BadLines, Conversation, Record
+from ligermodels.training.data.formats.records import BadLines, Conversation, Record, empty_answers
 from ligermodels.training.data.formats.sources import (
     NO_RECORD_SUFFIXES,
     TOKEN_SUFFIXES,
@@ -99,7 +99,8 @@ class SourceReader:
     """Opens sources by name, with one tokenizer for all text: the model's, or a new one if the model has none.
 
     row_length: tokens of a row of random data. formats: those of records; None for supervised training's. images: those
-    of a new model that reads images. skipped, chats: the numbers of bad lines and of conversations so far.
+    of a new model that reads images. skipped, chats, empty_answers: the numbers of bad lines, of conversations and of
+    answers without text so far.
     used_tokenizer: the tokenizer, None until there is text. new_tokenizer: the same if it is a new one.
     """
 
@@ -109,7 +110,7 @@ class SourceReader:
     ) -> None:  # fmt: skip
         self.names, self.folder, self.vocab_size, self.config = names, folder, vocab_size, config
         self.row_length, self.adapter, self.new_images = row_length, adapter, images
-        self.skipped, self.chats = 0, 0
+        self.skipped, self.chats, self.empty_answers = 0, 0, 0
         self.used_tokenizer: Tokenizer | None = None
         self.new_tokenizer: Tokenizer | None = None
         named = FieldNames(config.text_field, config.prompt_field, config.completion_field)
@@ -189,6 +190,7 @@ class SourceReader:
         folder = self.tokenized_folder(title, read, key, size)
         self.skipped += int((folder / "skipped").read_text())
         self.chats += int((folder / "chats").read_text())
+        self.empty_answers += int((folder / "empty_answers").read_text())
         return open_store(folder)
 
     def tokenized_folder(self, title: str, read: ReadRecords, key: dict[str, Any], size: int | None) -> Path:
@@ -205,13 +207,14 @@ class SourceReader:
 
     def write(self, records: Iterable[Record], bad_lines: BadLines, progress: ReadingProgress, folder: Path) -> None:
         """Tokenises records, and writes their store and what was counted to an empty folder."""
-        kinds = Counter[type]()
+        counts = Counter[str]()
         documents = tokenize_records(
-            count_kinds(records, kinds), *self.tokenizer, bad_lines, lambda: self.processor, self.image_tokens
+            counted_records(records, counts), *self.tokenizer, bad_lines, lambda: self.processor, self.image_tokens
         )
         write_store(progress.track(documents), self.vocab_size, folder)
         (folder / "skipped").write_text(str(bad_lines.skipped))
-        (folder / "chats").write_text(str(kinds[Conversation]))
+        for name in ("chats", "empty_answers"):
+            (folder / name).write_text(str(counts[name]))
 
     def token_file_stores(self, files: Sequence[Path]) -> list[TokenStore]:
         arrays, ends = [open_tokens(file) for file in files], [self.end_of_text(file) for file in files]
@@ -354,10 +357,11 @@ class SourceReader:
             )
 
 
-def count_kinds(records: Iterable[Record], kinds: Counter[type]) -> Iterator[Record]:
-    """Yields the records, counted by their types while they are read."""
+def counted_records(records: Iterable[Record], counts: Counter[str]) -> Iterator[Record]:
+    """Yields the records, and counts their chats and empty answers while they are read."""
     for record in records:
-        kinds[type(record)] += 1
+        counts["chats"] += isinstance(record, Conversation)
+        counts["empty_answers"] += empty_answers(record)
         yield record
 
 

@@ -154,7 +154,10 @@ class RunStatus:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:
+        if isinstance(error, KeyboardInterrupt | SystemExit):  # of a signal before the first step
+            self.end("stopped")
+            self.say(f"Stopped. To resume:\n  {self.content['resume']}")
+        elif error is not None:
             self.end("failed", first_line(error))
 
     def warn(self, step: int, warning: str) -> None:

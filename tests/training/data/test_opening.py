@@ -17,6 +17,7 @@ from ligermodels.training import TrainConfig
 from ligermodels.training.data import count_supervised, open_data, reader, refuse_short_epoch
 from ligermodels.training.data.embedded import embedded
 from ligermodels.training.data.embedded.embedded_stories import stories
+from ligermodels.training.data.formats.records import is_empty_answer
 from ligermodels.training.data.rows import packing, token_files
 from ligermodels.training.data.run_tokenizer import save_tokenizer, train_tokenizer
 from tests.training.data.documents import CPU
@@ -317,6 +318,28 @@ def test_bad_lines_are_counted_over_all_sources_also_from_the_cache(texts, folde
         with pytest.raises(InputError, match="2 bad lines, but --allow-bad-lines 1"):
             opened(*paths, folder=folder, allow_bad_lines=1)
     assert "(1 bad line skipped)" in opened(paths[0], folder=folder, allow_bad_lines=1).description
+
+
+def test_answers_without_text_are_counted_where_they_are_supervised(folder, tmp_path):
+    """Also from the cache. A context's answer of weight 0, and one with a tool call, are none of them."""
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    answers = [{"content": ""}, {"content": " \n"}, {"content": "hi"}, {"content": "", "tool_calls": [call]}]
+    asked, ignored = {"role": "user", "content": "q"}, {"role": "assistant", "content": "", "weight": 0}
+    assert [is_empty_answer({"role": "assistant", **answer}) for answer in (*answers, ignored)] == [1, 1, 0, 0, 0]
+    chats = [[asked, {"role": "assistant", **answer}, asked | {"content": str(answer)}, ignored | {"content": "x"}]
+             for answer in answers[:3]]  # fmt: skip
+    chats += [[asked | {"content": str(number)}, {"role": "assistant", "content": "yes"}] for number in range(9)]
+    path, template = tmp_path / "chats.jsonl", tmp_path / "template.jinja"
+    path.write_text("\n".join(json.dumps({"messages": messages}) for messages in chats))
+    template.write_text(
+        "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' %}{% generation %}{{ m.content }}#"
+        "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    for _ in range(2):
+        described = opened(path, folder=folder, chat_template=str(template), sequence_length=32).description
+        assert "(2 answers without text, trained to end at once" in described
+    path.write_text("\n".join(json.dumps({"prompt": f"q{n}", "completion": "a" * n}) for n in range(9)))
+    assert "(1 answer without text, trained to end at once)" in opened(path, folder=folder, sequence_length=8).description
 
 
 def test_tokenised_data_is_read_from_the_cache_until_anything_changes(

@@ -11,7 +11,8 @@ from ligermodels.errors import InputError
 from ligermodels.hub import create, export
 from ligermodels.training import TrainConfig
 from ligermodels.training.objectives import OBJECTIVES, make_objective
-from ligermodels.training.objectives.grpo.judging import GenerationWatch
+from ligermodels.training.objectives.grpo.judging import GenerationWatch, RewardedGeneration
+from ligermodels.training.objectives.grpo.reward_worker import RewardFunction
 from ligermodels.training.objectives.preference.kto import KTO
 from ligermodels.training.objectives.preference.pairs import PairWatch
 from ligermodels.training.objectives.preference.references import ModelReference, ReferenceSpec, parse_reference
@@ -113,6 +114,15 @@ def test_kto_advises_a_weight_that_counts_the_weight_given():
         assert line.endswith(weight)
 
 
+@pytest.mark.parametrize(("good", "bad"), [(43, 14), (14, 43), (100, 1), (7, 3)])
+def test_a_weight_that_kto_advises_is_enough(good, bad):
+    objective = KTO(TrainConfig(model="qwen2", data=("x",), objective="kto"), World(torch.device("cpu")))
+    objective.data = SimpleNamespace(training=SimpleNamespace(labels=(good, bad)))
+    flag, weight = objective.advice()[0].split()[-2:]
+    objective.options[flag[2:].replace("-", "_")] = float(weight)
+    assert not objective.advice()
+
+
 def test_a_reward_model_is_no_reference(tmp_path):
     model = create("qwen2", size="tiny", reward_model=True)
     model.initialize(0)
@@ -145,6 +155,16 @@ def test_groups_without_spread_and_completions_without_an_end_are_told_once():
     (line,) = watch.warnings(generation(1.0, clipped=1.0))
     assert line.startswith("every completion reached --max-completion-length: raise it, or name a text that ends one")
     assert watch.warnings(generation(1.0, clipped=1.0)) == []
+
+
+def test_rewards_that_are_none_for_a_whole_generation_are_named_once():
+    watch, functions = GenerationWatch(keeps_all=False), [RewardFunction(name, name, None) for name in ("a", "b")]
+    samples = [[1.0, None], [None, None]]
+    for rewards in (samples, [[None, None], [0.0, 1.0]], samples):
+        watch.look(RewardedGeneration([SimpleNamespace(rewards=rewards)], {}), functions)
+        warned = watch.warnings({})
+    named = [line.partition(": is None for all 2 completions of a generation")[0] for line in watch.absent.values()]
+    assert named == ["--reward b", "--reward a"] and warned == []
 
 
 def test_ten_generations_in_a_row_without_spread_end_a_run():

@@ -130,6 +130,22 @@ def content_text(content: Any) -> str:
     return content or ""
 
 
+def empty_answers(record: "Record") -> int:
+    """Returns how many supervised answers of a record have neither text nor anything else, such as tool calls."""
+    match record:
+        case Completion(completion=text):
+            return not text.strip()
+        case Conversation(messages=messages):
+            return sum(map(is_empty_answer, messages))
+    return 0
+
+
+def is_empty_answer(message: Mapping[str, Any]) -> bool:
+    others = (value for name, value in message.items() if name not in ("role", "weight", "content"))
+    is_answer = message["role"] == "assistant" and bool(message.get("weight", 1))
+    return is_answer and not content_text(message["content"]).strip() and not any(others)
+
+
 Record: TypeAlias = Text | Conversation | Completion | GroupRecord | TeacherRecord
 Made = TypeVar("Made")
 OneKind = TypeVar("OneKind", Text, Completion, Conversation, GroupRecord)

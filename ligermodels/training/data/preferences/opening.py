@@ -199,7 +199,7 @@ def refuse_no_groups(
     for name, part in zip(names if len(parts) > 1 else [" ".join(names)], parts, strict=True):
         if not count(part):
             raise InputError(
-                f"{flag} {name}: has no group outside the validation split{too_long_note(reader.lengths)}; give more "
+                f"{flag} {name}: has no group outside the validation split{too_long_note(reader)}; give more "
                 "data, or --validation-data"
             )
 
@@ -266,10 +266,11 @@ def notes_on(reader: GroupReader, excluded: int, used_twice: int) -> list[tuple[
     excluded: groups with a prompt of the validation data. used_twice: groups of a single prompt.
     """
     lengths, options = reader.lengths, reader.options
+    limit = f"{options.max_length} tokens" if options.kind == "prompts" else f"--max-length {options.max_length}"
     return [
         *reader.notes_on_splits(),
         (reader.skipped, "bad line", "skipped"),
-        (lengths.dropped, "group", f"longer than --max-length {options.max_length} dropped"),
+        (lengths.dropped, "group", f"longer than {limit} dropped"),
         (lengths.cut_prompts, "prompt", f"cut to --max-prompt-length {options.max_prompt_length}"),
         (lengths.cut_completions, "group", f"cut to --max-length {options.max_length}"),
         (excluded, "group", "excluded, with a prompt of the validation data"),
@@ -277,7 +278,9 @@ def notes_on(reader: GroupReader, excluded: int, used_twice: int) -> list[tuple[
     ]
 
 
-def too_long_note(lengths: Lengths) -> str:
-    if not lengths.dropped:
+def too_long_note(reader: GroupReader) -> str:
+    if not reader.lengths.dropped:
         return ""
-    return f" ({counted(lengths.dropped, 'group')} dropped as too long; raise --max-length, or use --too-long cut)"
+    of_prompts = reader.options.kind == "prompts"
+    remedy = "lower --max-completion-length" if of_prompts else "raise --max-length, or use --too-long cut"
+    return f" ({counted(reader.lengths.dropped, 'group')} dropped as too long; {remedy})"

@@ -23,9 +23,15 @@ from ligermodels.training.data.preferences import Group, GroupOptions, GroupProm
 from ligermodels.training.data.preferences.layout import GroupPiece
 from ligermodels.training.data.preferences.steps import Groups
 from ligermodels.training.objectives.distillation.distill import GroupDistill, TeacherObjective, divergence_sums
-from ligermodels.training.objectives.grpo.sampling import Sampler, SamplingPlan, engine_size
+from ligermodels.training.objectives.grpo.sampling import (
+    Sampler,
+    SamplingPlan,
+    completion_limit,
+    engine_size,
+    most_prompt_tokens,
+)
 from ligermodels.training.objectives.objective import Share, Work
-from ligermodels.training.planning.defaults import TORCH_DTYPES
+from ligermodels.training.planning.defaults import TORCH_DTYPES, Choice
 from ligermodels.training.settings.config import RunConfig, TrainConfig
 
 
@@ -51,23 +57,17 @@ class OnPolicyDistill(TeacherObjective, GroupDistill):
     def group_options(self, length: int, positions: int) -> GroupOptions:
         if self.kind == "distillation":
             return replace(super().group_options(length, positions), needs_prompts=True)
-        longest = positions - self.config.longest_completion
-        if longest < 2:
-            raise InputError(
-                f"--max-completion-length {self.config.longest_completion}: leaves no room for a prompt in the "
-                f"{positions} positions of the model; lower it"
-            )
-        return GroupOptions(kind=self.kind, max_length=longest, row_length=length)
+        return GroupOptions(
+            kind=self.kind, max_length=most_prompt_tokens(self.config, positions), row_length=length
+        )
 
     def open(self, folder: Path | None, model: CausalLM, adapter: Path | None) -> None:
         super().open(folder, model, adapter)
         self.longest_prompt = max(self.data.training.groups.longest_prompt, self.data.validation.groups.longest_prompt)
-        positions = model.config.max_position_embeddings
-        if self.longest_prompt + self.config.longest_completion > positions:
-            raise InputError(
-                f"--max-completion-length {self.config.longest_completion}: with the longest prompt, of "
-                f"{self.longest_prompt} tokens, more than the {positions} positions of the model; lower it"
-            )
+        self.limit = completion_limit(self.config, model.config.max_position_embeddings, self.data)
+
+    def choices(self, hidden_size: int) -> dict[str, Choice]:
+        return super().choices(hidden_size) | self.limit
 
     def plan(self, temperature: float) -> SamplingPlan:
         return SamplingPlan(1, temperature, self.config.longest_completion, seed=self.config.seed)

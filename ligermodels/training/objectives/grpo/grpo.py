@@ -48,7 +48,7 @@ from ligermodels.training.objectives.grpo.policy import (
     step_metrics,
 )
 from ligermodels.training.objectives.grpo.reward_worker import TrainerState
-from ligermodels.training.objectives.grpo.rewards import check_columns, named_rewards, open_rewards
+from ligermodels.training.objectives.grpo.rewards import check_columns, named_rewards, open_rewards, with_limit
 from ligermodels.training.objectives.grpo.rollouts import (
     MiniBatch,
     RolloutBatch,
@@ -58,7 +58,15 @@ from ligermodels.training.objectives.grpo.rollouts import (
     pack_rollouts,
     with_values,
 )
-from ligermodels.training.objectives.grpo.sampling import Sampler, SamplingPlan, VLLMSampler, engine_size, import_vllm
+from ligermodels.training.objectives.grpo.sampling import (
+    Sampler,
+    SamplingPlan,
+    VLLMSampler,
+    completion_limit,
+    engine_size,
+    import_vllm,
+    most_prompt_tokens,
+)
 from ligermodels.training.objectives.objective import Objective, RunSetup, Share, Work
 from ligermodels.training.objectives.preference.references import (
     Reference,
@@ -70,7 +78,13 @@ from ligermodels.training.objectives.preference.references import (
 )
 from ligermodels.training.optimizers.schedules import default_learning_rate
 from ligermodels.training.parallel.fsdp import dp_shard_size
-from ligermodels.training.planning.defaults import TORCH_DTYPES, WARMUP_FRACTION, Choice, validation_interval
+from ligermodels.training.planning.defaults import (
+    TORCH_DTYPES,
+    WARMUP_FRACTION,
+    Choice,
+    validation_interval,
+    with_choices,
+)
 from ligermodels.training.reporting.metrics import COMPLETIONS_FILE, CompletionsFile, Validation
 from ligermodels.training.reward_function import ModelReward
 from ligermodels.training.run.stopping import Stop
@@ -126,12 +140,8 @@ class GRPO(Objective):
     def open(self, folder: Path | None, model: CausalLM, adapter: Path | None) -> None:
         config = self.config
         self.share_prompts = config.share_prompts and model.shares_keys
-        longest = model.config.max_position_embeddings - config.longest_completion
-        if longest < 2:
-            raise InputError(
-                f"--max-completion-length {config.longest_completion}: leaves no room for a prompt in the "
-                f"{model.config.max_position_embeddings} positions of the model; lower it"
-            )
+        self.positions = model.config.max_position_embeddings
+        longest = most_prompt_tokens(config, self.positions)
         if self.spec is not None and self.spec.kind == "base":
             refuse_base_that_is_trained(model)
         options = GroupOptions(kind="prompts", max_length=longest, max_prompt_length=config.max_prompt_length)
@@ -155,12 +165,15 @@ class GRPO(Objective):
         return self.data.training.groups.longest_prompt
 
     def choices(self, hidden_size: int) -> dict[str, Choice]:
-        return grpo_choices(
-            self.config, len(self.data.training), len(self.data.validation), self.longest_prompt, hidden_size
-        )
+        limit = completion_limit(self.config, self.positions, self.data)
+        config, _ = with_choices(self.config, limit)
+        count, held_out = len(self.data.training), len(self.data.validation)
+        return limit | grpo_choices(config, count, held_out, self.longest_prompt, hidden_size)
 
     def complete(self, config: RunConfig) -> None:
         super().complete(config)
+        self.policy = replace(self.policy, longest=config.longest_completion)
+        self.rewards = [with_limit(function, config.longest_completion) for function in self.rewards]
         if self.spec is not None:
             self.reference = make_reference(self.spec, config, self.world, self.data.tokenizer)
         if len(self.data.training) < self.prompts_per_generation:
@@ -261,6 +274,7 @@ class GRPO(Objective):
             "time/sample": sampled - began, "time/reward": rewarded - sampled,
             "time/score": time.perf_counter() - rewarded,
         }  # fmt: skip
+        self.watch.look(generation, self.rewards)
         self.watch.refuse_useless(metrics)
         return rollouts, metrics
 

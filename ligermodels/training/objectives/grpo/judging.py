@@ -219,7 +219,17 @@ class GenerationWatch:
     def __init__(self, keeps_all: bool) -> None:
         self.keeps_all = keeps_all
         self.useless = 0  # generations in a row
+        self.absent: dict[str, str] = {}
         self.said: set[str] = set()
+
+    def look(self, generation: RewardedGeneration, functions: Sequence[RewardFunction]) -> None:
+        """Notes the functions that have given no completion of the generation a reward."""
+        for function, values in zip(functions, generation.rewards.T, strict=True):
+            if values.isnan().all():
+                self.absent[f"absent {function.name}"] = (
+                    f"--reward {function.name}: is None for all {len(values)} completions of a generation, which adds "
+                    "nothing to their rewards: return numbers, or check the columns that it reads"
+                )
 
     def refuse_useless(self, metrics: Mapping[str, float]) -> None:
         """Raises InputError where no group of many generations in a row could teach anything."""
@@ -233,7 +243,7 @@ class GenerationWatch:
 
     def warnings(self, values: Mapping[str, float]) -> list[str]:
         """What there is to say after a step with these metrics."""
-        found = {}
+        found = dict(self.absent)
         if values.get("frac_reward_zero_std", 0) > MUCH_ZERO_SPREAD:
             found["spread"] = (
                 f"{values['frac_reward_zero_std']:.0%} of the prompts got equal rewards for all completions, and teach "

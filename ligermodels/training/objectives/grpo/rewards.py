@@ -97,6 +97,13 @@ def named_reward(text: str, max_completion_length: int, process: RewardProcess) 
     return RewardFunction(spec.text, kind, built_in, spec.weight)
 
 
+def with_limit(function: RewardFunction, max_completion_length: int) -> RewardFunction:
+    """The function, with another most tokens of a completion: of the built-in ones, `length` reads it."""
+    if function.spec.partition(":")[0] != "length":
+        return function
+    return function._replace(function=built_in_reward(function.spec, max_completion_length))
+
+
 def open_rewards(functions: Sequence[RewardFunction], seconds: float = LONGEST_WAIT) -> None:
     """Runs the functions' files as Python code, each within so many seconds. Raises InputError for a file that does not
     run, or has no such function."""

@@ -27,8 +27,10 @@ from ligermodels.generation.texts import RowText, StopStrings, model_stop_tokens
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.optional_packages import import_package
 from ligermodels.tokenizer import Tokenizer
-from ligermodels.training.data.preferences import GroupPrompt
+from ligermodels.training.data.preferences import GroupPrompt, PreferenceData
 from ligermodels.training.parallel import fsdp
+from ligermodels.training.planning.defaults import Choice
+from ligermodels.training.settings.config import TrainConfig
 from ligermodels.weights.exporting import hub_weights, write_config
 from ligermodels.weights.mapping import is_lora_parameter
 
@@ -46,6 +48,33 @@ class SamplingPlan:
     max_new_tokens: int
     stop: tuple[str, ...] = ()
     seed: int = 0
+
+
+def most_prompt_tokens(config: TrainConfig, positions: int) -> int:
+    """The most tokens of a prompt in front of completions, of a model of so many positions. The default of
+    --max-completion-length takes at most a quarter of them. Raises InputError for a given one that leaves no room."""
+    given = config.max_completion_length
+    longest = positions - (given or min(config.longest_completion, positions // 4))
+    if longest < 2:
+        raise InputError(
+            f"--max-completion-length {given}: leaves no room for a prompt in the {positions} positions of the model; "
+            "lower it"
+        )
+    return longest
+
+
+def completion_limit(config: TrainConfig, positions: int, data: PreferenceData) -> dict[str, Choice]:
+    """The choice of --max-completion-length: the default, or what the longest prompt leaves of the positions. Raises
+    InputError for a given one that does not fit behind that prompt."""
+    longest = max(data.training.groups.longest_prompt, data.validation.groups.longest_prompt)
+    wanted, room = config.longest_completion, positions - longest
+    if config.max_completion_length is not None and wanted > room:
+        raise InputError(
+            f"--max-completion-length {wanted}: with the longest prompt, of {longest} tokens, more than the "
+            f"{positions} positions of the model; lower it"
+        )
+    reason = f"{positions} positions less the longest prompt" if wanted > room else ""
+    return {"max_completion_length": Choice(min(wanted, room), reason)}
 
 
 class SamplerBytes(NamedTuple):

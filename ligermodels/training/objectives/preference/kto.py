@@ -1,5 +1,6 @@
 """KTO and APO-zero of single answers that were judged good or bad. The formulas are in `ligermodels.losses`."""
 
+import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -66,7 +67,8 @@ class KTO(ReferenceObjective):
         if ratio < BALANCED[0]:
             flag, value = "--desirable-weight", desirable * BALANCED[0] / max(ratio, 1e-9)
         weighed = f"{good:,} good and {bad:,} bad examples weigh {ratio:.2f} to 1"
-        return [f"{weighed}; the paper takes 1 to 1.33: {flag} {value:.2f}"]
+        enough = math.ceil(100 * value) / 100
+        return [f"{weighed}; the paper takes 1 to 1.33: {flag} {enough:.2f}"]
 
     def count(self, batch: PreferenceBatch) -> Tensor:
         return (batch.completions.diff() > 0).sum()[None]

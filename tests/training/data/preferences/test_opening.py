@@ -181,7 +181,7 @@ def test_validation_data_take_their_prompts_out_of_training_and_counts_are_said(
         ([{"prompt": "a", "chosen": "b", "rejected": "b"}], {}, "a.jsonl:1: fields chosen and rejected are equal"),
         (pairs(1), {"max_length": 2}, "has no group outside the validation split"),
         (pairs(3), {"max_length": 4}, r"\(3 groups dropped as too long; raise --max-length, or use --too-long cut\)"),
-        (pairs(3), {"kind": "prompts", "max_length": 2}, "dropped as too long"),
+        (pairs(3), {"kind": "prompts", "max_length": 2}, "dropped as too long; lower --max-completion-length"),
     ],
 )
 def test_data_that_cannot_be_used_are_refused(tmp_path, records, options, message):

@@ -282,6 +282,21 @@ def test_bad_teachers_and_settings_without_effect_are_refused(folder):
             plan(distillation(folder, **fields))
 
 
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_a_default_limit_of_samples_is_what_the_longest_prompt_leaves(folder, share):
+    """Of 128 positions; a limit that is given and does not fit is refused, in front of completions of the data too."""
+    folder, _ = folder
+    records = [record | {"completion": " and left."} for record in PROMPTS]
+    (folder / "few.jsonl").write_text("\n".join(map(json.dumps, records)))
+    data = {"on_policy": share, **({"data": (str(folder / "few.jsonl"),)} if share < 1 else {})}
+    run = prepare(on_policy(folder, **data, max_completion_length=None), World(torch.device("cpu")))
+    limit = 128 - run.objective.longest_prompt
+    assert run.config.max_completion_length == limit < 128
+    assert f"--max-completion-length {limit}: 128 positions less the longest prompt" in run.plan.chosen
+    with pytest.raises(InputError, match=r"--max-completion-length( 126: |\);)"):
+        plan(on_policy(folder, **data, max_completion_length=126))
+
+
 def test_texts_without_prompts_are_refused_where_a_student_samples(folder):
     folder, _ = folder
     (folder / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))

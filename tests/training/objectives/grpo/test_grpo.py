@@ -15,6 +15,7 @@ from ligermodels.training.objectives.grpo.judging import pass_fraction
 from ligermodels.training.objectives.grpo.policy import policy_loss
 from ligermodels.training.preparing import prepare
 from ligermodels.training.settings.settings import config_of_run
+from tests.training.small_models import save_model
 
 REWARD = """
 def even(completion_ids, **columns):
@@ -67,6 +68,9 @@ def test_random_weights_learn_a_preference_in_twenty_steps(config, tmp_path):
     assert first["sampling/sampling_logp_difference/max"] < 1e-4
     assert 6 < first["entropy"] < 7  # nearly uniform over 1024 tokens
     assert 0.7 < first["tokens_saved"] < 0.8
+
+    warned = json.loads((tmp_path / "run" / "run.json").read_text())["warnings"]
+    assert [line["step"] for line in warned if line["text"].startswith("--reward first: is None for all 32 c")] == [1]
 
     lines = [json.loads(line) for line in (tmp_path / "run" / "completions.jsonl").read_text().splitlines()]
     assert len(lines) == 20 * 32 and lines[-1]["step"] == 20
@@ -124,6 +128,24 @@ def few(tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text("\n".join(json.dumps({"prompt": f"{n} plus {n} is"}) for n in range(40)))
     return {"data": (str(file),), "max_completion_length": 6, "prompts": 2, "generations": 4}
+
+
+def test_a_default_limit_of_completions_is_what_the_longest_prompt_leaves(config, few, tmp_path):
+    """The model has 128 positions, the default is 512; `length` counts to the limit that is chosen."""
+    given = few | {"model": str(save_model(tmp_path / "model", ["one plus one is two"] * 9)), "reward": ("length",)}
+    run = prepare(config(**given | {"max_completion_length": None}), World(torch.device("cpu")))
+    data = run.objective.data
+    longest = max(part.groups.longest_prompt for part in (data.training, data.validation))
+    limit = 128 - longest
+    assert run.config.max_completion_length == run.objective.policy.longest == limit
+    line = f"--max-completion-length {limit}: 128 positions less the longest prompt"
+    assert line in run.plan.chosen and f"chosen: {line}" in run.plan.notes
+    reward = run.objective.rewards[0].function
+    assert reward(completion_ids=[[0] * limit, [0] * (limit - limit // 5)]) == [-1.0, 0.0]
+    with pytest.raises(InputError, match=r"--max-completion-length 128: leaves no room for a prompt in the 128"):
+        prepare(config(**given | {"max_completion_length": 128}), World(torch.device("cpu")))
+    with pytest.raises(InputError, match=r"dropped as too long; lower --max-completion-length"):
+        prepare(config(**given | {"max_completion_length": 125}), World(torch.device("cpu")))
 
 
 def test_the_weight_of_the_entropy_follows_its_target_and_is_in_the_checkpoint(config, few, tmp_path):
