@@ -1,9 +1,11 @@
 """Without a GPU, Triton kernels are built for the interpreter: this must run before anything imports triton."""
 
 import fcntl
+import functools
 import gc
 import json
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -83,15 +85,27 @@ def is_slow(path):
     return path.is_relative_to(ROOT) and path.relative_to(ROOT).with_suffix("").as_posix() in SLOW
 
 
+@functools.cache
+def may_have_slow_tests(path):
+    """Whether a file is slow or has the words by which single tests are."""
+    return is_slow(path) or re.search(r"slow|\bquick\(", path.read_text(encoding="utf-8")) is not None
+
+
 def pytest_ignore_collect(collection_path, config):
-    """The quick suite does not import slow files, whose libraries take each worker half a minute."""
-    return True if config.option.markexpr == QUICK and is_slow(collection_path) else None
+    """The quick suite does not import slow files, whose libraries take each worker half a minute, nor do the slow tests
+    import the other files, which are three of four."""
+    unwanted = config.option.markexpr == QUICK and is_slow(collection_path)
+    if config.option.markexpr == "slow" and collection_path.match("test_*.py"):
+        unwanted = not may_have_slow_tests(collection_path)
+    return unwanted or None
 
 
 def pytest_collection_modifyitems(items):
     for item in items:
         if is_slow(item.path):
             item.add_marker(pytest.mark.slow)
+        elif item.get_closest_marker("slow") and not may_have_slow_tests(item.path):
+            raise pytest.UsageError(f"{item.nodeid} is slow, but `-m slow` would not find it: name `slow` in its file")
     if torch.cuda.is_available():
         return
     for item in items:

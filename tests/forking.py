@@ -2,7 +2,7 @@
 
 Functions of tests run in `start`'s. The tests' own process is not forked for them: it has threads of libraries, whose
 locks a child would find taken forever. Scripts run in those of a server, `python -m tests.forking`, which receives
-them as lines of JSON. That server imports the other libraries alone: a script imports ligermodels itself.
+them as lines of JSON.
 """
 
 import functools
@@ -20,7 +20,10 @@ from pathlib import Path
 import torch.distributed as dist
 
 ROOT = Path(__file__).parents[1]
-LIBRARIES = ("torch._dynamo", "torch.distributed.tensor", "transformers.trainer", "peft", "matplotlib.pyplot")
+LIBRARIES = (
+    *("torch._dynamo", "torch.distributed.tensor", "transformers.trainer", "peft", "matplotlib.pyplot"),
+    *("ligermodels.cli", "ligermodels.training.loop"),  # all that a run imports
+)
 
 CLEAN = multiprocessing.get_context("forkserver")
 CLEAN.set_forkserver_preload(["ligermodels.training"])
@@ -77,6 +80,15 @@ def rank_environments(ranks):
     return store, [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 
+def shrink_embedded_data():
+    """Runs get a few of the embedded stories and chats: to make all, and to answer questions about them, takes most of
+    a short run. `python train.py`, which continuous integration runs, has them all."""
+    from ligermodels.training.data.embedded import embedded  # which the tests' own process need not import
+
+    embedded.TRAINING_STORIES, embedded.VALIDATION_STORIES = 200, 8
+    embedded.TRAINING_CHATS, embedded.VALIDATION_CHATS = 200, 8
+
+
 def run_script(script, arguments, folder, output, environment):
     """Never returns. Nothing is taken down: that would take longer than most scripts."""
     os.environ.update(environment)
@@ -86,6 +98,7 @@ def run_script(script, arguments, folder, output, environment):
         os.dup2(descriptor, number)
     sys.argv, sys.path[0] = [script, *arguments], str(Path(script).parent)
     status = 1
+    shrink_embedded_data()
     try:
         runpy.run_path(script, run_name="__main__")
         status = 0

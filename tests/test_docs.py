@@ -38,6 +38,8 @@ OTHER_FLAGS |= {"--max-lora-rank", "--supervised"}
 OTHER_PROGRAMS = {"pip", "pytest", "ruff", "mypy", "lm_eval", "vllm", "llama-cli", "llama-quantize", "ollama"}
 OTHER_PROGRAMS |= {"export", "echo", "grep", "rsync", "curl", "hf"}
 OTHER_SCRIPTS = {"llama.cpp/convert_hf_to_gguf.py"}
+# Settings of mypy for snippets: other libraries, which are three quarters of what it would read, are not checked.
+OURS_ALONE = "[mypy]\nfollow_imports = skip\n[mypy-ligermodels.*]\nfollow_imports = silent\n"
 
 
 def known_flags() -> set[str]:
@@ -88,8 +90,9 @@ def test_the_python_snippets_of_the_readme_pass_mypy(tmp_path):
     script = tmp_path / "snippets.py"
     more = 'TrainConfig(model="qwen2", data="x.jsonl", log_to="wandb", offload=["optimizer"], resume=result.folder)\n'
     script.write_text("\n".join(block.code for block in python_blocks(README)) + f"\n{more}", encoding="utf-8")
-    flags = ["--config-file", str(ROOT / "pyproject.toml"), "--num-workers", "0", "--follow-imports", "silent"]
-    command = [sys.executable, "-m", "mypy", *flags, "--cache-dir", str(tmp_path / "cache"), str(script)]
+    (tmp_path / "mypy.ini").write_text(OURS_ALONE)
+    flags = ["--config-file", str(tmp_path / "mypy.ini"), "--cache-dir", str(tmp_path / "cache")]
+    command = [sys.executable, "-m", "mypy", *flags, str(script)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"MYPYPATH": str(ROOT)})
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -1,4 +1,4 @@
-"""The structure of the package: imports go down only and in no circle, and a name has one meaning."""
+"""The structure of the package and of its tests: imports go down only and in no circle, and a name has one meaning."""
 
 import ast
 import re
@@ -7,11 +7,13 @@ from graphlib import TopologicalSorter
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import ligermodels
 from ligermodels.lazy_names import names_of_stub
+from tests import conftest
 
 PACKAGE = Path(ligermodels.__file__).parent
 # The rooms from the lowest floor up: a file imports its own room and those below it, as far as they are listed.
@@ -253,3 +255,16 @@ def test_docstrings_are_sentences():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
                 assert not FRAGMENT.match(text), f"{path.relative_to(PACKAGE)}: {text.splitlines()[0]}"
+
+
+def test_slow_tests_are_in_files_that_say_so(tmp_path):
+    """`-m slow` imports no other file, so that a slow test elsewhere would never run."""
+    files = {name: tmp_path / f"test_{name}.py" for name in ("marked", "chosen", "neither")}
+    files["marked"].write_text("@pytest.mark.slow\n")
+    files["chosen"].write_text("@pytest.mark.parametrize('name', quick(NAMES, {'a'}))\n")
+    files["neither"].write_text("quickly = 1\n")
+    config = SimpleNamespace(option=SimpleNamespace(markexpr="slow"))
+    assert [name for name, file in files.items() if conftest.pytest_ignore_collect(file, config)] == ["neither"]
+    item = SimpleNamespace(path=files["neither"], nodeid="it", get_closest_marker=lambda name: name == "slow")
+    with pytest.raises(pytest.UsageError, match="it is slow, but `-m slow` would not find it"):
+        conftest.pytest_collection_modifyitems([item])

@@ -3,6 +3,7 @@
 import re
 from importlib.util import find_spec
 
+import matplotlib
 import nbformat
 import pytest
 from nbclient import NotebookClient
@@ -36,6 +37,7 @@ def test_a_notebook_runs_and_its_claim_holds(name, tmp_path, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for variable, value in {
         "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PYTHONPATH": ROOT, "XDG_CACHE_HOME": tmp_path / "cache",
+        "MPLCONFIGDIR": matplotlib.get_cachedir(),  # with its list of fonts, which takes seconds to make
     }.items():  # fmt: skip
         monkeypatch.setenv(variable, str(value))
     notebook.cells.append(nbformat.v4.new_code_cell(f"assert {CLAIMS[name]}"))

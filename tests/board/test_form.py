@@ -78,10 +78,10 @@ def test_values_are_read_as_flags_are():
     }  # fmt: skip
 
 
-def test_a_plan_is_that_of_train_dry_run(board):
-    settings = {"model": "llama", "steps": "30", "batch_size": "2"}
+def test_a_plan_is_that_of_train_dry_run(board, folder):
+    settings = {"model": "llama", "data": [str(folder / "data/own.jsonl")], "steps": "30", "batch_size": "2"}
     status, made = board.post("/api/plan", {"settings": settings})
-    expected = plan(TrainConfig(model="llama", steps=30, batch_size=2))
+    expected = plan(TrainConfig(model="llama", data=settings["data"], steps=30, batch_size=2))
     assert status == 200 and made["table"] == [list(row) for row in expected.table()]
     assert made["parts"] == {part: size for part, size in expected.memory.parts.items() if size}
     assert made["peaks"] == dict(expected.phases)

@@ -4,11 +4,14 @@ import torch
 
 import ligermodels
 from ligermodels.training import TrainConfig, train
+from ligermodels.training.data.embedded import embedded
 from tests.gguf.files import write_model
 from tests.interop.folders import new_tokenizer, tiny_model
 
 
-def test_a_file_is_trained_and_exported_with_its_tokenizer(tmp_path):
+def test_a_file_is_trained_and_exported_with_its_tokenizer(tmp_path, monkeypatch):
+    monkeypatch.setattr(embedded, "TRAINING_STORIES", 20)
+    monkeypatch.setattr(embedded, "VALIDATION_STORIES", 4)
     sizes = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "head_dim": 16}
     file = write_model(tiny_model("llama", **sizes), tmp_path)
     settings = {"data": "stories", "steps": 1, "sequence_length": 16, "batch_size": 1, "learning_rate": 1e-3}

@@ -10,8 +10,9 @@ import ligermodels
 from ligermodels.cli import main
 from ligermodels.verify import parity
 from tests.real.conftest import DEVICES
+from tests.reference_model import products
 
-NEW_TOKENS = 24
+NEW_TOKENS = 16
 QUESTIONS = ("What is the capital of France?", "Write one sentence about the sea.", "用一句话介绍长江。")
 BEGINNINGS = ("The capital of France is", "def fibonacci(n):\n", "水是地球上最常见的物质之一。")
 
@@ -51,8 +52,10 @@ def test_gemma_continues_texts_as_in_transformers(device, folder_of):
 @pytest.mark.parametrize("device", DEVICES)
 def test_verify_passes(device, folder_of, tmp_path, capsys, monkeypatch):
     if device == "cpu":
-        monkeypatch.setattr(parity, "ROW_TOKENS", 24)  # of 64: fp64 and bf16 take most of the time
-    status = main(["verify", str(folder_of("smollm2")), "--output", str(tmp_path), "--device", device, "--tokens", "4"])
+        monkeypatch.setattr(parity, "ROW_TOKENS", 24)  # of 64: fp64 takes most of the time
+    flags = ["--output", str(tmp_path), "--device", device, "--tokens", "4"]
+    with products(device):
+        status = main(["verify", str(folder_of("smollm2")), *flags])
     assert status == 0, capsys.readouterr().out
     (certificate,) = (json.loads(file.read_text()) for file in tmp_path.glob("*.json"))
     outcomes = {check["name"]: check["outcome"] for check in certificate["checks"]}

@@ -1,6 +1,7 @@
 """Training of a trained model: LoRA that lowers the loss of held-out chats, whose results PEFT and transformers read,
 and a step of reinforcement learning."""
 
+import importlib
 import json
 import math
 from pydoc_data.topics import topics
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import ligermodels
 from ligermodels.training import TrainConfig, train
+from ligermodels.training.objectives import evaluation
 from ligermodels.training.objectives.grpo import grpo
 from ligermodels.training.objectives.grpo.policy import policy_loss
 from tests.kernels.error_budget import relative_error
@@ -20,6 +22,7 @@ from tests.real.conftest import DEVICES
 STEPS = 20
 ANSWER = 160  # characters
 HELD_OUT = 20  # every so many chats
+loop = importlib.import_module("ligermodels.training.loop")
 REWARD = (
     "def short(completions, **columns):\n    return [-float(len(messages[0]['content'])) for messages in completions]\n"
 )
@@ -38,6 +41,15 @@ def write(file, records):
     return str(file)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def bare_runs():
+    """Runs without what these tests do not read."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "draw_curves", lambda *_: None)
+        patch.setattr(evaluation, "SAMPLE_TOKENS", 4)
+        yield
+
+
 @pytest.fixture(scope="module", params=DEVICES)
 def device(request):
     return request.param
@@ -53,7 +65,7 @@ def run(device, folder_of, tmp_path_factory):
     settings = {
         "model": str(folder_of("smollm2")), "data": (data,), "validation_data": (held_out,), "steps": STEPS,
         "lora_rank": 8, "lora_export": "adapter", "batch_size": 1, "sequence_length": 96, "eval_every": STEPS,
-        "learning_rate": 1e-3, "output": path / "run",
+        "learning_rate": 1e-3, "checkpoint_every": 0, "output": path / "run",
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(path / "cache"))
@@ -114,7 +126,7 @@ def test_the_first_update_of_grpo_has_ratios_of_exactly_one(device, folder_of, t
         "model": str(folder_of("smollm2")), "objective": "grpo", "data": (write(tmp_path / "prompts.jsonl", prompts),),
         "reward": (f"{tmp_path / 'rewards.py'}:short",), "prompts": 2, "generations": 4, "max_completion_length": 12,
         "iterations": 2, "steps": 2, "warmup": 0, "learning_rate": 1e-6, "eval_every": 9,
-        "no_export": True, "output": tmp_path / "run",
+        "checkpoint_every": 0, "no_export": True, "output": tmp_path / "run",
     }  # fmt: skip
     metrics = [record for record in train(TrainConfig(**settings)).metrics if "reward" in record]
     updates = len(equal) // 2

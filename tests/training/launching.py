@@ -22,10 +22,9 @@ import torch
 import torch._dynamo  # imported by every optimizer
 
 import ligermodels.cli  # noqa: F401  all that a run imports, once for all runs
-from ligermodels.training.data.embedded import embedded
 from ligermodels.training.objectives import evaluation
 from ligermodels.training.reporting.metrics import read_metrics
-from tests.forking import rank_environments
+from tests.forking import rank_environments, shrink_embedded_data
 from tests.training.file_operations import FileOperations
 
 loop = importlib.import_module("ligermodels.training.loop")
@@ -198,7 +197,6 @@ def main():
 
 
 if __name__ == "__main__":
-    embedded.TRAINING_STORIES, embedded.VALIDATION_STORIES = 200, 8
-    embedded.TRAINING_CHATS, embedded.VALIDATION_CHATS = 200, 8
+    shrink_embedded_data()
     evaluation.SAMPLE_TOKENS = 10  # on several ranks each token takes as long as a step
     main()

@@ -54,7 +54,7 @@ def checkpointing_of(model: CausalLM, mode: str, estimate: MemoryEstimator, usab
 def least_checkpointing(model: CausalLM, estimate: MemoryEstimator, usable: float) -> Checkpointing:
     """What recomputes least and fits: as few blocks as possible; if it must be all, they keep as much as possible."""
     blocks = len(model.blocks)
-    if estimate(checkpointed_blocks=0).peak <= usable:
+    if estimate(checkpointed_blocks=0, kept_tensors=0).peak <= usable:
         return Checkpointing(0, 0)
     if estimate(checkpointed_blocks=blocks, kept_tensors=0).peak > usable:
         return Checkpointing(blocks, 0)

@@ -17,9 +17,9 @@ chosen.
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from ligermodels.distributed import World
@@ -212,6 +212,7 @@ class Search:
     sizes: Sequence[int]
     micro_batches: Callable[[int], int]
     needs: Callable[[RunConfig], MemoryEstimator]
+    estimators: dict[Placement, MemoryEstimator] = field(default_factory=dict, init=False)
 
     def plain(self) -> Placement:
         """The placement that is taken without memory in mind."""
@@ -255,8 +256,12 @@ class Search:
         return fits and config.objective in objectives and config.on_nan != "skip"
 
     def estimate_of(self, placement: Placement) -> MemoryEstimator:
-        needs = self.needs(replace(self.config, **placement.settings))
-        return partial(needs, batch_size=placement.micro_batch_size)
+        """The plan of a placement with other checkpointing. It walks over all parameters, and is made once for each."""
+        placement = replace(placement, checkpointing=NO_CHECKPOINTING)
+        if placement not in self.estimators:
+            needs = self.needs(replace(self.config, **placement.settings))
+            self.estimators[placement] = cache(partial(needs, batch_size=placement.micro_batch_size))
+        return self.estimators[placement]
 
     def fitted(self, placement: Placement, device: Device, usable: float) -> Fitted:
         """The placement with as little checkpointing as `usable` bytes demand; all of it may not be enough."""

@@ -176,20 +176,19 @@ class HeaderReader:
         self.position += count
         return data
 
-    def number(self, code: str, what: str) -> Any:
-        form = struct.Struct("<" + code)
-        return form.unpack(self.take(form.size, what))[0]
+    def number(self, size: int, what: str) -> int:
+        return int.from_bytes(self.take(size, what), "little")
 
     def count(self, what: str, limit: int, least_bytes: int) -> int:
         """A number of things of which each takes `least_bytes` or more."""
-        count = self.number("Q", f"the number of {what}")
+        count = self.number(8, f"the number of {what}")
         left = self.limit - self.position
         if count > limit or count * least_bytes > left:
             raise self.error(f"claims {count} {what}, more than {min(limit, left // least_bytes)}")
         return count
 
     def string(self, what: str, limit: int = MAX_STRING_BYTES) -> str:
-        length = self.number("Q", what)
+        length = self.number(8, what)
         if length > limit:
             raise self.error(f"{what} has {length} bytes, more than {limit}")
         try:
@@ -202,7 +201,7 @@ class HeaderReader:
         magic = self.take(4, "the magic number")
         if magic != MAGIC:
             raise self.error(f"begins with {magic!r}, not {MAGIC!r}: it is no GGUF file")
-        version = self.number("I", "the version")
+        version = self.number(4, "the version")
         if version not in VERSIONS:
             big_endian = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS
             fault = "is big-endian" if big_endian else f"has version {version}"
@@ -214,7 +213,7 @@ class HeaderReader:
         return tensor_count, self.count("metadata entries", MAX_ENTRIES, 13)
 
     def value(self, key: str) -> Any:
-        kind = self.number("I", key)
+        kind = self.number(4, key)
         if kind == STRING:
             return self.string(key)
         if kind == ARRAY:
@@ -227,7 +226,7 @@ class HeaderReader:
         return bool(value) if kind == BOOL else value.item()
 
     def array(self, key: str) -> Any:
-        kind = self.number("I", key)
+        kind = self.number(4, key)
         if kind == STRING:
             count = self.count(f"strings in {key}", MAX_STRINGS - self.strings, 8)
             self.strings += count
@@ -245,11 +244,11 @@ class HeaderReader:
             name = self.string("the name of a tensor", MAX_NAME_BYTES)
             if name in found:
                 raise self.error(f"tensor {name} is described twice")
-            dimensions = self.number("I", name)
+            dimensions = self.number(4, name)
             if not 0 < dimensions <= GGUF_DIMENSIONS:
                 raise self.error(f"tensor {name} has {dimensions} dimensions, not 1 to {GGUF_DIMENSIONS}")
             shape = struct.unpack(f"<{dimensions}Q", self.take(8 * dimensions, name))[::-1]
-            found[name] = shape, self.number("I", name), self.number("Q", name)
+            found[name] = shape, self.number(4, name), self.number(8, name)
         return found
 
 

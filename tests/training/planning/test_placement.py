@@ -131,6 +131,18 @@ def test_the_order_of_placements_is_the_measured_one():
     assert on_device.seconds / offloaded.seconds == pytest.approx(11518 / 11115, rel=0.02)
 
 
+def test_no_plan_of_the_memory_is_made_twice():
+    """Where nothing fits, each placement is looked at without checkpointing, with as much as it takes, and with all."""
+    case, made = Case("1b"), []
+
+    def counted(changed):
+        needs, settings = case.search.needs(changed), [getattr(changed, name) for name in NOT_GIVEN]
+        return lambda **given: made.append((*settings, changed.optimizer_state_dtype, given)) or needs(**given)
+
+    choose_placement(replace(case.search, needs=counted), case.device(2, 60))
+    assert len(made) == len({str(one) for one in made}) == 2 * len(list(case.search.options()))
+
+
 def test_among_equals_it_takes_what_changes_least():
     case = Case("1b")
     chosen, memory, device = case.chosen(79.1, 200)

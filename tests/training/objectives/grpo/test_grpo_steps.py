@@ -17,6 +17,7 @@ from ligermodels.layers import lm_head
 from ligermodels.layers.lora import lora_disabled
 from ligermodels.training import TrainConfig
 from ligermodels.training.checkpoints import Progress
+from ligermodels.training.data.embedded import embedded
 from ligermodels.training.objectives import RunSetup
 from ligermodels.training.objectives.grpo.policy import POLICY_LOSSES, PolicyOptions, policy_options
 from ligermodels.training.objectives.grpo.sampling import Sampler
@@ -24,6 +25,7 @@ from ligermodels.training.preparing import prepare
 
 REWARDS = "def even(completion_ids, **_):\n    return [sum(t % 2 for t in ids) / len(ids) for ids in completion_ids]\n"
 GENERATIONS, LONGEST, TEMPERATURE = 3, 6, 0.7
+SUMS = embedded.EmbeddedSplit("sums", seed=0, size=200), embedded.EmbeddedSplit("sums", seed=1, size=20)  # of 8,480
 SECOND = Progress(step=1, rows=2)  # the second update of the first generation: ratios are not 1
 
 
@@ -41,6 +43,7 @@ def made(tmp_path_factory):
         }  # fmt: skip
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+            patch.setitem(embedded.EMBEDDED_GROUPS, "sums", SUMS)
             run = prepare(TrainConfig(**(given | changes)), World(torch.device("cpu")))
             model, objective = run.model.to_empty(device="cpu"), run.objective
             model.initialize(0)
