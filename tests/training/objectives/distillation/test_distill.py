@@ -21,6 +21,7 @@ from ligermodels.training.objectives.distillation import teachers
 from ligermodels.training.objectives.distillation.distill import parse_divergence
 from ligermodels.training.preparing import prepare
 from ligermodels.training.reporting.flops import forward_flops
+from tests.suites import slow
 from tests.training.small_models import RAW, save_model, validations
 
 NAMES, PLACES, THINGS = (
@@ -191,6 +192,7 @@ def on_policy(folder, **fields):
     return distillation(folder, **(given | {"validation_fraction": 0.3, "learning_rate": 1e-2} | fields))
 
 
+@slow
 def test_a_student_learns_on_its_own_completions(folder):
     folder, _ = folder
     run = train(on_policy(folder, steps=40, eval_every=40, output=folder / "sampled"))
