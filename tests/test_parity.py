@@ -13,7 +13,7 @@ from tests.conftest import DEVICE
 from tests.kernels.error_budget import relative_error
 from tests.parity import FP32_FACTOR, HALF, check_half_precision, moved, reference_results, results
 from tests.reference_model import labels_of, prompt_of, save_reference, tokens
-from tests.suites import KINDS_OF_CACHE, of_families, quick
+from tests.suites import KINDS_OF_MODELS, of_families, quick
 
 VANISHING = 1e-12  # gradients that are smaller in fp64 are 0, and rounding is left of them
 FEW_NUMBERS = 16  # the reference's error of fewer may be tiny by chance: they are allowed that of a typical tensor
@@ -116,7 +116,7 @@ def continued(reference, prompt, count, use_cache=True):
     return reference.generate(row, attention_mask=every, **options)[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("name", quick(GENERATING, KINDS_OF_CACHE))
+@pytest.mark.parametrize("name", quick(GENERATING, KINDS_OF_MODELS))
 def test_greedy_generation_gives_the_tokens_of_the_reference(name, tmp_path):
     """Prompts longer and shorter than the window, in one batch; the reference runs them separately."""
     reference = save_reference(CASES[name], tmp_path)
@@ -143,7 +143,7 @@ def test_generation_is_right_across_the_length_where_rope_frequencies_change(nam
         assert ligermodels.generate(model, [prompt], max_new_tokens=12, stop_tokens=()) == [truth], length
 
 
-@pytest.mark.parametrize("name", quick(PACKED, of_families(PACKED)))
+@pytest.mark.parametrize("name", quick(PACKED, KINDS_OF_MODELS))
 def test_packed_documents_give_the_results_of_separate_runs(name):
     model = ligermodels.create(CASES[name], device=DEVICE)
     with torch.no_grad():

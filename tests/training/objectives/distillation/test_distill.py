@@ -21,7 +21,7 @@ from ligermodels.training.objectives.distillation import teachers
 from ligermodels.training.objectives.distillation.distill import parse_divergence
 from ligermodels.training.preparing import prepare
 from ligermodels.training.reporting.flops import forward_flops
-from tests.suites import slow
+from tests.suites import quick, slow
 from tests.training.small_models import RAW, save_model, validations
 
 NAMES, PLACES, THINGS = (
@@ -108,6 +108,9 @@ def test_stored_log_probabilities_of_the_teacher_itself_have_no_divergence(folde
         plan(distillation(folder, teacher="top-k", divergence="tvd"))
 
 
+STORED = [("texts", {}), ("texts", {"packing": False}), ("conversations", {"sequence_length": 64})]
+
+
 @pytest.fixture(scope="module")
 def conversations(folder):
     """Prompts with completions: some places of a row are supervised, and the head takes these alone."""
@@ -118,9 +121,7 @@ def conversations(folder):
     return folder
 
 
-@pytest.mark.parametrize(
-    "data, more", [("texts", {}), ("texts", {"packing": False}), ("conversations", {"sequence_length": 64})]
-)
+@pytest.mark.parametrize("data, more", quick(STORED, STORED[-1:]))
 def test_stored_states_train_as_the_teacher_beside_the_student(conversations, capsys, data, more, request):
     """To the bit: the states are those of the same passes. Of the second run no weight of the teacher is read."""
     folder, name = conversations, request.node.callspec.id
