@@ -15,7 +15,7 @@ from ligermodels.training.objectives.grpo.judging import pass_fraction
 from ligermodels.training.objectives.grpo.policy import policy_loss
 from ligermodels.training.preparing import prepare
 from ligermodels.training.settings.settings import config_of_run
-from tests.suites import quick
+from tests.suites import quick, slow
 
 REWARD = """
 def even(completion_ids, **columns):
@@ -83,6 +83,7 @@ class Killed(Exception):
     pass
 
 
+@slow
 def test_a_run_that_is_killed_between_two_updates_resumes_to_the_bit(config, tmp_path, monkeypatch):
     """Of the second generation's four updates one is done: the resumed run must not sample anew.
 
