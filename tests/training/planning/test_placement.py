@@ -106,7 +106,7 @@ SLOW_TABLE = [
     (("8b", 8, 1), 47.5, 200, (8, "adamw8bit", True, True, 29)),
     (("1b", 8, 1), 79.1, 60, (8, "adamw", False, False, 0)),
 ]
-ROWS = [*TABLE, *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW_TABLE)]
+ROWS = [*TABLE, *(pytest.param(*row, marks=slow) for row in SLOW_TABLE)]
 
 
 @pytest.mark.parametrize(("run", "gib", "host", "expected"), ROWS)
