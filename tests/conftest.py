@@ -54,7 +54,8 @@ def shorten_compilation():
     guards.profile_guard_manager = lambda *_: 0.0  # microseconds, which it logs
 
 
-# Files whose tests start processes, compile, train, or try what other tests notice. Single tests are marked `slow`.
+# Files whose tests start processes, compile, train, or try what other tests notice. Single tests are marked `slow`, and
+# those that start runs are: their server imports all of training, which takes each worker ten seconds.
 SLOW = (
     *("board/test_browser", "board/test_form", "board/test_processes", "images/test_sabotage"),
     *("adapters/test_adapters", "test_bench", "test_bench_real_models", "test_bench_train_curve", "test_docs"),
@@ -63,9 +64,9 @@ SLOW = (
     *("real/test_conversion", "real/test_generation", "real/test_logits", "real/test_quantised"),
     *("real/test_tokenizers", "real/test_training"),
     *("integrations/test_transformers", "interop/test_accelerate", "interop/test_distributed_tools"),
-    *("interop/test_generation", "interop/test_lightning", "interop/test_torch_tools", "interop/test_trainer"),
-    *("interop/test_trl", "test_examples", "test_notebooks"),
-    *("layers/checkpointing/test_activation_checkpointing", "layers/test_compile"),
+    *("interop/test_exports", "interop/test_generation", "interop/test_lightning", "interop/test_torch_tools"),
+    *("interop/test_trainer", "interop/test_trl", "interop/test_trl_steps", "test_examples", "test_notebooks"),
+    *("layers/checkpointing/test_activation_checkpointing", "layers/test_compile", "losses/test_sabotage"),
     *("training/test_against_transformers", "training/test_proof"),
     *("training/objectives/grpo/test_grpo_steps", "training/objectives/test_ranks", "training/objectives/test_runs"),
     *("stress/test_stress", "training/test_train", "training/test_train_stopped", "training/checkpoints/test_killing"),
@@ -77,8 +78,8 @@ ROOT = Path(__file__).parent
 
 
 def pytest_xdist_auto_num_workers(config):
-    """One more than the usual number: a test that waits for its processes leaves a core idle."""
-    return usual_num_workers(config) + 1
+    """Of slow tests one more than the usual number: one that waits for its processes leaves a core idle."""
+    return usual_num_workers(config) + (config.option.markexpr != QUICK)
 
 
 def is_slow(path):
@@ -102,7 +103,7 @@ def pytest_ignore_collect(collection_path, config):
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        if is_slow(item.path):
+        if is_slow(item.path) or "launch_server" in item.fixturenames:
             item.add_marker(pytest.mark.slow)
         elif item.get_closest_marker("slow") and not may_have_slow_tests(item.path):
             raise pytest.UsageError(f"{item.nodeid} is slow, but `-m slow` would not find it: name `slow` in its file")

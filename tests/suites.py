@@ -6,6 +6,12 @@ from typing import Any
 import pytest
 
 slow = pytest.mark.slow
+# Families that together have every kind of block, mixer, cache and position; padding and generation know no others.
+KINDS_OF_MODELS = [
+    "llama", "mistral", "gemma2", "gemma3_text", "gemma4_text", "gemma4", "smollm3", "cohere2", "phi3", "olmo2",
+    "hunyuan_v1_dense", "gpt_oss", "qwen2_moe", "deepseek_v3", "qwen3_next", "qwen3_5", "lfm2", "granitemoehybrid",
+    "qwen2_vl", "mllama",
+]  # fmt: skip
 
 
 def quick(names: Iterable[Any], chosen: Collection[Any]) -> list[Any]:

@@ -25,6 +25,7 @@ from ligermodels.memory.model import training_memory
 from ligermodels.units import memory_size
 from ligermodels.weights.files import tensor_hashes
 from tests.cases import LLAMA
+from tests.suites import slow
 
 LONG = 5000 * "x"
 
@@ -445,6 +446,7 @@ def test_export_writes_another_dtype_smaller_shards_and_a_merged_adapter(folder,
     assert "out/notes.txt" in error_line(["export", str(folder), str(tmp_path / "out"), "--overwrite"], capsys)
 
 
+@slow
 def test_list_prints_what_the_presets_have(capsys):
     """`hub/architectures.txt` is written from `architecture_lines()`."""
     assert main(["list"]) == 0

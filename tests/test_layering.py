@@ -3,11 +3,13 @@
 import ast
 import re
 from collections import defaultdict
+from functools import cache
 from graphlib import TopologicalSorter
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 
@@ -106,9 +108,31 @@ MAY_IMPORT_WITHIN = {
 }
 
 
+class Source(NamedTuple):
+    """What the tests read of a file. The trees of all files would take a worker too much memory."""
+
+    imports: list[ast.Import | ast.ImportFrom]
+    first_imports: list[ast.Import | ast.ImportFrom]  # outside of functions
+    docstrings: list[str]
+    names: list[str]  # at the top level
+
+
+@cache  # parsing takes most of these tests' time
+def source(path):
+    tree = ast.parse(path.read_text())
+    nodes = [*ast.walk(tree)]
+    documented = (node for node in nodes if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef))
+    return Source(
+        imports=[node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)],
+        first_imports=[node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)],
+        docstrings=[*filter(None, map(ast.get_docstring, documented))],
+        names=[*top_level_names(tree)],
+    )
+
+
 def imports_of(path):
     """Modules of the package that a file imports, as paths from the package: 'kernels.rope'."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in source(path).imports:
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
             names = (
@@ -155,17 +179,16 @@ def imports_an_oracle(nodes):
     return {"transformers", "peft"} & {
         name.split(".")[0]
         for node in nodes
-        if isinstance(node, ast.Import | ast.ImportFrom)
         for name in ([a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""])
     }
 
 
 def test_the_product_does_not_import_the_oracles():
     """But in one file of `verify`, there not before it is asked to compare, and in `integrations`, imported by none."""
-    importing = {path for path in PACKAGE.rglob("*.py") if imports_an_oracle(ast.walk(ast.parse(path.read_text())))}
+    importing = {path for path in PACKAGE.rglob("*.py") if imports_an_oracle(source(path).imports)}
     reference, integrations = PACKAGE / "verify" / "reference.py", PACKAGE / "integrations"
     assert importing == {reference, integrations / "generation_cache.py", integrations / "transformers.py"}
-    assert not imports_an_oracle(ast.parse(reference.read_text()).body)
+    assert not imports_an_oracle(source(reference).first_imports)
     others = [path for path in PACKAGE.rglob("*.py") if integrations not in path.parents]
     assert not [path for path in others if any(name.startswith("integrations") for name in imports_of(path))]
 
@@ -176,7 +199,7 @@ def module_of(path):
 
 def files_imported_by(path, files):
     """The modules of the package that a file imports, a package's `__init__` only where a name of its own is taken."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in source(path).imports:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("ligermodels"):
             module = node.module.removeprefix("ligermodels").removeprefix(".")
             for alias in node.names:
@@ -210,8 +233,8 @@ def test_no_file_imports_itself_by_way_of_others():
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the files
 
 
-def top_level_names(path):
-    for node in ast.parse(path.read_text()).body:
+def top_level_names(tree):
+    for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
@@ -226,7 +249,7 @@ MAY_REPEAT = {"main", "run", "BASE", "HUB", "TINY", "SMALL", "TEXT", "TOWER", "M
 def test_a_name_has_one_meaning():
     places = defaultdict(set)
     for path in PACKAGE.rglob("*.py"):
-        for name in top_level_names(path):
+        for name in source(path).names:
             if not name.startswith("_") and name not in MAY_REPEAT:
                 places[name].add(module_of(path))
     # ops and nn are the face of the kernels: what they define has the kernels' names.
@@ -252,9 +275,8 @@ FRAGMENT = re.compile(r"Of |Those |The same |That of |As those |As `|.*[Mm]ust n
 def test_docstrings_are_sentences():
     """They have a verb, and do not say what a module may not import: this file does."""
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (text := ast.get_docstring(node)):
-                assert not FRAGMENT.match(text), f"{path.relative_to(PACKAGE)}: {text.splitlines()[0]}"
+        for text in source(path).docstrings:
+            assert not FRAGMENT.match(text), f"{path.relative_to(PACKAGE)}: {text.splitlines()[0]}"
 
 
 def test_slow_tests_are_in_files_that_say_so(tmp_path):

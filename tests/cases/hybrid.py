@@ -102,6 +102,7 @@ GRANITE = TINY | {
     "layer_types": [MAMBA, ATTENTION, MAMBA],
     "mamba_n_heads": 6,
     "mamba_d_state": 10,
+    "mamba_chunk_size": 8,  # of the reference, which pads a sequence to a multiple of it
     "intermediate_size": 24,
     "shared_intermediate_size": 40,
     "num_local_experts": 7,

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 import ligermodels
+from tests.suites import slow
 
 MOST_SECONDS = 1.5  # of CPU; about 0.15 on an idle core, more where processes share one
 # Runs a command, then prints what it imported and the CPU time of the whole process.
@@ -70,6 +71,7 @@ def test_importing_the_package_does_not_import_torch():
     assert output == "False True\n"
 
 
+@slow
 def test_dir_of_the_package_shows_the_public_names_alone():
     output, _ = ran("import ligermodels; ligermodels.create; print(*dir(ligermodels))")
     assert set(output.split()) == {*ligermodels.__all__, "losses", "nn", "ops", "training"}

@@ -22,6 +22,7 @@ from tests.kernels.quant.test_nf4 import dequantised_by_bitsandbytes
 from tests.layers.adapters import adapt
 from tests.layers.quantised_models import PeakBytes, quantised_and_dense
 from tests.layers.saved_bytes import saved_by
+from tests.suites import slow
 
 EXPERTS, INNER, HIDDEN = 4, 64, 128
 SIZES = {
@@ -178,6 +179,7 @@ def test_lora_is_exported_loaded_and_merged_as_on_any_base(folder, tmp_path):
     assert torch.equal(merged.down_proj, expected)
 
 
+@slow
 def test_the_dense_model_is_never_in_memory(tmp_path):
     """At most one weight is dense, with what quantising it needs: a dozen bytes for each of its elements."""
     folder = saved(RAW | {"num_hidden_layers": 24, "vocab_size": 64}, tmp_path / "model")

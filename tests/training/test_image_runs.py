@@ -24,10 +24,13 @@ from ligermodels.training.settings.settings import config_of_run
 from ligermodels.vision.patch_positions import Grid
 from tests.images.folders import picture, png, write_folder
 from tests.images.models import save_image_model
+from tests.suites import quick
 from tests.training.launching import TRAIN, losses, weights
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "gemma3", "llava", "smolvlm", "mistral3", "mllama"])
+@pytest.mark.parametrize(
+    "family", quick(["qwen2_vl", "gemma3", "llava", "smolvlm", "mistral3", "mllama"], ["qwen2_vl", "mllama"])
+)
 def test_shapes_train_and_export(family, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(embedded, "TRAINING_SHAPES", 24)
@@ -183,7 +186,7 @@ MIXED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", MIXED)
+@pytest.mark.parametrize("case", quick(MIXED, ["the projector", "the tower, during backward"]))
 def test_steps_without_an_image_train_nothing_where_no_text_is_trained(case, tmp_path, monkeypatch):
     """The norms of their gradients are zero, and those of the other steps are not."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -210,7 +213,7 @@ def test_steps_without_an_image_train_nothing_where_no_text_is_trained(case, tmp
     assert len(norms) == 11 and norms.count(0.0) in (8, 9)
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "gemma3", "mllama"])
+@pytest.mark.parametrize("family", quick(["qwen2_vl", "gemma3", "mllama"], ["qwen2_vl"]))
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_interrupted(family, tmp_path, monkeypatch):
     """Records of no, one, two and three images of unequal sizes, packed; more than an epoch."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -1,5 +1,6 @@
 """QLoRA runs: of every kind they take the steps that they would take on the dequantised weights, to the bit."""
 
+import itertools
 import json
 import re
 import shutil
@@ -23,6 +24,7 @@ from ligermodels.training.preparing import prepare
 from ligermodels.training.settings.settings import config_of_run
 from ligermodels.weights.module import named_weights
 from tests.layers.test_quantised_formats import BLOCKS, changed, in_fp8, in_mxfp4
+from tests.suites import quick
 from tests.training.launching import losses as losses_of
 from tests.training.small_models import save_model
 
@@ -81,7 +83,7 @@ def losses(**settings):
     return result.model, [record["loss"] for record in result.metrics if "loss" in record]
 
 
-@pytest.mark.parametrize("name", ["sft", "dpo", "dpo, a model as reference", "grpo"])
+@pytest.mark.parametrize("name", quick(["sft", "dpo", "dpo, a model as reference", "grpo"], ["sft", "grpo"]))
 def test_a_run_on_a_quantised_base_is_that_on_its_dequantised_weights(folder, name):
     settings = objectives(folder)[name]
     model, found = losses(model=str(folder / "base"), quantize="nf4", output="quantised", **settings)
@@ -115,8 +117,9 @@ def test_a_base_that_is_stored_in_4_bits_needs_no_flag(folder):
 LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128}
 
 
-@pytest.mark.parametrize("scheme", ["nf4", "fp8"])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("scheme", "tied"), quick(itertools.product(["nf4", "fp8"], [False, True]), [("nf4", False), ("fp8", True)])
+)
 def test_all_weights_that_are_not_quantised_are_trained_as_a_whole(scheme, tied, folder):
     """Of a base that is quantised while it is read, that is stored so, and that has the dequantised weights."""
     base = save_model(Path("base"), TEXTS, **LLAMA, tie_word_embeddings=tied)

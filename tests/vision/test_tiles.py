@@ -18,6 +18,7 @@ from tests.kernels.error_budget import relative_error
 from tests.parity import FP32_FACTOR, HALF, check_half_precision, moved, reference_results, results
 from tests.reference_model import save_reference
 from tests.sabotage import Sabotage
+from tests.suites import slow
 from tests.vision.batches import labels_for
 from tests.vision.tiles import BATCH, ONE, PATTERNS, SQUARE, WIDE, batch_of
 
@@ -318,6 +319,7 @@ BREAKS = {
 }
 
 
+@slow
 @pytest.mark.parametrize("name", BREAKS)
 def test_a_break_makes_the_parity_case_fail(name, monkeypatch):
     BREAKS[name].apply(monkeypatch)

@@ -8,6 +8,7 @@ import pytest
 from ligermodels.weights import writing
 from ligermodels.weights.writing import lock_file
 from tests.forking import start
+from tests.suites import slow
 
 
 def test_a_second_lock_is_refused_with_its_holder_until_the_first_is_closed(tmp_path):
@@ -24,6 +25,7 @@ def hold(ready, file):
         signal.pause()
 
 
+@slow
 def test_the_lock_of_a_killed_process_is_free_and_its_text_is_replaced(tmp_path):
     file = tmp_path / "lock"
     child = start(hold, file)

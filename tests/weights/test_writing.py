@@ -13,6 +13,7 @@ from ligermodels.weights import writing
 from ligermodels.weights.writing import atomic_folder, exchange, remove_leftovers, replace_file
 from tests.cases.llama import LLAMA
 from tests.forking import start
+from tests.suites import slow
 
 
 def write_half(ready, folder):
@@ -31,6 +32,7 @@ def names(folder):
     return {path.name for path in folder.iterdir()}
 
 
+@slow
 def test_what_a_killed_writer_leaves_is_removed_by_the_next(tmp_path):
     out = tmp_path / "out"
     for _ in range(2):
@@ -41,6 +43,7 @@ def test_what_a_killed_writer_leaves_is_removed_by_the_next(tmp_path):
     assert names(tmp_path) == {"out"} and names(out) == {"whole"}
 
 
+@slow
 def test_leftovers_are_removed_without_writing_and_a_similar_name_stays(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere/file").touch()

@@ -26,6 +26,7 @@ from ligermodels.training.planning.placement import (
 )
 from ligermodels.training.planning.plan import memory_needs, state_sizes
 from ligermodels.training.preparing import make_optimizer
+from tests.suites import slow
 from tests.training.planning.configs import run_config
 
 GIB = 2**30
@@ -105,7 +106,7 @@ SLOW_TABLE = [
     (("8b", 8, 1), 47.5, 200, (8, "adamw8bit", True, True, 29)),
     (("1b", 8, 1), 79.1, 60, (8, "adamw", False, False, 0)),
 ]
-ROWS = [*TABLE, *(pytest.param(*row, marks=pytest.mark.slow) for row in SLOW_TABLE)]
+ROWS = [*TABLE, *(pytest.param(*row, marks=slow) for row in SLOW_TABLE)]
 
 
 @pytest.mark.parametrize(("run", "gib", "host", "expected"), ROWS)
@@ -178,6 +179,7 @@ def test_where_nothing_fits_it_takes_what_needs_least():
     assert chosen.changes == (2, True, True) and chosen.checkpointing == (16, 0)
 
 
+@slow
 def test_states_that_the_host_has_no_room_for_stay_on_the_device():
     case = Case("1b")
     bytes_of_states = 6 * sum(parameter.numel() for parameter in case.model.parameters())

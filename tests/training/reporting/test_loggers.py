@@ -8,6 +8,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from ligermodels.errors import InputError
 from ligermodels.training.reporting.loggers import open_loggers
+from tests.suites import slow
 
 
 def test_without_log_to_no_logger_is_opened(tmp_path):
@@ -40,6 +41,7 @@ def offline(monkeypatch):
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
 
 
+@slow
 def test_weights_and_biases_gets_the_settings_and_the_metrics(tmp_path, offline):
     (logger,) = open_loggers(["wandb"], tmp_path, {"steps": 3})
     logger.write({"step": 1, "loss": 2.5})

@@ -52,7 +52,7 @@ def test_a_plot_is_drawn_anew_for_a_share_of_the_time(shown, tmp_path):
         return now[0]
 
     plot = NotebookPlot(tmp_path, [], clock)
-    for step in range(1, 601):
+    for step in range(1, 301):
         plot.write(record(step))
         now[0] += 0.1
     drawings = len(shown)

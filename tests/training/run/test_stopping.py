@@ -13,6 +13,7 @@ from ligermodels.training import TrainConfig, loop
 from ligermodels.training.run.folder import locked
 from ligermodels.training.run.stopping import signals
 from tests.forking import start
+from tests.suites import slow
 
 GIVE_UP = 600  # seconds
 NOTED = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
@@ -96,6 +97,7 @@ def print_after_a_hangup(ready, terminal):
         os.write(2, b"Saved")
 
 
+@slow
 def test_a_run_whose_terminal_is_closed_can_still_print():
     ours, its = pty.openpty()
     child = start(print_after_a_hangup, os.ttyname(its))
@@ -125,6 +127,7 @@ def be_interrupted(ready):
             signal.pause()
 
 
+@slow
 def test_a_second_interrupt_ends_the_process_at_once():
     child = start(be_interrupted)
     os.kill(child.pid, signal.SIGINT)
@@ -138,6 +141,7 @@ def hold(ready, folder):
         signal.pause()
 
 
+@slow
 def test_two_runs_on_one_folder_are_refused_until_the_first_is_dead(tmp_path):
     child = start(hold, tmp_path / "run")
     message = rf"/run: in use by process {child.pid} on {socket.gethostname()}; .*choose another --output"

@@ -19,6 +19,7 @@ from ligermodels.training.data.embedded.embedded import (
     shape_question,
 )
 from ligermodels.training.data.run_tokenizer import NewImages, save_tokenizer, train_image_tokenizer
+from tests.suites import slow
 
 SETTINGS = {
     "image_processor_type": "Qwen2VLImageProcessor", "patch_size": 14, "merge_size": 2, "temporal_patch_size": 2,
@@ -91,6 +92,7 @@ def test_a_new_tokenizer_of_little_text_has_the_tokens_of_images_at_their_ids():
     assert ids[-1] == 998 and tokenizer.tokenizer.id_to_token(995) == "<|unused_731|>"
 
 
+@slow
 def test_questions_are_about_unseen_pictures():
     dataset = shape_dataset()
     pictures = {part["image"] for prompt, _ in dataset.questions for part in prompt[0]["content"] if "image" in part}

@@ -21,6 +21,7 @@ from ligermodels.training.objectives.distillation import teachers
 from ligermodels.training.objectives.distillation.distill import parse_divergence
 from ligermodels.training.preparing import prepare
 from ligermodels.training.reporting.flops import forward_flops
+from tests.suites import quick, slow
 from tests.training.small_models import RAW, save_model, validations
 
 NAMES, PLACES, THINGS = (
@@ -107,6 +108,9 @@ def test_stored_log_probabilities_of_the_teacher_itself_have_no_divergence(folde
         plan(distillation(folder, teacher="top-k", divergence="tvd"))
 
 
+STORED = [("texts", {}), ("texts", {"packing": False}), ("conversations", {"sequence_length": 64})]
+
+
 @pytest.fixture(scope="module")
 def conversations(folder):
     """Prompts with completions: some places of a row are supervised, and the head takes these alone."""
@@ -117,9 +121,7 @@ def conversations(folder):
     return folder
 
 
-@pytest.mark.parametrize(
-    "data, more", [("texts", {}), ("texts", {"packing": False}), ("conversations", {"sequence_length": 64})]
-)
+@pytest.mark.parametrize("data, more", quick(STORED, STORED[-1:]))
 def test_stored_states_train_as_the_teacher_beside_the_student(conversations, capsys, data, more, request):
     """To the bit: the states are those of the same passes. Of the second run no weight of the teacher is read."""
     folder, name = conversations, request.node.callspec.id
@@ -191,6 +193,7 @@ def on_policy(folder, **fields):
     return distillation(folder, **(given | {"validation_fraction": 0.3, "learning_rate": 1e-2} | fields))
 
 
+@slow
 def test_a_student_learns_on_its_own_completions(folder):
     folder, _ = folder
     run = train(on_policy(folder, steps=40, eval_every=40, output=folder / "sampled"))

@@ -27,6 +27,7 @@ from tests.conftest import DEVICE
 from tests.images.folders import picture, png
 from tests.images.models import save_image_model
 from tests.sabotage import Sabotage
+from tests.suites import quick, slow
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 HERE = World(torch.device(DEVICE))
@@ -231,7 +232,9 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("family", "objective"), CASES)
+@pytest.mark.parametrize(
+    ("family", "objective"), quick(CASES, [("qwen2_vl", "dpo"), ("qwen2_vl", "kto"), ("mllama", "dpo")])
+)
 def test_loss_and_gradients_are_those_of_every_sequence_alone(models, family, objective):
     check(models, family, objective)
 
@@ -283,6 +286,7 @@ BREAKS = {
 }  # fmt: skip
 
 
+@slow
 @pytest.mark.parametrize("name", BREAKS)
 def test_each_break_is_found(name, models, monkeypatch):
     BREAKS[name].apply(monkeypatch)
