@@ -88,7 +88,7 @@ def test_what_does_not_fit_raises(on_kernels, monkeypatch):
         few_rows_gated_linear(x, weight)
     with pytest.raises(ValueError, match=r"bias has shape \[2\]; needed \[3\]"):
         few_rows_linear(x, weight, x[:, 0])
-    with pytest.raises(ValueError, match="norm_weight has shape \[3\]; needed \[8\]"):
+    with pytest.raises(ValueError, match=r"norm_weight has shape \[3\]; needed \[8\]"):
         few_rows_norm_linear(x, None, weight[:, 0], weight)
     with pytest.raises(RuntimeError, match=r"few_rows_norm_linear: has no backward; call it under torch.no_grad\(\)"):
         few_rows_norm_linear(x, None, None, weight.requires_grad_())
