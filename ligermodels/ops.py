@@ -75,7 +75,7 @@ from ligermodels.kernels.decoding.cache_write import CacheSlots, write_cache
 from ligermodels.kernels.decoding.decode_attention import decode_attention
 from ligermodels.kernels.decoding.rope_cache_write import qk_norm_rope_write_cache, rope_write_cache_
 from ligermodels.kernels.decoding.sample import sample
-from ligermodels.kernels.dispatch import runs_kernels
+from ligermodels.kernels.dispatch import WIDE, check_floats, check_one_of, check_shape, runs_kernels, shape_of
 from ligermodels.kernels.linear.linear import (
     LowRank,
     activated_linear,
@@ -137,11 +137,14 @@ def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
     place by one launch, without a copy.
     Raises ValueError where the shapes disagree. Su et al. 2021, https://arxiv.org/abs/2104.09864.
     """
-    if q.ndim != 4 or k.ndim != 4 or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
-        raise ValueError(f"apply_rope: q {list(q.shape)} and k {list(k.shape)}; needed [B, T, H, D] and [B, T, Hkv, D]")
-    if 2 * cos.shape[-1] > q.shape[-1]:
+    batch, tokens, _, size = shape_of("apply_rope", "q", q, "B, T, H, D")
+    check_shape("apply_rope", "k", k, batch, tokens, shape_of("apply_rope", "k", k, "B, T, Hkv, D")[2], size)
+    check_floats("apply_rope", q=q, k=k)
+    check_one_of("apply_rope", WIDE, cos=cos, sin=sin)
+    check_shape("apply_rope", "sin", sin, *shape_of("apply_rope", "cos", cos))
+    if 2 * cos.shape[-1] > size:
         raise ValueError(
-            f"apply_rope: cos has {cos.shape[-1]} columns for heads of {q.shape[-1]} dimensions; it needs one for each"
+            f"apply_rope: cos has {cos.shape[-1]} columns for heads of {size} dimensions; it needs one for each"
             " pair, or use apply_rotary_pos_emb, whose tables hold each angle twice"
         )
     cos, sin = cos.flatten(0, -2).contiguous(), sin.flatten(0, -2).contiguous()
@@ -165,7 +168,11 @@ def apply_rotary_pos_emb(
     """
     if unsqueeze_dim not in (1, 2):
         raise ValueError(f"apply_rotary_pos_emb: unsqueeze_dim is {unsqueeze_dim}; 1 (heads first) or 2 is needed")
-    rotated = cos.shape[-1]
+    shape_of("apply_rotary_pos_emb", "q", q, "B, H, T, D")
+    shape_of("apply_rotary_pos_emb", "k", k, "B, Hkv, T, D")
+    *_, rotated = shape = shape_of("apply_rotary_pos_emb", "cos", cos, "B, T, R")
+    check_shape("apply_rotary_pos_emb", "sin", sin, *shape)
+    check_floats("apply_rotary_pos_emb", cos=cos, sin=sin)
     if rotated % 2 or rotated > q.shape[-1]:
         raise ValueError(
             f"apply_rotary_pos_emb: cos has {rotated} columns; an even number of at most the head size,"

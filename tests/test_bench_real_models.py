@@ -1,6 +1,7 @@
 """The comparison on real models without a GPU and without real models: its data, its measures and a run of it."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,14 @@ from benchmarks.real_models.brief import brief
 from benchmarks.real_models.data import calls, data_sets, topics, write
 from benchmarks.real_models.gather import compact, thinned
 from benchmarks.real_models.measure import Sequences, of_chats, sums
+from benchmarks.real_models.publish import TARGET, published
 from benchmarks.real_models.recipes import SETS, Recipe
+from ligermodels.board.published import published_runs
+from ligermodels.board.series import MEAN
 from ligermodels.training import TrainConfig, train
+from tests.pages import ROOT
+
+RESULTS = ROOT / "benchmarks/results/2026-11-27-real-models.json"
 
 
 @pytest.fixture(scope="module")
@@ -134,3 +141,34 @@ def test_compact_results_have_the_margin_that_training_gained():
 def test_prose_is_prose(folder):
     texts = [json.loads(line)["text"] for line in Path(folder[0] / "data/prose.jsonl").read_text().splitlines()]
     assert texts and all("```" not in text and "](" not in text for text in texts)
+
+
+def test_the_boards_file_has_the_published_runs():
+    assert TARGET.read_text() == published(json.loads(RESULTS.read_text())["runs"])
+    assert TARGET.stat().st_size < 150_000
+
+
+@pytest.mark.parametrize("model", ["SmolLM2", "Gemma 3"])
+def test_the_board_has_every_number_of_the_tables_of_real_models(model):
+    """Each number of a row is, at the digits that it is printed with, a value of a run of the row's data or objective,
+    its steps or its seconds."""
+    runs = [run for run in published_runs().values() if run.settings["model"].startswith(model)]
+    tables = re.findall(r"(?:^\|.*\n)+", (ROOT / "docs/real-models.md").read_text(), re.M)
+    place = ("SmolLM2", "Gemma 3").index(model)
+    rows = [line.split("|")[1:-1] for line in tables[place].splitlines()[2:]]
+    rows += [[title, both[place]] for title, *both in (line.split("|")[1:-1] for line in tables[2].splitlines()[2:])]
+    for title, *cells in rows:
+        word = re.split("[,: ]", title.strip())[0]
+        kind = {"distillation": "distill", "LoRA": "questions"}.get(word, word).lower()
+        of_row = [
+            run for run in runs
+            if kind in (run.settings["data"], run.settings["objective"]) or run.name.endswith("before training")
+        ]  # fmt: skip
+        values = [value for run in of_row for rows in run.metrics.columns.values() for value in rows[:, MEAN]]
+        values += [run.settings[name] for run in of_row for name in ("steps", "seconds") if name in run.settings]
+        found = re.findall(r"(\d+(?:\.(\d+))?)( %)?", " ".join(cells))
+        assert found
+        for number, digits, percent in found:
+            half = 0.5 * 10.0 ** -len(digits) + 1e-9
+            close = (abs((100 if percent else 1) * value - float(number)) <= half for value in values)
+            assert any(close), (title, number)

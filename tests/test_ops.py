@@ -1,15 +1,19 @@
 """The public functions of the kernels are complete, documented and have the usual defaults; wrappers compute right."""
 
 import inspect
+import re
 import typing
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from ligermodels import ops
+from ligermodels.kernels import dispatch
 from tests.conftest import DEVICE
+from tests.kernels.ops.calls import calls
 
 TUPLES = {
     *(
@@ -56,7 +60,7 @@ def test_all_lists_every_public_name():
         for name, value in vars(ops).items()
         if not name.startswith("_") and getattr(value, "__module__", "").startswith("ligermodels")
     }
-    assert public - {"runs_kernels"} == set(ops.__all__)
+    assert public - set(vars(dispatch)) == set(ops.__all__)
 
 
 @pytest.mark.parametrize("name", ops.__all__)
@@ -95,6 +99,81 @@ def test_defaults_are_those_of_the_field():
     assert defaults(ops.cross_entropy)["ignore_index"] == -100
     assert defaults(ops.linear_cross_entropy)["reduction"] == "mean"
     assert defaults(ops.linear_divergence)["kind"] == "forward_kl"
+
+
+def replaced(call, name, place, change):
+    """The call with one tensor changed, which may be a field of a tuple."""
+    value = call[name]
+    if place is None:
+        return {**call, name: change(value)}
+    fields = [change(x) if i == place else x for i, x in enumerate(value)]
+    return {**call, name: type(value)(*fields) if hasattr(value, "_fields") else tuple(fields)}
+
+
+def tensors_of(call):
+    """(argument, place in its tuple or None, tensor); the bytes of a quantised weight are no argument."""
+    for name, value in call.items():
+        if isinstance(value, torch.Tensor):
+            yield name, None, value
+        elif isinstance(value, tuple) and not isinstance(value, ops.QuantisedWeight):
+            yield from ((name, place, x) for place, x in enumerate(value) if isinstance(x, torch.Tensor))
+
+
+def of_another_dtype(x):
+    return x.float() if not x.is_floating_point() else x.long()
+
+
+def wider(x):
+    return torch.cat((x, x[..., :1]), -1) if x.ndim else x.expand(3)
+
+
+def without_shape(x):
+    return x.flatten()[0] if x.ndim else x.expand(2, 1)
+
+
+class NothingRuns(TorchDispatchMode):
+    """Fails where an op computes, or allocates, before it has refused its arguments."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func.is_view, func
+        return func(*args, **(kwargs or {}))
+
+
+# What has no wrong width of its own: the last axis of these is any number.
+ANY_WIDTH = {
+    ("plain_activation", "x"), ("route", "logits"), ("attention", "v"), ("decode_attention", "block_table"),
+    ("gather_keys", "x"), ("gather_keys", "places"), ("sample", "logits"), ("attention", "cu_seqlens"),
+}  # fmt: skip
+RAISED_BY = {  # ops that are another one, whose errors they raise
+    "swiglu": "gated_activation", "geglu": "gated_activation", "apply_rotary_pos_emb": "apply_rope",
+}  # fmt: skip
+
+
+CALLED = sorted(set(ops.__all__) - TUPLES - {"cross_entropy_with_metrics", "linear_cross_entropy_with_metrics"})
+
+
+def test_there_is_a_valid_call_of_every_op():
+    assert sorted(calls()) == CALLED
+    for name, call in calls().items():
+        with torch.no_grad():
+            getattr(ops, name)(**call)
+
+
+@pytest.mark.parametrize("change", [of_another_dtype, wider, without_shape])
+@pytest.mark.parametrize("name", CALLED)
+def test_every_op_refuses_wrong_dtypes_and_shapes_by_name_before_it_computes(name, change, path):
+    call = calls()[name]
+    for argument, place, x in tensors_of(call):
+        if change is wider and (name, argument) in ANY_WIDTH:
+            continue
+        wrong = replaced(call, argument, place, lambda _, x=x: change(x))
+        with torch.no_grad(), pytest.raises(ValueError) as caught, NothingRuns():
+            getattr(ops, name)(**wrong)
+        message = str(caught.value)
+        assert message.startswith((f"{name}: ", f"{RAISED_BY.get(name)}: ")), message
+        # A wrong shape of one is a wrong shape of what is compared with it.
+        possible = [argument] if change is of_another_dtype else list(call)
+        assert any(re.search(rf"\b{word}\b", message) for word in possible), message
 
 
 def test_norms_agree_with_torch(path):
@@ -210,7 +289,7 @@ def test_apply_rotary_pos_emb_refuses_what_it_cannot_rotate(path):
     for columns in (7, 16):
         with pytest.raises(ValueError, match=f"cos has {columns} columns"):
             ops.apply_rotary_pos_emb(q, k, *angles(1, 3, columns))
-    with pytest.raises(ValueError, match="pairs"):
+    with pytest.raises(ValueError, match="B, T, R"):
         ops.apply_rotary_pos_emb(q, k, *angles(3, 2, 3, 8))  # three axes, as Qwen2-VL has
 
 
@@ -259,7 +338,7 @@ def test_apply_rope_does_not_disturb_what_autograd_saved_of_its_inputs(path):
     ids=["lengths", "head sizes", "packed heads"],
 )
 def test_apply_rope_refuses_queries_and_keys_that_do_not_fit_each_other(shapes, path):
-    with pytest.raises(ValueError, match=r"needed \[B, T, H, D\]"):
+    with pytest.raises(ValueError, match=r"apply_rope: (k|q) has shape .*; needed \["):
         ops.apply_rope(*(draw(*shape) for shape in shapes), *angles(3, 4))
 
 

@@ -21,6 +21,7 @@ from ligermodels.board.form import (
 )
 from ligermodels.board.library import Library
 from ligermodels.board.processes import Processes
+from ligermodels.board.published import PublishedRun, published_runs
 from ligermodels.board.runs import WatchedRun, saved_steps
 from ligermodels.board.series import MAX_NAMES, curve_text
 from ligermodels.board.server import Encoded, Events, PageRequest, Refusal, Route
@@ -68,8 +69,9 @@ class Actions:
         return {
             ("GET", "/api/events"): lambda request: Events(changes(self.library)),
             ("GET", "/api/curves"): self.curves,
-            ("GET", "/api/run"): lambda request: self.run_of(request.query).details(),
-            ("GET", "/api/samples"): lambda request: self.run_of(request.query).samples(),
+            ("GET", "/api/published"): lambda request: [run.summary() for run in published_runs().values()],
+            ("GET", "/api/run"): lambda request: self.shown(request.query).details(),
+            ("GET", "/api/samples"): lambda request: self.shown(request.query).samples(),
             ("GET", "/api/completions"): self.completions,
             ("GET", "/api/form"): lambda request: {"fields": form_fields(), "folder": str(self.folders[0])},
             ("POST", "/api/plan"): self.show_plan,
@@ -89,9 +91,13 @@ class Actions:
             raise Refusal(404, "there is no such run")
         return run
 
+    def shown(self, given: Mapping[str, Any]) -> WatchedRun | PublishedRun:
+        return published_runs().get(str(given.get("run"))) or self.run_of(given)
+
     def curves(self, request: PageRequest) -> Encoded:
         ids = dict.fromkeys(request.query.get("runs", "").split("\n"))
-        runs = [self.library.runs[id] for id in ids if id in self.library.runs]
+        known = {**self.library.runs, **published_runs()}
+        runs = [known[id] for id in ids if id in known]
         names = [*dict.fromkeys(request.query.get("names", "").split("\n"))][:MAX_NAMES]
         points = min(MAX_POINTS, MAX_ROWS // max(1, len(runs) * len(names)), int(number_of(request, "points", 1000)))
         first, last = number_of(request, "first", 0), number_of(request, "last", 2.0**53)

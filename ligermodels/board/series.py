@@ -12,6 +12,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from threading import Lock
 from typing import Any, BinaryIO, NamedTuple
 
@@ -58,6 +59,13 @@ class MetricSeries:
     unreadable: int = 0  # lines that are no JSON object with a step
     version: int = 0
     lock: Any = field(default_factory=Lock)
+
+    @classmethod
+    def of(cls, records: Iterable[dict[str, Any]]) -> "MetricSeries":
+        """The numbers of records that are in no file."""
+        series = cls(Place(Path(), ""), version=1)
+        series.add("".join(json.dumps(record) + "\n" for record in records).encode())
+        return series
 
     def update(self, most: int) -> bool:
         """Reads up to `most` chunks that are new; returns whether there was anything to do."""

@@ -31,7 +31,7 @@ from ligermodels.kernels.decoding.decode_attention import (
 )
 from ligermodels.kernels.decoding.penalties import count_tokens, penalize, start_penalty_row
 from ligermodels.kernels.decoding.sample import sample
-from ligermodels.kernels.dispatch import has_kernels
+from ligermodels.kernels.dispatch import runs_kernels
 
 NO_TOKEN = -1
 
@@ -260,7 +260,7 @@ class DecodeCache:
             pages = table[:, 0].long().where(rows.running, 0)
             return lambda layer: DecodeStates(layer, pages)
         slots, lengths = next_slots(table, rows.positions).where(rows.running, 0), self.lengths
-        seen = None if has_kernels(lengths) else visible_keys(table, lengths, group.window, PAGE_SIZE)
+        seen = None if runs_kernels(lengths) else visible_keys(table, lengths, group.window, PAGE_SIZE)
         return lambda layer: DecodeLayer(layer, slots, table, lengths, seen)
 
     def next_positions(self, count: int) -> Tensor:

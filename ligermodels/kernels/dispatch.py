@@ -24,6 +24,8 @@ from ligermodels.kernels import launch
 from ligermodels.kernels.row_sharding import RowSharding, register_row_sharding
 
 LIBRARY = torch.library.Library("ligermodels", "DEF")
+INT32, INT64, INDICES = (torch.int32,), (torch.int64,), (torch.int32, torch.int64)  # of `check_one_of`
+WIDE = torch.float32, torch.float64
 UNTRACED_TYPES = frozenset({Tensor, torch.nn.Parameter, int, float, bool, str, torch.dtype, type(None)})
 
 
@@ -34,40 +36,49 @@ def assume_constant_result(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def runs_kernels(x: Tensor) -> bool:
-    """`has_kernels(x)` for the input of an op. Raises ValueError unless it is floating point: kernels would take it."""
-    check_floats(x)
-    return has_kernels(x)
-
-
-def check_floats(*inputs: Tensor) -> None:
-    """Raises ValueError for a tensor that is not floating point."""
-    for x in inputs:
-        if not x.is_floating_point():
-            raise ValueError(f"a tensor {list(x.shape)} is {x.dtype}; the op takes floating-point tensors")
-
-
-def check_dtypes(op: str, x: Any, *operands: Any) -> None:
-    """Raises ValueError if an operand of a product has another dtype than x. operands: tensors, quantised weights, or
-    None, as autocast has left them."""
-    for operand in operands:
-        if operand is not None and operand.dtype != x.dtype:
-            raise ValueError(f"{op}: operands are {x.dtype} and {operand.dtype}; they must be equal")
-
-
-def check_entries(op: str, logits: Tensor, *of_rows: Tensor | None) -> None:
-    """Raises ValueError unless logits are a matrix, and the other tensors have an entry for each of its rows."""
-    for x in of_rows:
-        if logits.ndim != 2 or (x is not None and x.shape[:1] != logits.shape[:1]):
-            found = None if x is None else list(x.shape)
-            raise ValueError(f"{op}: logits are {list(logits.shape)}, and {found} is not one entry for each of [B, V]")
-
-
-def has_kernels(x: Tensor) -> bool:
     """Whether ops on `x` run as Triton kernels rather than as their plain PyTorch reference.
 
     Under transforms of torch.func they run as the reference, which is all that those can transform.
     """
     return (launch.interpreting or not x.is_cpu) and not _are_functorch_transforms_active()
+
+
+def check_floats(op: str, **inputs: Tensor | None) -> None:
+    """Raises ValueError for an input that is not floating point. Like the checks below it is called before an op
+    chooses between kernels and reference, so that a CPU and a GPU refuse the same inputs; None is no input."""
+    for name, x in inputs.items():
+        if x is not None and not x.is_floating_point():
+            raise ValueError(f"{op}: {name} is {x.dtype}; a floating-point tensor is needed")
+
+
+def check_one_of(op: str, dtypes: tuple[torch.dtype, ...], **inputs: Tensor | None) -> None:
+    """Raises ValueError for an input of another dtype than these."""
+    for name, x in inputs.items():
+        if x is not None and x.dtype not in dtypes:
+            raise ValueError(f"{op}: {name} is {x.dtype}; needed {' or '.join(map(str, dtypes))}")
+
+
+def check_dtypes(op: str, **operands: Any) -> None:
+    """Raises ValueError unless the operands of a product have one floating-point dtype. operands: tensors or quantised
+    weights, as autocast has left them."""
+    dtypes = {x.dtype for x in operands.values() if x is not None}
+    if len(dtypes) != 1 or not dtypes.pop().is_floating_point:
+        found = ", ".join(f"{name} {x.dtype}" for name, x in operands.items() if x is not None)
+        raise ValueError(f"{op}: operands are {found}; they must be equal, and floating-point")
+
+
+def check_shape(op: str, name: str, x: Any, *needed: int) -> None:
+    """Raises ValueError for an input, a tensor or a quantised weight, of another shape."""
+    if x is not None and x.shape != needed:
+        raise ValueError(f"{op}: {name} has shape {list(x.shape)}; needed {list(needed)}")
+
+
+def shape_of(op: str, name: str, x: Any, axes: str = "..., N") -> torch.Size:
+    """The shape of an input. Raises ValueError unless it has these axes; of "..., N" any that there are, and one."""
+    shape = x.shape
+    if len(shape) != axes.count(",") + 1 and not (axes.startswith("...") and shape):
+        raise ValueError(f"{op}: {name} has shape {list(shape)}; needed [{axes}]")
+    return shape
 
 
 def autocast(*operands: Any) -> tuple[Any, ...]:
@@ -196,6 +207,11 @@ def refuse_gradients(op: str, *inputs: Tensor | None) -> None:
 def widen(x: Tensor) -> Tensor:
     """`x` in the dtype that references compute in: fp32 for half precision, otherwise its own dtype."""
     return x.float() if x.dtype.itemsize < 4 else x
+
+
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of widen(x)."""
+    return x.dtype if x.dtype.itemsize >= 4 else torch.float32
 
 
 def as_factor(x: Tensor, like: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from ligermodels.configs.base import Config
@@ -76,8 +77,13 @@ class Block(nn.Module, ABC):
             x = x if residual is None else x + residual
             offloaded = self.offloaded_inputs
             with nullcontext() if offloaded is None else offloaded.around_checkpoint(x):
-                return self.forward_checkpointed(x, positions, cache)
-        return self.forward_block(x, residual, positions, cache)
+                x, residual, router_logits = self.forward_checkpointed(x, positions, cache)
+        else:
+            x, residual, router_logits = self.forward_block(x, residual, positions, cache)
+        # A linear with a bias, and experts, return a view of a matrix; FSDP2 warns of views that leave a block.
+        if is_dynamo_compiling() or (x.requires_grad and x._base is not None):
+            x = torch.ops.aten._unsafe_view(x, x.shape)
+        return x, residual, router_logits
 
     def forward_checkpointed(
         self, x: Tensor, positions: Positions, cache: LayerCache | LayerStates | None

@@ -276,7 +276,7 @@ class MoE(nn.Module):
         router_logits = self.gate(residual.flatten(0, -2) if router.norms_input else tokens)
         expert_weight, expert_index = router.choose(router_logits, self.experts_per_token, self.normalize)
         out = self.experts(tokens, expert_index, expert_weight)
-        out = torch.ops.aten._unsafe_view(out, normed.shape)  # FSDP2 warns about views that leave a block
+        out = out.view(normed.shape)
         if self.shared_expert is not None:
             shared, _, _ = self.shared_expert(None, normed, None)
             gate = self.shared_expert_gate

@@ -241,7 +241,7 @@ def open_metrics(
     """Opens what a run measures and shows. given: loggers beside those of the settings."""
     config, world = run.config, run.world
     loggers = open_loggers(config.log_to, output, settings(config), progress.step) if world.is_first else []
-    plots = notebook_plots(output, progress.step, say) if world.is_first else []
+    plots = notebook_plots(output, progress.step, config.objective, say) if world.is_first else []
     if config.resume and world.is_first:
         write_settings(config, output / SETTINGS_FILE)
     peak_of_one = peak_flops(world.device, config.dtype)
@@ -374,7 +374,8 @@ def finish(session: Session, progress: Progress, *, stopped: bool) -> tuple[Path
         metrics.say(validations.early_stopping_line())
     exported, step = export_best(session, progress) if exports else (None, progress.step)
     if run.world.is_first:
-        draw_curves(metrics.records(), session.output / "curves.png", str(session.output), metrics.say)
+        picture = session.output / "curves.png"
+        draw_curves(metrics.records(), picture, str(session.output), config.objective, metrics.say)
     publish(config, exported, step, validations.losses.get(step), run.world, metrics.say)
     if metrics.completed:
         metrics.say(metrics.summary())

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+from urllib.parse import quote
 
 import pytest
 import torch
@@ -165,6 +166,22 @@ def test_samples_and_completions_are_read_by_step(tmp_path):
         found = board.get("/api/completions?run=0:run&step=2")
         assert found["range"] == [1, 3] and [c["completion"] for c in found["completions"]] == ["c10", "c11"]
         assert board.get("/api/completions?run=0:run")["completions"][1] == lines[3]
+
+
+def test_published_runs_are_shown_and_neither_listed_among_ones_own_nor_resumed(tmp_path):
+    with serving(tmp_path) as board:
+        name = "SmolLM2-135M-Instruct: dpo, default"
+        (run,) = [run for run in board.get("/api/published") if run["name"] == name]
+        assert (run["state"], run["step"], run["steps"], run["objective"]) == ("published", 40, 40, "dpo")
+        details = board.get(f"/api/run?run={quote(run['id'])}")
+        assert details["settings"]["learning_rate"] == 5e-6 and not details["resumable"]
+        query = f"runs={quote(run['id'])}&names=validation_rewards/margins&first=32"
+        (curve,) = board.get(f"/api/curves?{query}")[run["id"]]["curves"].values()
+        assert curve == [[32, 40], [0.56503, 0.5951]]
+        assert board.get(f"/api/samples?run={quote(run['id'])}") == [] and not board.library.runs
+        for path in ("/api/resume", "/api/stop"):
+            assert board.post(path, {"run": run["id"]}) == (404, {"error": "there is no such run"})
+        assert all(model["id"] != run["id"] for model in board.get("/api/models"))
 
 
 def test_runs_that_come_and_go_are_noticed(tmp_path):

@@ -62,6 +62,16 @@ def test_a_batch_without_an_image_has_zero_gradients_where_no_text_is_trained(na
         model(ids)
 
 
+@pytest.mark.parametrize("name", ["llava", "qwen2_vl"])
+def test_no_block_with_biases_returns_a_view_because_fsdp_would_warn_about_it_on_every_rank(name):
+    model = ligermodels.create(CASES[name])
+    outputs = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda _, inputs, out: outputs.extend(x for x in out[:2] if x is not None))
+    model(**batch_of(name, [[4, B, 3]]))
+    assert len(outputs) >= len(model.blocks) and not any(x._is_view() for x in outputs)
+
+
 def test_unknown_parts_are_refused():
     model = ligermodels.create(CASES["qwen2_vl"], device="meta")
     with pytest.raises(InputError, match="parts to train: tower; choose from: vision, projector, text"):

@@ -6,6 +6,7 @@ Usage: worker.py OUTPUT.pt JSON, where JSON is a list with the arguments of `tra
 import functools
 import json
 import sys
+import warnings
 
 import torch
 
@@ -68,6 +69,7 @@ def train(name, parts, checkpointed_blocks=0):
 
 
 if __name__ == "__main__":
+    warnings.filterwarnings("error", message=".*returned a view tensor")  # of FSDP2
     world = distributed.start()
     distributed.start = functools.partial(distributed.World, world.device, world.rank, world.size)
     results = [train(**settings) for settings in json.loads(sys.argv[2])]

@@ -93,9 +93,9 @@ export function openDetail(place, { failed }) {
     fill(inner,
       found.state === "running" || found.resumable ? h("div", { class: "command" }, h("code", { id: "resume-command" }, found.resume), copy) : null,
       h("dl", {},
-        row("plan", found.plan), row("folder", h("code", {}, found.folder)), row("objective", found.objective),
+        row("plan", found.plan), row("folder", found.folder && h("code", {}, found.folder)), row("objective", found.objective),
         row("began", time(found.began)), row("ended", time(found.ended)),
-        row("checkpoints", found.checkpoints.join(", ") || "none yet"), row("exports", found.exports.join(", ")),
+        row("checkpoints", found.checkpoints.join(", ") || (found.state === "published" ? null : "none yet")), row("exports", found.exports.join(", ")),
         row("warnings", found.warnings.length > 4 ? h("div", {}, found.warnings.map((warning) => h("div", {}, warning.step === null ? "" : `step ${warning.step}: `, warning.text))) : null)));
   }
 

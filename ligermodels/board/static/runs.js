@@ -22,6 +22,7 @@ export function openRuns(page) {
   let focus = null, known = false, fetching = false, wanted = false, filter = "", dirty = new Set();
   const colours = new Map();
   const list = h("ul", { class: "runs", "aria-label": "Runs" });
+  const published = h("ul", { class: "runs", "aria-label": "Published runs of real models" });
   const search = h("input", { type: "search", placeholder: "find a run", "aria-label": "find a run",
     oninput: () => { filter = search.value.toLowerCase(); drawList(); } });
   const grid = h("div", { class: "charts" });
@@ -35,9 +36,10 @@ export function openRuns(page) {
   const logY = toggle("logY", "log loss"), logX = toggle("logX", "log steps");
   const smoothing = h("input", { type: "range", min: 0, max: 0.98, step: 0.02, value: view.smoothing, "aria-label": "smoothing",
     oninput: () => { view.smoothing = Number(smoothing.value); redraw(); } });
-  const all = h("button", { onclick: () => choose([...runs.keys()]) }, "all"), none = h("button", { onclick: () => choose([]) }, "none");
+  const all = h("button", { onclick: () => choose(ordered().map((run) => run.id)) }, "all"), none = h("button", { onclick: () => choose([]) }, "none");
   fill(page,
-    h("aside", { class: "side" }, h("div", { class: "tools" }, search, all, none), list),
+    h("aside", { class: "side" }, h("div", { class: "tools" }, search, all, none), list,
+      h("details", { id: "published" }, h("summary", {}, "Published runs of real models"), published)),
     h("div", { class: "stage" }, notices,
       h("div", { class: "controls" }, h("label", {}, "smoothing", smoothing), logY.element, logX.element,
         h("button", { class: "quiet", onclick: () => { view.first = view.last = null; zoomed(); redraw(); } }, "all steps"),
@@ -59,8 +61,8 @@ export function openRuns(page) {
 
   // -- the list
 
-  const ordered = () => [...runs.values()].sort((a, b) => (b.state === "running") - (a.state === "running") || b.newest - a.newest || a.name.localeCompare(b.name));
-  const matching = () => ordered().filter((run) => `${run.name} ${run.model} ${run.state} ${run.objective}`.toLowerCase().includes(filter));
+  const ordered = () => [...runs.values()].filter((run) => run.state !== "published").sort((a, b) => (b.state === "running") - (a.state === "running") || b.newest - a.newest || a.name.localeCompare(b.name));
+  const matching = (some = ordered()) => some.filter((run) => `${run.name} ${run.model} ${run.state} ${run.objective}`.toLowerCase().includes(filter));
 
   function facts(run) {
     const parts = [run.step === null ? "no step yet" : `step ${run.step.toLocaleString("en-US")}${run.steps ? `/${run.steps.toLocaleString("en-US")}` : ""}`];
@@ -83,9 +85,13 @@ export function openRuns(page) {
   }
 
   function drawList() {
-    const shown = matching();
+    drawRows(list, matching(), known ? "no runs here" : "looking for runs …");
+    drawRows(published, matching([...runs.values()].filter((run) => run.state === "published")), "none");
+  }
+
+  function drawRows(place, shown, empty) {
     for (const run of shown) {
-      const row = rowOf(run), colour = colourOf(run.id), on = chosen.has(run.id);
+      const row = rowOf(run), on = chosen.has(run.id), colour = on || run.state !== "published" ? colourOf(run.id) : "";
       row.swatch.style.borderColor = colour;
       row.swatch.style.background = on ? colour : "none";
       row.swatch.setAttribute("aria-label", `curves of ${run.name}`);
@@ -99,8 +105,8 @@ export function openRuns(page) {
       row.element.dataset.run = run.id;
     }
     const elements = shown.map((run) => rows.get(run.id).element);
-    if (elements.length !== list.children.length || elements.some((element, i) => list.children[i] !== element))
-      fill(list, elements.length ? elements : h("li", { class: "empty" }, known ? "no runs here" : "looking for runs …"));
+    if (elements.length !== place.children.length || elements.some((element, i) => place.children[i] !== element))
+      fill(place, elements.length ? elements : h("li", { class: "empty" }, empty));
   }
 
   function flip(id) {
@@ -205,7 +211,7 @@ export function openRuns(page) {
 
   function update({ runs: changed, ids }) {
     for (const run of changed) runs.set(run.id, run);
-    for (const id of [...runs.keys()]) if (!ids.includes(id)) { runs.delete(id); chosen.delete(id); rows.delete(id); }
+    for (const id of [...runs.keys()]) if (!ids.includes(id) && runs.get(id).state !== "published") { runs.delete(id); chosen.delete(id); rows.delete(id); }
     if (!known && ids.length) {
       for (const run of ordered().slice(0, ids.length <= 50 ? 50 : FIRST_SHOWN)) chosen.add(run.id);
       if (ids.length <= FIRST_SHOWN) focus = ordered()[0].id;
@@ -244,6 +250,7 @@ export function openRuns(page) {
   };
   drawList();
   drawCharts();
+  get("/api/published").then((found) => { for (const run of found) runs.set(run.id, run); drawList(); }, () => undefined);
   setInterval(() => { drawList(); drawDetail(); }, MINUTE);
   return { update, keys, await: await_, shown: redraw };
 }

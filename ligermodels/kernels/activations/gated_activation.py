@@ -22,7 +22,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.dispatch import Node, is_last_use, promoted_dtype, register_op, runs_kernels, widen
+from ligermodels.kernels.dispatch import (
+    Node,
+    check_floats,
+    is_last_use,
+    promoted_dtype,
+    register_op,
+    runs_kernels,
+    shape_of,
+    widen,
+)
 from ligermodels.kernels.launch import Launcher, as_rows_with_stride, cdiv, kernel
 from ligermodels.kernels.pdl import pdl_constants, wait_for_previous_kernel
 from ligermodels.kernels.row_sharding import RowSharding
@@ -308,18 +317,18 @@ class _GatedActivation(Node):
         return dgate if gate_grad else None, dup if up_grad else None, None, None, None, None
 
 
-def check_gate_up(gate_up: Tensor, activation: str, up: Tensor | None = None) -> None:
-    """Raises ValueError for an unknown activation, an odd width, and a gate and up that do not fit each other."""
+def check_gate_up(op: str, gate_up: Tensor, activation: str, up: Tensor | None = None) -> None:
+    """Raises ValueError for an unknown activation, an odd width, a gate and up that differ, and other than floats."""
     if activation not in ACTIVATION_FUNCTIONS:
         supported = ", ".join(ACTIVATION_FUNCTIONS)
-        raise ValueError(f"gated activation: unknown activation {activation!r}; supported: {supported}")
+        raise ValueError(f"{op}: unknown activation {activation!r}; supported: {supported}")
+    check_floats(op, gate_up=gate_up, up=up)
+    columns = shape_of(op, "gate_up", gate_up)[-1]
     if up is None:
-        if gate_up.shape[-1] % 2:
-            raise ValueError(f"gated activation: gate_up has {gate_up.shape[-1]} columns; an even width is required")
-    elif gate_up.shape != up.shape:
-        raise ValueError(
-            f"gated activation: gate has shape {list(gate_up.shape)}, up {list(up.shape)}; they must be equal"
-        )
+        if columns % 2:
+            raise ValueError(f"{op}: gate_up has {columns} columns; an even width is required")
+    elif up.shape != gate_up.shape:
+        raise ValueError(f"{op}: gate_up, the gate, is {list(gate_up.shape)}, up {list(up.shape)}; they must be equal")
 
 
 def gated_activation(
@@ -340,7 +349,7 @@ def gated_activation(
     backward or is being traced. Their values are then lost.
     Raises ValueError for any other activation, an odd width of gate_up, and a gate and up that differ.
     """
-    check_gate_up(gate_up, activation, up)
+    check_gate_up("gated_activation", gate_up, activation, up)
     if not runs_kernels(gate_up):
         return gated_activation_reference(gate_up, activation, up, gate_multiplier, down_multiplier)
     return _GatedActivation.apply(gate_up, up, activation, gate_multiplier, down_multiplier, inplace)

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.activations.gated_activation import ACTIVATION_FUNCTIONS, activate, locate_tile, split_row
-from ligermodels.kernels.dispatch import Node, is_last_use, register_op, runs_kernels, widen
+from ligermodels.kernels.dispatch import Node, check_floats, is_last_use, register_op, runs_kernels, shape_of, widen
 from ligermodels.kernels.launch import Launcher, as_rows_with_stride, kernel
 from ligermodels.kernels.pdl import pdl_constants, wait_for_previous_kernel
 from ligermodels.kernels.row_sharding import RowSharding
@@ -157,10 +157,12 @@ class _PlainActivation(Node):
         return dx, None
 
 
-def check_activation(activation: str) -> None:
-    """Raises ValueError for an unknown activation."""
+def check_activation(op: str, x: Tensor, activation: str) -> None:
+    """Raises ValueError for an unknown activation, and other than floats."""
+    shape_of(op, "x", x)
+    check_floats(op, x=x)
     if activation not in PLAIN_FUNCTIONS:
-        raise ValueError(f"activation: unknown activation {activation!r}; supported: {', '.join(PLAIN_FUNCTIONS)}")
+        raise ValueError(f"{op}: unknown activation {activation!r}; supported: {', '.join(PLAIN_FUNCTIONS)}")
 
 
 def plain_activation(x: Tensor, activation: str) -> Tensor:
@@ -168,7 +170,7 @@ def plain_activation(x: Tensor, activation: str) -> Tensor:
 
     activation: "silu", "gelu", "gelu_tanh" or "quick_gelu". Raises ValueError for any other.
     """
-    check_activation(activation)
+    check_activation("plain_activation", x, activation)
     if not runs_kernels(x):
         return plain_activation_reference(x, activation)
     return _PlainActivation.apply(x, activation)

@@ -35,7 +35,20 @@ from ligermodels.kernels.attention.flash_attention_2 import (
     runs_flash_attention_2,
 )
 from ligermodels.kernels.attention.flex_attention import MIN_FLEX_HEAD_DIM, flex_attention, runs_wide_heads
-from ligermodels.kernels.dispatch import autocast, can_be_read, is_traced, runs_kernels, widen
+from ligermodels.kernels.dispatch import (
+    INDICES,
+    INT32,
+    autocast,
+    can_be_read,
+    check_dtypes,
+    check_floats,
+    check_one_of,
+    check_shape,
+    is_traced,
+    runs_kernels,
+    shape_of,
+    widen,
+)
 
 SDPA_BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,
@@ -78,14 +91,16 @@ def attention(
     cu_seqlens: int32 [documents + 1], offsets of the documents packed into one row (B = 1), from 0 to T. max_seqlen:
     length of the longest document.
     cu_seqlens_k, max_seqlen_k: those of the keys, where the documents have other numbers of keys than of queries.
-    position_ids: [B, T] positions of the queries, if k and v are a cache; key j is at position j.
-    ahead: int64 [B, T], how many keys behind its own position each query sees too; None for none.
+    position_ids: [B, T] or [1, T], positions of the queries, if k and v are a cache; key j is at position j.
+    ahead: int64 [B, T] or [1, T], how many keys behind its own position each query sees too; None for none.
     dropout: probability of dropping a softmax weight.
-    Raises ValueError for packed documents in a batch of several rows, for offsets of the keys without those of the
-    queries or the reverse, for position_ids or ahead without causal, and for dropout combined with a softcap or sinks.
+    Raises ValueError where shapes or dtypes disagree, for packed documents in a batch of several rows, for offsets of
+    the keys without those of the queries or the reverse, for position_ids or ahead without causal, and for dropout
+    combined with a softcap or sinks.
     """
-    check_attention(q, k, softcap, sinks, cu_seqlens, cu_seqlens_k, position_ids, ahead, causal, dropout)
+    check_attention(q, k, v, softcap, sinks, cu_seqlens, cu_seqlens_k, position_ids, ahead, causal, dropout)
     q, k, v = autocast(q, k, v)
+    check_dtypes("attention", q=q, k=k, v=v)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if position_ids is ahead is cu_seqlens_k is None and are_equally_long(q, cu_seqlens, max_seqlen):
         rows = (x[0].unflatten(0, (-1, max_seqlen)) for x in (q, k, v))
@@ -114,7 +129,7 @@ def attention(
 
 
 def check_attention(
-    q: Tensor, k: Tensor, softcap: float | None, sinks: Tensor | None, cu_seqlens: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, softcap: float | None, sinks: Tensor | None, cu_seqlens: Tensor | None,
     cu_seqlens_k: Tensor | None, position_ids: Tensor | None, ahead: Tensor | None, causal: bool, dropout: float,
 ) -> None:  # fmt: skip
     if dropout and (softcap is not None or sinks is not None):
@@ -123,14 +138,30 @@ def check_attention(
         raise ValueError("attention: position_ids are for causal attention over a cache; they need causal=True")
     if ahead is not None and not causal:
         raise ValueError("attention: ahead adds keys to those of causal attention; it needs causal=True")
+    batch, queries, heads, size = shape_of("attention", "q", q, "B, T, Hq, D")
+    _, keys, kv_heads, _ = shape_of("attention", "k", k, "B, S, Hkv, D")
+    check_shape("attention", "k", k, batch, keys, kv_heads, size)
+    check_shape("attention", "v", v, batch, keys, kv_heads, shape_of("attention", "v", v)[-1])
+    check_shape("attention", "sinks", sinks, heads)
+    for name, x in (("position_ids", position_ids), ("ahead", ahead)):
+        if x is not None and x.shape != (1, queries):  # which rows share
+            check_shape("attention", name, x, batch, queries)
+    if heads % kv_heads:
+        raise ValueError(f"attention: q has {heads} heads, k {kv_heads}; the first must be a multiple of the second")
+    check_floats("attention", sinks=sinks)
+    check_one_of("attention", INT32, cu_seqlens=cu_seqlens, cu_seqlens_k=cu_seqlens_k)
+    check_one_of("attention", INDICES, position_ids=position_ids, ahead=ahead)
     if cu_seqlens is None and cu_seqlens_k is None:
         return
-    if q.shape[0] != 1:
-        raise ValueError(f"attention: cu_seqlens needs a batch of one row, but the batch has {q.shape[0]} rows")
+    for name, offsets in (("cu_seqlens", cu_seqlens), ("cu_seqlens_k", cu_seqlens_k)):
+        if offsets is not None:
+            shape_of("attention", name, offsets, "N + 1")
+    if batch != 1:
+        raise ValueError(f"attention: cu_seqlens needs a batch of one row, but the batch has {batch} rows")
     if cu_seqlens is None:
         raise ValueError("attention: cu_seqlens_k needs cu_seqlens, the offsets of the queries")
-    if cu_seqlens_k is None and position_ids is None and q.shape[1] != k.shape[1]:
-        raise ValueError(f"attention: {q.shape[1]} queries over {k.shape[1]} keys in documents need cu_seqlens_k")
+    if cu_seqlens_k is None and position_ids is None and queries != keys:
+        raise ValueError(f"attention: {queries} queries over {keys} keys in documents need cu_seqlens_k")
 
 
 def are_equally_long(q: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None) -> bool:

@@ -32,7 +32,7 @@ from ligermodels.kernels.attention.qkv_heads import (
     with_unit_stride,
 )
 from ligermodels.kernels.attention.rope import check_qkv_shapes, rotate_reference
-from ligermodels.kernels.dispatch import Node, register_op, runs_kernels
+from ligermodels.kernels.dispatch import Node, check_floats, register_op, runs_kernels, shape_of
 from ligermodels.kernels.launch import Launcher, as_rows_with_stride, cdiv, kernel, multiprocessors
 from ligermodels.kernels.norms.partial_sums import sum_partials
 from ligermodels.kernels.norms.rms_norm import rms_norm_reference
@@ -410,11 +410,13 @@ class _QKNormRope(Node):
 def check_norm_weights(
     op: str, q_weight: Tensor, k_weight: Tensor, num_heads: int, num_kv_heads: int, head_size: int
 ) -> None:
-    """Raises ValueError if the weights are neither for each head nor for all heads of a token."""
+    """Raises ValueError if the weights are neither for each head nor for all heads of a token, or not floats."""
     whole_row = num_heads * head_size, num_kv_heads * head_size
-    if (len(q_weight), len(k_weight)) not in ((head_size, head_size), whole_row):
+    check_floats(op, q_weight=q_weight, k_weight=k_weight)
+    (q_size,), (k_size,) = shape_of(op, "q_weight", q_weight, "N"), shape_of(op, "k_weight", k_weight, "N")
+    if (q_size, k_size) not in ((head_size, head_size), whole_row):
         raise ValueError(
-            f"{op}: q_weight has {len(q_weight)} elements, k_weight {len(k_weight)};"
+            f"{op}: q_weight has {q_size} elements, k_weight {k_size};"
             f" they must have {head_size} each, or {whole_row[0]} and {whole_row[1]}"
         )
 

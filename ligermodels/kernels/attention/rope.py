@@ -25,7 +25,17 @@ from ligermodels.kernels.attention.qkv_heads import (
     split_heads,
     with_unit_stride,
 )
-from ligermodels.kernels.dispatch import Node, is_traced, register_op, runs_kernels, widen
+from ligermodels.kernels.dispatch import (
+    WIDE,
+    Node,
+    check_floats,
+    check_one_of,
+    is_traced,
+    register_op,
+    runs_kernels,
+    shape_of,
+    widen,
+)
 from ligermodels.kernels.launch import Launcher, cdiv, kernel
 from ligermodels.kernels.pdl import pdl_constants, wait_for_previous_kernel
 
@@ -252,13 +262,13 @@ class _Rope(Node):
 def check_qkv_shapes(
     op: str, qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int, gated: bool = False
 ) -> int:
-    """Returns the head size. Raises ValueError if shapes do not match or the angles are not contiguous."""
-    batch, length, width = qkv.shape
+    """Returns the head size. Raises ValueError if shapes or dtypes do not match, or the angles are not contiguous."""
+    batch, length, width = shape_of(op, "qkv", qkv, "B, T, columns")
     heads = (1 + gated) * num_heads + 2 * num_kv_heads
     head_size = width // heads
     if heads * head_size != width:
         raise ValueError(f"{op}: the width of qkv, {width}, is not a multiple of {heads} heads")
-    rows, pairs = shape = cos.shape
+    rows, pairs = shape = shape_of(op, "cos", cos, "T, pairs")
     fits = 0 < 2 * pairs <= head_size
     if shape != sin.shape or rows not in (length, batch * length) or not fits:
         raise ValueError(
@@ -266,6 +276,8 @@ def check_qkv_shapes(
             f" [{batch * length}, pairs] if each row of the batch has its own positions, with 1 to {head_size // 2}"
             " pairs"
         )
+    check_floats(op, qkv=qkv)
+    check_one_of(op, WIDE, cos=cos, sin=sin)
     if not (cos.is_contiguous() and sin.is_contiguous()):
         raise ValueError(f"{op}: cos has strides {cos.stride()}, sin {sin.stride()}; both must be contiguous")
     return head_size

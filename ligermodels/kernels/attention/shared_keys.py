@@ -17,7 +17,17 @@ import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.activations.gated_activation import split_row
-from ligermodels.kernels.dispatch import Node, register_op, runs_kernels, widen
+from ligermodels.kernels.dispatch import (
+    INT32,
+    Node,
+    check_floats,
+    check_one_of,
+    check_shape,
+    register_op,
+    runs_kernels,
+    shape_of,
+    widen,
+)
 from ligermodels.kernels.launch import Kernel, as_rows_with_stride, kernel
 
 
@@ -126,11 +136,13 @@ def gather_keys(x: Tensor, offsets: Tensor, places: Tensor) -> Tensor:
     offsets[t] to offsets[t + 1] - 1. places int32 [K]: where each copy goes; each of 0, …, K - 1 once.
     Raises ValueError for a batch of several rows, and for offsets of another length.
     """
-    if x.shape[0] != 1 or offsets.shape[0] != x.shape[1] + 1:
-        raise ValueError(
-            f"gather_keys: x is {list(x.shape)} with {offsets.shape[0]} offsets; it must be one row of T tokens, with "
-            "T + 1 offsets"
-        )
+    rows, tokens, *_ = shape_of("gather_keys", "x", x, "1, T, Hkv, D")
+    if rows != 1:
+        raise ValueError(f"gather_keys: x is {list(x.shape)}; it must be one row of tokens")
+    check_shape("gather_keys", "offsets", offsets, tokens + 1)
+    shape_of("gather_keys", "places", places, "K")
+    check_floats("gather_keys", x=x)
+    check_one_of("gather_keys", INT32, offsets=offsets, places=places)
     if not runs_kernels(x):
         return gather_keys_reference(x, offsets, places)
     return _GatherKeys.apply(x, offsets, places)

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.attention.qkv_heads import with_unit_stride
-from ligermodels.kernels.dispatch import Node, register_op, runs_kernels, widen
+from ligermodels.kernels.dispatch import Node, check_floats, check_shape, register_op, runs_kernels, shape_of, widen
 from ligermodels.kernels.launch import Launcher, cdiv, kernel
 
 GATED_ELEMENTS, GATED_WARPS = 2048, 4  # of one program: a thread loads 16 elements of each tensor
@@ -155,8 +155,6 @@ def sigmoid_gate(x: Tensor, z: Tensor) -> Tensor:
 
     Raises ValueError for shapes that differ, or are not those of heads.
     """
-    if x.shape != z.shape or x.ndim != 4:
-        raise ValueError(
-            f"sigmoid_gate: x has shape {list(x.shape)}, z {list(z.shape)}; both must be one shape [B, T, H, D]"
-        )
+    check_shape("sigmoid_gate", "z", z, *shape_of("sigmoid_gate", "x", x, "B, T, H, D"))
+    check_floats("sigmoid_gate", x=x, z=z)
     return _SigmoidGate.apply(x, z) if runs_kernels(x) else sigmoid_gate_reference(x, z)

@@ -14,7 +14,15 @@ import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.attention.qkv_heads import copy_heads, fit_head_tile, with_unit_stride
-from ligermodels.kernels.dispatch import fake_without_outputs, refuse_gradients, register_op, runs_kernels
+from ligermodels.kernels.dispatch import (
+    check_dtypes,
+    check_shape,
+    fake_without_outputs,
+    refuse_gradients,
+    register_op,
+    runs_kernels,
+    shape_of,
+)
 from ligermodels.kernels.launch import Launcher, cdiv, kernel
 from ligermodels.kernels.pdl import pdl_constants, wait_for_previous_kernel
 
@@ -87,6 +95,8 @@ def write_cache(k: Tensor, v: Tensor, cache: CacheSlots) -> None:
     Raises ValueError if the cache does not fit, RuntimeError if a gradient is needed.
     """
     refuse_gradients("write_cache", k, v)
+    check_shape("write_cache", "v", v, *shape_of("write_cache", "k", k, "B, T, Hkv, D"))
+    check_dtypes("write_cache", k=k, v=v)
     check_cache("write_cache", k, cache)
     if runs_kernels(k):
         _write_op(k, v, *cache)

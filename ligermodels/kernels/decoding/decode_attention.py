@@ -26,7 +26,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.dispatch import refuse_gradients, register_op, runs_kernels, widen
+from ligermodels.kernels.dispatch import (
+    INDICES,
+    INT32,
+    check_floats,
+    check_one_of,
+    check_shape,
+    refuse_gradients,
+    register_op,
+    runs_kernels,
+    shape_of,
+    widen,
+)
 from ligermodels.kernels.launch import Launcher, cdiv, kernel, multiprocessors
 from ligermodels.kernels.losses.softmax_sweep import LOG2_E, apply_softcap
 from ligermodels.kernels.pdl import launch_dependents, pdl_constants, wait_for_previous_kernel
@@ -347,8 +358,8 @@ def decode_attention(
     head, whose value is zero. page_size: 16 or more, a power of two.
     value_size: without values, the number of the keys' first columns that are the values; the result is then
     [B, Hq, value_size].
-    Nothing is read where no position is; no value is read on the host. Raises ValueError if the shapes do not match,
-    RuntimeError if a gradient is needed.
+    Nothing is read where no position is; no value is read on the host. Raises ValueError where shapes or dtypes
+    disagree, RuntimeError if a gradient is needed.
     """
     refuse_gradients("decode_attention", q, keys, values, sinks)
     _check(q, keys, values, block_table, lengths, sinks, page_size, value_size)
@@ -368,7 +379,11 @@ def _check(
 ) -> None:  # fmt: skip
     if page_size < 16 or page_size & (page_size - 1):
         raise ValueError(f"decode_attention: page_size is {page_size}; it must be a power of two, 16 or more")
-    (rows, heads, size), (slots, kv_heads, _) = q.shape, keys.shape
+    rows, heads, size = shape_of("decode_attention", "q", q, "B, Hq, D")
+    slots, kv_heads, _ = shape_of("decode_attention", "keys", keys, "slots, Hkv, D")
+    check_floats("decode_attention", q=q, sinks=sinks)
+    check_one_of("decode_attention", INT32, block_table=block_table)
+    check_one_of("decode_attention", INDICES, lengths=lengths)
     if (values is None) != (value_size is not None) or (value_size is not None and not 0 < value_size < size):
         raise ValueError(
             f"decode_attention: value_size is {value_size}; without values it must be 1 to {size - 1}, fewer than the"
@@ -386,8 +401,7 @@ def _check(
             f"decode_attention: block_table has shape {list(block_table.shape)}, lengths {list(lengths.shape)};"
             f" expected [{rows}, max_blocks] and [{rows}]"
         )
-    if sinks is not None and sinks.shape != (heads,):
-        raise ValueError(f"decode_attention: sinks has shape {list(sinks.shape)}; expected [{heads}]")
+    check_shape("decode_attention", "sinks", sinks, heads)
     for name, x in (("keys", keys), ("values", values)):
         if x.stride()[1:] != (size, 1):
             raise ValueError(f"decode_attention: {name} has strides {x.stride()}; each slot must be contiguous")

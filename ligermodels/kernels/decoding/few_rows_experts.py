@@ -161,7 +161,7 @@ def few_rows_experts(
     )
     check_expert_inputs(x, expert_index, expert_weight, gate_up, down, activation, None, None, gate_up_bias, down_bias)
     x, gate_up, down, gate_up_bias, down_bias = autocast(x, gate_up, down, gate_up_bias, down_bias)
-    check_dtypes("few_rows_experts", x, gate_up, down, gate_up_bias, down_bias)
+    check_dtypes("few_rows_experts", x=x, gate_up=gate_up, down=down, gate_up_bias=gate_up_bias, down_bias=down_bias)
     if not (isinstance(gate_up, Tensor) and isinstance(down, Tensor)):
         chosen = expert_index.flatten()
         gate_up, down = of_experts(gate_up, chosen), of_experts(down, chosen)

@@ -31,6 +31,7 @@ from ligermodels.kernels.activations.gated_activation import activate, check_gat
 from ligermodels.kernels.dispatch import (
     autocast,
     check_dtypes,
+    check_floats,
     promoted_dtype,
     refuse_gradients,
     register_op,
@@ -39,10 +40,10 @@ from ligermodels.kernels.dispatch import (
 from ligermodels.kernels.launch import Launcher, as_rows, cdiv, kernel, multiprocessors
 from ligermodels.kernels.linear.linear import gated_linear_reference, low_rank_linear_reference, norm_linear_reference
 from ligermodels.kernels.norms.norm_tiles import to_fp32
-from ligermodels.kernels.norms.rms_norm import check_offset, check_residual, check_weights
+from ligermodels.kernels.norms.rms_norm import check_norm, check_offset
 from ligermodels.kernels.pdl import launch_dependents, pdl_constants, wait_for_previous_kernel
 from ligermodels.kernels.quant.nf4 import Nf4, nf4_scales, sections
-from ligermodels.kernels.quant.quantised_weight import Weight, aligned, operand
+from ligermodels.kernels.quant.quantised_weight import Weight, aligned, check_linear, operand
 
 FEW_ROWS = 2  # up to so many, layers take these kernels instead of cuBLAS, which is faster from four on (H200)
 MAX_ROWS = 8  # of x: more would not fit into the registers
@@ -277,9 +278,10 @@ def few_rows_linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Te
     more rows and for shapes that disagree, RuntimeError if a gradient is needed.
     """
     refuse_gradients("few_rows_linear", x, operand(weight)[0], bias)
+    check_floats("few_rows_linear", x=x)
     _check("few_rows_linear", x, weight, bias, x.shape[-1])
     x, weight, bias = autocast(x, weight, bias)
-    check_dtypes("few_rows_linear", weight, bias)
+    check_dtypes("few_rows_linear", weight=weight, bias=bias)
     if not runs_kernels(x):
         return low_rank_linear_reference(x.to(weight.dtype), weight, bias, None)
     y, _ = _linear(x, None, None, *_numbers(weight), bias, False, 0.0, 0.0, None, 1.0, 1.0)
@@ -296,13 +298,11 @@ def few_rows_norm_linear(
     """
     refuse_gradients("few_rows_norm_linear", x, residual, norm_weight, operand(weight)[0], bias)
     _check("few_rows_norm_linear", x, weight, bias, x.shape[-1])
-    check_weights("few_rows_norm_linear", x.shape[-1], norm_weight)
-    if residual is not None:
-        check_residual("few_rows_norm_linear", x, residual)
+    check_norm("few_rows_norm_linear", x, residual, norm_weight=norm_weight)
     if norm_weight is None:
         check_offset("few_rows_norm_linear", offset)
     weight, bias = autocast(weight, bias)
-    check_dtypes("few_rows_norm_linear", weight, bias)
+    check_dtypes("few_rows_norm_linear", weight=weight, bias=bias)
     if not runs_kernels(x):
         return norm_linear_reference(x, residual, norm_weight, weight, bias, eps, offset)
     y, hidden = _linear(x, residual, norm_weight, *_numbers(weight), bias, True, eps, offset, None, 1.0, 1.0)
@@ -318,10 +318,10 @@ def few_rows_gated_linear(
     Raises ValueError for more rows too, RuntimeError if a gradient is needed.
     """
     refuse_gradients("few_rows_gated_linear", gate_up, operand(weight)[0], bias)
-    check_gate_up(gate_up, activation)
+    check_gate_up("few_rows_gated_linear", gate_up, activation)
     _check("few_rows_gated_linear", gate_up, weight, bias, gate_up.shape[-1] // 2)
     gate_up, weight, bias = autocast(gate_up, weight, bias)
-    check_dtypes("few_rows_gated_linear", gate_up, weight, bias)
+    check_dtypes("few_rows_gated_linear", gate_up=gate_up, weight=weight, bias=bias)
     if not runs_kernels(gate_up):
         return gated_linear_reference(
             gate_up, weight, bias, activation, gate_multiplier=gate_multiplier, down_multiplier=down_multiplier
@@ -345,8 +345,4 @@ def _check(op: str, x: Tensor, weight: Weight, bias: Tensor | None, depth: int) 
     rows = x.shape[:-1].numel()
     if rows > MAX_ROWS:
         raise ValueError(f"{op}: {rows} rows; at most {MAX_ROWS} are supported, use F.linear")
-    if weight.shape[1:] != (depth,) or (bias is not None and bias.shape != weight.shape[:1]):
-        found = None if bias is None else list(bias.shape)
-        raise ValueError(
-            f"{op}: weight has shape {list(weight.shape)}, bias {found}; expected [N, {depth}] and [N] or None"
-        )
+    check_linear(op, depth, weight, bias)

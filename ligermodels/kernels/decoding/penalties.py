@@ -12,7 +12,15 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.dispatch import check_entries, check_floats, register_op, runs_kernels
+from ligermodels.kernels.dispatch import (
+    INT32,
+    check_floats,
+    check_one_of,
+    check_shape,
+    register_op,
+    runs_kernels,
+    shape_of,
+)
 from ligermodels.kernels.launch import as_rows_with_stride, cdiv, kernel
 from ligermodels.kernels.pdl import pdl_constants, wait_for_previous_kernel
 
@@ -80,12 +88,15 @@ def penalize(logits: Tensor, table: Tensor, repetition: Tensor, presence: Tensor
     """The logits of each row with its penalties, [B, V] fp32. Differentiates nothing; does not wait for the device.
 
     logits [B, V] any float dtype; table [B, V] int32, of `start_penalty_row` and `count_tokens`; repetition, presence,
-    frequency [B] fp32, 1, 0 and 0 for none. Raises ValueError where the shapes disagree.
+    frequency [B] fp32, 1, 0 and 0 for none. Raises ValueError where shapes or dtypes disagree.
     """
-    check_entries("penalize", logits, repetition, presence, frequency)
-    check_floats(repetition, presence, frequency)
-    if table.shape != logits.shape:
-        raise ValueError(f"penalize: the table is {list(table.shape)}, logits {list(logits.shape)}; they must be equal")
+    shape = shape_of("penalize", "logits", logits, "B, V")
+    check_shape("penalize", "table", table, *shape)
+    of_rows = {"repetition": repetition, "presence": presence, "frequency": frequency}
+    for name, x in of_rows.items():
+        check_shape("penalize", name, x, shape[0])
+    check_floats("penalize", logits=logits, **of_rows)
+    check_one_of("penalize", INT32, table=table)
     function = penalize_op if runs_kernels(logits) else penalize_reference
     return function(logits.detach(), table, repetition, presence, frequency)
 

@@ -221,12 +221,12 @@ def rope_write_cache_(
     check_qkv_shapes("rope_write_cache_", qkv, cos, sin, num_heads, num_kv_heads)
     check_row_stride("rope_write_cache_", qkv)
     heads = num_heads, num_kv_heads
-    kernels = runs_kernels(qkv)
-    q, k, v = split_heads(qkv, *heads) if kernels else rope_reference(qkv, cos, sin, *heads, interleaved)
+    q, k, v = split_heads(qkv, *heads)
     check_cache("rope_write_cache_", k, cache)
-    if kernels:
+    if runs_kernels(qkv):
         _rope_write_op(qkv, cos, sin, *heads, interleaved, *cache)
     else:
+        q, k, v = rope_reference(qkv, cos, sin, *heads, interleaved)
         write_cache_reference(k, v, *cache)
     return q, k, v
 

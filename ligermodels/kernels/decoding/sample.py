@@ -38,7 +38,16 @@ from ligermodels.kernels.decoding.sample_filters import (
     mass_of,
     softmax_weight,
 )
-from ligermodels.kernels.dispatch import check_entries, check_floats, register_op, runs_kernels
+from ligermodels.kernels.dispatch import (
+    INDICES,
+    INT64,
+    check_floats,
+    check_one_of,
+    check_shape,
+    register_op,
+    runs_kernels,
+    shape_of,
+)
 from ligermodels.kernels.launch import Launcher, as_rows_with_stride, cdiv, kernel
 from ligermodels.kernels.pdl import pdl_constants, wait_for_previous_kernel
 from ligermodels.kernels.philox import draw_bits, draw_bits_reference, multiply_high, multiply_high_reference
@@ -251,10 +260,16 @@ def sample(
     logprobs: of the tokens under the distribution that they are drawn from, after temperature and filters; of a greedy
     row under the softmax of its logits.
     Does not wait for the device. Filters cost time only in rows that have them; without any of the three tensors, their
-    code is left out. Raises ValueError where the rows disagree.
+    code is left out. Raises ValueError where shapes or dtypes disagree.
     """
-    check_entries("sample", logits, temperature, top_k, top_p, min_p, seeds, counters)
-    check_floats(*(x for x in (temperature, top_p, min_p) if x is not None))
+    rows, _ = shape_of("sample", "logits", logits, "B, V")
+    of_rows = {"temperature": temperature, "top_p": top_p, "min_p": min_p}
+    for name, x in {**of_rows, "top_k": top_k, "seeds": seeds}.items():
+        check_shape("sample", name, x, rows)
+    check_shape("sample", "counters", counters, rows, 2)
+    check_floats("sample", logits=logits, **of_rows)
+    check_one_of("sample", INDICES, top_k=top_k)
+    check_one_of("sample", INT64, seeds=seeds, counters=counters)
     logits = logits.detach()
     if any(x is not None for x in (top_k, top_p, min_p)):
         top_k = torch.zeros_like(temperature, dtype=torch.int32) if top_k is None else top_k

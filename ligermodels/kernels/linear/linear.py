@@ -40,7 +40,7 @@ from ligermodels.kernels.activations.plain_activation import (
     plain_activation_reference,
     plain_backward_from_saved,
 )
-from ligermodels.kernels.dispatch import Node, autocast, is_traced, runs_kernels
+from ligermodels.kernels.dispatch import Node, autocast, check_dtypes, check_shape, is_traced, runs_kernels, shape_of
 from ligermodels.kernels.launch import as_matrix
 from ligermodels.kernels.norms.layer_norm import (
     add_layer_norm_forward,
@@ -50,13 +50,13 @@ from ligermodels.kernels.norms.layer_norm import (
 )
 from ligermodels.kernels.norms.rms_norm import (
     add_rms_norm_forward,
-    added,
+    check_norm,
     check_offset,
     rms_norm_backward,
     rms_norm_forward,
     rms_norm_reference,
 )
-from ligermodels.kernels.quant.quantised_weight import Weight, dense, dense_dtype, frozen_linear, operand
+from ligermodels.kernels.quant.quantised_weight import Weight, check_linear, dense, dense_dtype, frozen_linear, operand
 
 Columns = tuple[tuple[int, int], ...]
 
@@ -76,8 +76,6 @@ NO_LOW_RANK = None, None, (), 1.0  # passed to a node in place of LowRank's fiel
 def low_rank_update(x: Tensor, low_rank: LowRank, width: int) -> Tensor:
     """The update alone, in plain PyTorch: x [..., K] -> [..., width]."""
     a, b, columns, scale = low_rank
-    if columns[-1][1] > width:
-        raise ValueError(f"a low-rank update is of columns up to {columns[-1][1]}, but the weight has {width} rows")
     factors = zip(columns, split_b(b, columns), strict=True)
     blocks = torch.cat([F.pad(b_i, (0, 0, start, width - stop)) for (start, stop), b_i in factors], 1)  # [width, P r]
     return scale * F.linear(F.linear(x, a), blocks)
@@ -92,7 +90,7 @@ def norm_linear_reference(
     x: Tensor, residual: Tensor | None, norm_weight: Tensor | None, weight: Weight, bias: Tensor | None = None,
     eps: float = 1e-6, offset: float = 0.0, low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    hidden = added("add_rms_norm", x, residual)
+    hidden = x if residual is None else x + residual
     normed = rms_norm_reference(hidden, norm_weight, eps, offset)
     return low_rank_linear_reference(normed.to(weight.dtype), weight, bias, low_rank), hidden
 
@@ -101,7 +99,7 @@ def layer_norm_linear_reference(
     x: Tensor, residual: Tensor | None, norm_weight: Tensor, norm_bias: Tensor | None, weight: Weight,
     bias: Tensor | None = None, eps: float = 1e-5, low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    hidden = added("layer_norm", x, residual)
+    hidden = x if residual is None else x + residual
     normed = layer_norm_reference(hidden, norm_weight, norm_bias, eps)
     return low_rank_linear_reference(normed.to(weight.dtype), weight, bias, low_rank), hidden
 
@@ -123,6 +121,24 @@ def gated_linear_reference(
 ) -> Tensor:
     product = gated_activation_reference(gate_up, activation, None, gate_multiplier, down_multiplier)
     return low_rank_linear_reference(product, weight, bias, low_rank)
+
+
+def check_operands(
+    op: str, columns: int, weight: Weight, bias: Tensor | None, low_rank: LowRank | None, **inputs: Tensor
+) -> None:
+    """Raises ValueError unless the operands of a linear of so many columns fit each other. inputs: those that the
+    linear takes in its weight's dtype."""
+    check_linear(op, columns, weight, bias)
+    if low_rank is None:
+        check_dtypes(op, **inputs, weight=weight, bias=bias)
+        return
+    a, b, spans, _ = low_rank
+    rank = shape_of(op, "low_rank.b", b, "N, r")[1]
+    check_shape(op, "low_rank.a", a, len(spans) * rank, columns)
+    check_shape(op, "low_rank.b", b, sum(stop - start for start, stop in spans), rank)
+    if spans[-1][1] > weight.shape[0]:
+        raise ValueError(f"{op}: low_rank is of columns up to {spans[-1][1]}, but weight has {weight.shape[0]} rows")
+    check_dtypes(op, **inputs, weight=weight, bias=bias, **{"low_rank.a": a, "low_rank.b": b})
 
 
 def split_b(b: Tensor, columns: Columns) -> tuple[Tensor, ...]:
@@ -255,9 +271,11 @@ def low_rank_linear(x: Tensor, weight: Weight, bias: Tensor | None, low_rank: Lo
     """linear(x, weight, bias) plus the low-rank update.
 
     x [..., K] float, weight [N, K], a tensor or quantised, bias [N] or None, low_rank.a [P r, K],
-    low_rank.b [Σ (stop - start), r] -> [..., N]. Frozen arguments cost no gradient.
+    low_rank.b [Σ (stop - start), r] -> [..., N]. Frozen arguments cost no gradient. Raises ValueError where shapes or
+    dtypes disagree.
     """
     x, weight, bias, low_rank = autocast(x, weight, bias, low_rank)
+    check_operands("low_rank_linear", shape_of("low_rank_linear", "x", x)[-1], weight, bias, low_rank, x=x)
     if not runs_kernels(x):
         return low_rank_linear_reference(x, weight, bias, low_rank)
     return _LowRankLinear.apply(x, *operand(weight), bias, *low_rank)
@@ -338,11 +356,13 @@ def norm_linear(
     quantised, bias [N] or None, low_rank: the linear's update -> (y [..., N] in weight's dtype, hidden [..., H] in the
     dtype of the sum).
     Frozen arguments cost no gradient.
-    Raises ValueError if the norm's shapes disagree, if H exceeds 65536, and for an offset without a norm's weight.
+    Raises ValueError where shapes or dtypes disagree, if H exceeds 65536, and for an offset without a norm's weight.
     """
     if norm_weight is None:
         check_offset("norm_linear", offset)
+    check_norm("norm_linear", x, residual, norm_weight=norm_weight)
     weight, bias, low_rank = autocast(weight, bias, low_rank)
+    check_operands("norm_linear", x.shape[-1], weight, bias, low_rank)
     if not runs_kernels(x):
         return norm_linear_reference(x, residual, norm_weight, weight, bias, eps, offset, low_rank)
     return NormLinear.apply(
@@ -359,9 +379,11 @@ def layer_norm_linear(
     x, residual [..., H] float (hidden is x if residual is None), norm_weight [H], norm_bias [H] or None, weight [N, H],
     a tensor or quantised, bias [N] or None, low_rank: the linear's update -> (y [..., N] in weight's dtype, hidden
     [..., H] in the dtype of the sum).
-    Frozen arguments cost no gradient. Raises ValueError if the norm's shapes disagree or if H exceeds 65536.
+    Frozen arguments cost no gradient. Raises ValueError where shapes or dtypes disagree, or if H exceeds 65536.
     """
+    check_norm("layer_norm_linear", x, residual, norm_weight=norm_weight, norm_bias=norm_bias)
     weight, bias, low_rank = autocast(weight, bias, low_rank)
+    check_operands("layer_norm_linear", x.shape[-1], weight, bias, low_rank)
     if not runs_kernels(x):
         return layer_norm_linear_reference(x, residual, norm_weight, norm_bias, weight, bias, eps, low_rank)
     return NormLinear.apply(
@@ -425,10 +447,11 @@ def activated_linear(
     `plain_activation`, low_rank: the linear's update -> [..., N].
     inplace: backward overwrites x with its gradient, unless the graph is retained for another backward or is being
     traced. Its values are then lost.
-    Frozen arguments cost no gradient. Raises ValueError for any other activation.
+    Frozen arguments cost no gradient. Raises ValueError for any other activation, and where shapes or dtypes disagree.
     """
-    check_activation(activation)
+    check_activation("activated_linear", x, activation)
     x, weight, bias, low_rank = autocast(x, weight, bias, low_rank)
+    check_operands("activated_linear", x.shape[-1], weight, bias, low_rank, x=x)
     if not runs_kernels(x):
         return activated_linear_reference(x, weight, bias, activation, low_rank)
     return ActivatedLinear.apply(x, *operand(weight), bias, *(low_rank or NO_LOW_RANK), activation, inplace)
@@ -451,10 +474,12 @@ def gated_linear(
     gate_up [..., 2 I] float, weight [N, I], a tensor or quantised, bias [N] or None, activation "silu", "gelu_tanh" or
     "gelu", low_rank: the linear's update -> [..., N]. The multipliers are constants of a model: see `gated_activation`.
     inplace: as in `gated_activation`; the recomputed product also takes the memory of its gradient.
-    Frozen arguments cost no gradient. Raises ValueError for any other activation and for an odd width.
+    Frozen arguments cost no gradient. Raises ValueError for any other activation, an odd width, and where shapes or
+    dtypes disagree.
     """
-    check_gate_up(gate_up, activation)
+    check_gate_up("gated_linear", gate_up, activation)
     gate_up, weight, bias, low_rank = autocast(gate_up, weight, bias, low_rank)
+    check_operands("gated_linear", gate_up.shape[-1] // 2, weight, bias, low_rank, gate_up=gate_up)
     if not runs_kernels(gate_up):
         return gated_linear_reference(gate_up, weight, bias, activation, low_rank, gate_multiplier, down_multiplier)
     return ActivatedLinear.apply(

@@ -16,9 +16,23 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import libdevice
 
-from ligermodels.kernels.dispatch import Node, register_op, runs_kernels, widen
+from ligermodels.kernels.dispatch import (
+    Node,
+    check_floats,
+    check_shape,
+    register_op,
+    runs_kernels,
+    shape_of,
+    widen,
+)
 from ligermodels.kernels.launch import PTX, Launcher, as_rows_with_stride, cdiv, kernel
-from ligermodels.kernels.linear_attention.document_chunks import SPAN, locate_in_document, number_of_slots, row_offsets
+from ligermodels.kernels.linear_attention.document_chunks import (
+    SPAN,
+    count_documents,
+    locate_in_document,
+    number_of_slots,
+    row_offsets,
+)
 from ligermodels.kernels.norms.partial_sums import sum_partials
 
 MAX_TAPS = 4
@@ -359,18 +373,14 @@ def causal_conv(
 
     x [B, T, C] float, unit stride along C, any stride between tokens: a slice of a packed projection is not copied.
     weight [C, n], n <= 4: `conv1d.weight` of a checkpoint without its middle dimension; bias [C] in the same dtype, or
-    None. activation: "silu" or None. initial_state [N, n-1, C] in the dtype of x: the inputs before each document,
+    None. activation: "silu" or None. initial_state [N, n-1, C] float: the inputs before each document,
     oldest first, as `causal_conv_state` returns them; zeros if None. cu_seqlens int32 [N + 1]: offsets of the documents
     packed into one row (B = 1), the first 0, the last T; no document sees another. Without it each row is a document.
     -> y [B, T, C] in the dtype of x.
-    Differentiable in x, weight, bias and initial_state. Raises ValueError if the shapes disagree.
+    Differentiable in x, weight, bias and initial_state. Raises ValueError where shapes or dtypes disagree.
     """
     check_weight("causal_conv", x, weight, bias, activation)
-    if x.ndim != 3 or (cu_seqlens is not None and x.shape[0] != 1):
-        raise ValueError(f"causal_conv: x is {list(x.shape)}; needed [B, T, C], and B = 1 with cu_seqlens")
-    needed = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1, weight.shape[1] - 1, x.shape[2]
-    if initial_state is not None and initial_state.shape != needed:
-        raise ValueError(f"causal_conv: initial_state is {list(initial_state.shape)}; needed {list(needed)}")
+    check_documents("causal_conv", x, weight.shape[1], initial_state, cu_seqlens)
     if not runs_kernels(x):
         return causal_conv_reference(x, weight, bias, activation, initial_state, cu_seqlens)
     return _CausalConv.apply(x, weight, bias, activation == "silu", initial_state, cu_seqlens)
@@ -382,8 +392,9 @@ def causal_conv_state(
     """The last taps - 1 inputs of each document, oldest first: the initial state of what follows.
 
     Arguments as in `causal_conv` -> [N, taps - 1, C]; of a document shorter than that the first come from
-    initial_state, or are zero. Waits for nothing on the device. Differentiable.
+    initial_state, or are zero. Waits for nothing on the device. Differentiable. Raises ValueError as `causal_conv`.
     """
+    check_documents("causal_conv_state", x, taps, initial_state, cu_seqlens)
     past = taps - 1
     starts, ends = (row_offsets(x) if cu_seqlens is None else cu_seqlens).long().unfold(0, 2, 1).unbind(1)
     token = ends[:, None] + torch.arange(-past, 0, device=x.device)
@@ -399,9 +410,16 @@ def check_weight(op: str, x: Tensor, weight: Tensor, bias: Tensor | None, activa
     """Raises ValueError if a kernel would read out of bounds, or does not know the activation."""
     if activation not in ("silu", None):
         raise ValueError(f'{op}: activation is {activation!r}; "silu" or None is needed')
-    channels, taps = weight.shape
-    if channels != x.shape[-1] or not 2 <= taps <= MAX_TAPS or (bias is not None and bias.shape != (channels,)):
-        raise ValueError(
-            f"{op}: x is {list(x.shape)}, weight {list(weight.shape)}; needed as many channels, 2 to {MAX_TAPS} taps,"
-            " and a bias of as many elements"
-        )
+    channels, taps = shape_of(op, "x", x)[-1], shape_of(op, "weight", weight, "C, taps")[1]
+    check_shape(op, "weight", weight, channels, taps)
+    check_shape(op, "bias", bias, channels)
+    check_floats(op, x=x, weight=weight, bias=bias)
+    if not 2 <= taps <= MAX_TAPS:
+        raise ValueError(f"{op}: weight has {taps} taps; the kernels support 2 to {MAX_TAPS}")
+
+
+def check_documents(op: str, x: Tensor, taps: int, initial_state: Tensor | None, cu_seqlens: Tensor | None) -> None:
+    """Raises ValueError unless x [B, T, C] has the documents, and each of them an initial state."""
+    batch, _, channels = shape_of(op, "x", x, "B, T, C")
+    check_shape(op, "initial_state", initial_state, count_documents(op, batch, cu_seqlens), taps - 1, channels)
+    check_floats(op, x=x, initial_state=initial_state)

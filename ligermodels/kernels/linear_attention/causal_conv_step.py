@@ -7,7 +7,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.dispatch import register_op, runs_kernels
+from ligermodels.kernels.dispatch import register_op, runs_kernels, shape_of
 from ligermodels.kernels.launch import as_rows_with_stride, cdiv, kernel
 from ligermodels.kernels.linear_attention.causal_conv import (
     FORWARD_CHANNELS,
@@ -16,6 +16,7 @@ from ligermodels.kernels.linear_attention.causal_conv import (
     check_weight,
     silu_and_slope,
 )
+from ligermodels.kernels.linear_attention.document_chunks import check_pool
 
 
 @kernel()
@@ -85,19 +86,11 @@ def causal_conv_step_(
 
     x [B, C]; weight, bias, activation as in `causal_conv`. pool [R, n-1, C] contiguous, in the dtype of x: the states.
     row int32 or int64 [B]: the state of each token, no two the same -> y [B, C]. Shapes are static and nothing waits
-    for the device: a CUDA graph can hold it. Not differentiable. Raises ValueError if the shapes disagree.
+    for the device: a CUDA graph can hold it. Not differentiable. Raises ValueError where shapes or dtypes disagree.
     """
     check_weight("causal_conv_step_", x, weight, bias, activation)
-    if (
-        x.ndim != 2
-        or row.shape != x.shape[:1]
-        or pool.shape[1:] != (weight.shape[1] - 1, x.shape[1])
-        or not pool.is_contiguous()
-    ):
-        raise ValueError(
-            f"causal_conv_step_: x is {list(x.shape)}, pool {list(pool.shape)}; needed [B, C] and [R, n-1, C],"
-            " contiguous"
-        )
+    rows, channels = shape_of("causal_conv_step_", "x", x, "B, C")
+    check_pool("causal_conv_step_", pool, row, rows, x.dtype, weight.shape[1] - 1, channels)
     if runs_kernels(x):
         return _conv_step(x, weight, bias, activation == "silu", pool, row)
     y, moved = causal_conv_step_reference(x, weight, bias, activation, pool, row)

@@ -60,7 +60,7 @@ class DeltaShape:
         }  # fmt: skip
 
 
-def delta_shape(qkv: Tensor, g: Tensor, key_heads: int, key_size: int) -> DeltaShape:
+def delta_shape(qkv: Tensor, g: Tensor, key_heads: int, key_size: int, op: str = "gated_delta_rule") -> DeltaShape:
     """The heads of a packed qkv [..., columns] with g [..., Hv].
 
     Raises ValueError if they do not divide its columns, or are larger than the kernels support.
@@ -68,14 +68,12 @@ def delta_shape(qkv: Tensor, g: Tensor, key_heads: int, key_size: int) -> DeltaS
     value_heads, columns = g.shape[-1], qkv.shape[-1] - 2 * key_heads * key_size
     if columns <= 0 or columns % value_heads or value_heads % key_heads:
         raise ValueError(
-            f"gated_delta_rule: qkv has {qkv.shape[-1]} columns, with {key_heads} key heads of {key_size} and"
+            f"{op}: qkv has {qkv.shape[-1]} columns, with {key_heads} key heads of {key_size} and"
             f" {value_heads} value heads; needed 2 Hk hk + Hv hv, Hv a multiple of Hk"
         )
     shape = DeltaShape(key_heads, value_heads, key_size, columns // value_heads)
     if key_size > MAX_HEAD_SIZE:
-        raise ValueError(
-            f"gated_delta_rule: keys have {key_size} elements; the kernels support at most {MAX_HEAD_SIZE}"
-        )
+        raise ValueError(f"{op}: keys have {key_size} elements; the kernels support at most {MAX_HEAD_SIZE}")
     return shape
 
 

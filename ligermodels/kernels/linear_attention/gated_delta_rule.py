@@ -23,7 +23,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ligermodels.kernels.dispatch import Node, as_factor, autocast, register_op, runs_kernels, widen
+from ligermodels.kernels.dispatch import (
+    Node,
+    as_factor,
+    autocast,
+    check_floats,
+    check_shape,
+    register_op,
+    runs_kernels,
+    shape_of,
+    widen,
+)
 from ligermodels.kernels.linear_attention.delta_chunks import (
     L2_EPS,
     DeltaInputs,
@@ -34,7 +44,7 @@ from ligermodels.kernels.linear_attention.delta_chunks import (
 )
 from ligermodels.kernels.linear_attention.delta_gradients import compute_gradients
 from ligermodels.kernels.linear_attention.delta_states import backward_scan, forward_scan, recompute_states
-from ligermodels.kernels.linear_attention.document_chunks import SPAN, each_document
+from ligermodels.kernels.linear_attention.document_chunks import SPAN, count_documents, each_document
 
 
 def gated_delta_rule_reference(
@@ -194,7 +204,7 @@ def gated_delta_rule(
     token. Where beta and g are 0 a token leaves the state as it is.
 
     Differentiable in qkv, g, beta and initial_state, by o and by final_state. Under torch.autocast qkv is cast.
-    Raises ValueError if the shapes disagree. `gated_delta_step_` computes one token of each of many rows.
+    Raises ValueError where shapes or dtypes disagree. `gated_delta_step_` computes one token of each of many rows.
     """
     (qkv,) = autocast(qkv)
     check_arguments(qkv, g, beta, key_heads, key_size, initial_state, cu_seqlens)
@@ -204,16 +214,12 @@ def gated_delta_rule(
 
 
 def check_arguments(qkv, g, beta, key_heads, key_size, initial_state, cu_seqlens) -> None:
-    """Raises ValueError where a kernel would read out of bounds."""
+    """Raises ValueError where shapes or dtypes disagree."""
+    op = "gated_delta_rule"
+    batch, tokens, _ = shape_of(op, "qkv", qkv, "B, T, columns")
+    check_shape(op, "g", g, batch, tokens, shape_of(op, "g", g)[-1])
+    check_shape(op, "beta", beta, *g.shape)
     shape = delta_shape(qkv, g, key_heads, key_size)
-    if qkv.ndim != 3 or g.shape[:2] != qkv.shape[:2] or g.shape != beta.shape:
-        raise ValueError(
-            f"gated_delta_rule: qkv {list(qkv.shape)}, g {list(g.shape)}, beta {list(beta.shape)}; needed [B, T,"
-            " columns] and twice [B, T, Hv]"
-        )
-    if cu_seqlens is not None and qkv.shape[0] != 1:
-        raise ValueError(f"gated_delta_rule: cu_seqlens needs a batch of one row, but there are {qkv.shape[0]} rows")
-    documents = qkv.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    needed = documents, shape.value_heads, key_size, shape.value_size
-    if initial_state is not None and initial_state.shape != needed:
-        raise ValueError(f"gated_delta_rule: initial_state is {list(initial_state.shape)}; needed {list(needed)}")
+    documents = count_documents(op, batch, cu_seqlens)
+    check_shape(op, "initial_state", initial_state, documents, shape.value_heads, key_size, shape.value_size)
+    check_floats(op, qkv=qkv, g=g, beta=beta, initial_state=initial_state)

@@ -10,10 +10,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.dispatch import register_op, runs_kernels, widen
+from ligermodels.kernels.dispatch import (
+    check_floats,
+    check_shape,
+    register_op,
+    runs_kernels,
+    shape_of,
+    wide_dtype,
+)
 from ligermodels.kernels.launch import as_rows_with_stride, cdiv, kernel
 from ligermodels.kernels.linear_attention.delta_chunks import L2_EPS, delta_shape
-from ligermodels.kernels.linear_attention.document_chunks import tile_columns
+from ligermodels.kernels.linear_attention.document_chunks import check_pool, tile_columns
 from ligermodels.kernels.linear_attention.gated_delta_rule import gated_delta_rule_reference
 
 COLUMNS, WARPS = 32, 4  # of a state, of one program. To be measured
@@ -101,20 +108,15 @@ def gated_delta_step_(
     qkv [B, 2 Hk hk + Hv hv], g, beta [B, Hv], key_heads, key_size, eps: as in `gated_delta_rule`, without the length.
     pool fp32 [R, Hv, hk, hv] contiguous, fp64 if qkv is: states. row int32 or int64 [B]: the state of each token, no
     two the same -> o [B, Hv, hv] in the dtype of qkv. Shapes are static and nothing waits for the device: a CUDA graph
-    can hold it. Not differentiable. Raises ValueError if the shapes disagree.
+    can hold it. Not differentiable. Raises ValueError where shapes or dtypes disagree.
     """
-    shape = delta_shape(qkv, g, key_heads, key_size)
-    needed = shape.value_heads, key_size, shape.value_size
-    if qkv.ndim != 2 or g.shape != beta.shape or g.shape[0] != qkv.shape[0] or row.shape != qkv.shape[:1]:
-        raise ValueError(
-            f"gated_delta_step_: qkv {list(qkv.shape)}, g {list(g.shape)}, beta {list(beta.shape)}, row"
-            f" {list(row.shape)}; needed [B, columns], twice [B, Hv], and [B]"
-        )
-    if pool.shape[1:] != needed or pool.dtype != widen(qkv[:0]).dtype or not pool.is_contiguous():
-        raise ValueError(
-            f"gated_delta_step_: pool is {pool.dtype} {list(pool.shape)}; needed contiguous float32 [R, Hv, hk, hv],"
-            f" here [R, {', '.join(map(str, needed))}]"
-        )
+    op = "gated_delta_step_"
+    rows, _ = shape_of(op, "qkv", qkv, "B, columns")
+    check_shape(op, "g", g, rows, shape_of(op, "g", g)[-1])
+    check_shape(op, "beta", beta, *g.shape)
+    check_floats(op, qkv=qkv, g=g, beta=beta)
+    shape = delta_shape(qkv, g, key_heads, key_size, op)
+    check_pool(op, pool, row, rows, wide_dtype(qkv), shape.value_heads, key_size, shape.value_size)
     if runs_kernels(qkv):
         return _step(qkv, g, beta, key_heads, key_size, pool, row, eps)
     o, moved = gated_delta_step_reference(qkv, g, beta, key_heads, key_size, pool, row, eps)

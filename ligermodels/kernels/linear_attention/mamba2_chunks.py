@@ -48,7 +48,7 @@ class ScanShape:
         }  # fmt: skip
 
 
-def scan_shape(xbc: Tensor, delta: Tensor, groups: int, state_size: int) -> ScanShape:
+def scan_shape(xbc: Tensor, delta: Tensor, groups: int, state_size: int, op: str = "mamba2_scan") -> ScanShape:
     """The heads of a packed xbc [..., columns] with delta [..., H].
 
     Raises ValueError if they do not divide its columns, or if states are larger than the kernels support.
@@ -56,11 +56,11 @@ def scan_shape(xbc: Tensor, delta: Tensor, groups: int, state_size: int) -> Scan
     heads, columns = delta.shape[-1], xbc.shape[-1] - 2 * groups * state_size
     if columns <= 0 or columns % heads or heads % groups:
         raise ValueError(
-            f"mamba2_scan: xbc has {xbc.shape[-1]} columns, with {heads} heads and {groups} groups of {state_size};"
+            f"{op}: xbc has {xbc.shape[-1]} columns, with {heads} heads and {groups} groups of {state_size};"
             " needed H P + 2 G N, H a multiple of G"
         )
     if state_size > MAX_HEAD_SIZE:
-        raise ValueError(f"mamba2_scan: state_size is {state_size}; the kernels support at most {MAX_HEAD_SIZE}")
+        raise ValueError(f"{op}: state_size is {state_size}; the kernels support at most {MAX_HEAD_SIZE}")
     return ScanShape(heads, columns // heads, groups, state_size)
 
 

@@ -21,8 +21,18 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ligermodels.kernels.dispatch import Node, as_factor, autocast, register_op, runs_kernels, widen
-from ligermodels.kernels.linear_attention.document_chunks import each_document
+from ligermodels.kernels.dispatch import (
+    Node,
+    as_factor,
+    autocast,
+    check_floats,
+    check_shape,
+    register_op,
+    runs_kernels,
+    shape_of,
+    widen,
+)
+from ligermodels.kernels.linear_attention.document_chunks import count_documents, each_document
 from ligermodels.kernels.linear_attention.mamba2_chunks import ScanInputs, ScanShape, scan_shape
 from ligermodels.kernels.linear_attention.mamba2_outputs import compute_scan_gradients, compute_scan_outputs
 from ligermodels.kernels.linear_attention.mamba2_states import fuses_scan_output, scan_state_gradients, scan_states
@@ -179,7 +189,7 @@ def mamba2_scan(
     token. Where delta is 0 a token leaves the state as it is.
 
     Differentiable in xbc, delta, a, d and initial_state, by y and by final_state. Under torch.autocast xbc is cast.
-    Raises ValueError if the shapes disagree. `mamba2_step_` computes one token of each of many rows.
+    Raises ValueError where shapes or dtypes disagree. `mamba2_step_` computes one token of each of many rows.
     """
     (xbc,) = autocast(xbc)
     check_scan(xbc, delta, a, d, groups, state_size, initial_state, cu_seqlens)
@@ -189,16 +199,13 @@ def mamba2_scan(
 
 
 def check_scan(xbc, delta, a, d, groups, state_size, initial_state, cu_seqlens) -> None:
-    """Raises ValueError where a kernel would read out of bounds."""
+    """Raises ValueError where shapes or dtypes disagree."""
+    op = "mamba2_scan"
+    batch, tokens, _ = shape_of(op, "xbc", xbc, "B, T, columns")
+    check_shape(op, "delta", delta, batch, tokens, shape_of(op, "delta", delta)[-1])
     shape = scan_shape(xbc, delta, groups, state_size)
-    if xbc.ndim != 3 or delta.shape[:2] != xbc.shape[:2] or a.shape != (shape.heads,) or d.shape != a.shape:
-        raise ValueError(
-            f"mamba2_scan: xbc {list(xbc.shape)}, delta {list(delta.shape)}, a {list(a.shape)}, d {list(d.shape)};"
-            " needed [B, T, columns], [B, T, H] and twice [H]"
-        )
-    if cu_seqlens is not None and xbc.shape[0] != 1:
-        raise ValueError(f"mamba2_scan: cu_seqlens needs a batch of one row, but there are {xbc.shape[0]} rows")
-    documents = xbc.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    needed = documents, shape.heads, state_size, shape.head_size
-    if initial_state is not None and initial_state.shape != needed:
-        raise ValueError(f"mamba2_scan: initial_state is {list(initial_state.shape)}; needed {list(needed)}")
+    check_shape(op, "a", a, shape.heads)
+    check_shape(op, "d", d, shape.heads)
+    documents = count_documents(op, batch, cu_seqlens)
+    check_shape(op, "initial_state", initial_state, documents, shape.heads, state_size, shape.head_size)
+    check_floats(op, xbc=xbc, delta=delta, a=a, d=d, initial_state=initial_state)

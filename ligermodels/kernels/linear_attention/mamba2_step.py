@@ -9,9 +9,16 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.dispatch import register_op, runs_kernels, widen
+from ligermodels.kernels.dispatch import (
+    check_floats,
+    check_shape,
+    register_op,
+    runs_kernels,
+    shape_of,
+    wide_dtype,
+)
 from ligermodels.kernels.launch import as_rows_with_stride, cdiv, kernel
-from ligermodels.kernels.linear_attention.document_chunks import tile_columns
+from ligermodels.kernels.linear_attention.document_chunks import check_pool, tile_columns
 from ligermodels.kernels.linear_attention.mamba2_chunks import scan_shape
 from ligermodels.kernels.linear_attention.mamba2_scan import mamba2_scan_reference
 
@@ -92,20 +99,16 @@ def mamba2_step_(
     xbc [B, H P + 2 G N], delta [B, H], a, d [H], groups, state_size: as in `mamba2_scan`, without the length.
     pool fp32 [R, H, N, P] contiguous, fp64 if xbc is: states. row int32 or int64 [B]: the state of each token, no two
     the same -> y [B, H, P] in the dtype of xbc. Shapes are static and nothing waits for the device: a CUDA graph can
-    hold it. Not differentiable. Raises ValueError if the shapes disagree.
+    hold it. Not differentiable. Raises ValueError where shapes or dtypes disagree.
     """
-    shape = scan_shape(xbc, delta, groups, state_size)
-    needed, weights = (shape.heads, state_size, shape.head_size), (a.shape, d.shape)
-    if xbc.ndim != 2 or delta.shape[0] != xbc.shape[0] or row.shape != xbc.shape[:1] or {*weights} != {needed[:1]}:
-        raise ValueError(
-            f"mamba2_step_: xbc {list(xbc.shape)}, delta {list(delta.shape)}, a {list(a.shape)}, d {list(d.shape)}, row"
-            f" {list(row.shape)}; needed [B, columns], [B, H], twice [H], and [B]"
-        )
-    if pool.shape[1:] != needed or pool.dtype != widen(xbc[:0]).dtype or not pool.is_contiguous():
-        raise ValueError(
-            f"mamba2_step_: pool is {pool.dtype} {list(pool.shape)}; needed contiguous float32 [R, H, N, P], here"
-            f" [R, {', '.join(map(str, needed))}]"
-        )
+    op = "mamba2_step_"
+    rows, _ = shape_of(op, "xbc", xbc, "B, columns")
+    check_shape(op, "delta", delta, rows, shape_of(op, "delta", delta)[-1])
+    check_floats(op, xbc=xbc, delta=delta, a=a, d=d)
+    shape = scan_shape(xbc, delta, groups, state_size, op)
+    check_shape(op, "a", a, shape.heads)
+    check_shape(op, "d", d, shape.heads)
+    check_pool(op, pool, row, rows, wide_dtype(xbc), shape.heads, state_size, shape.head_size)
     if runs_kernels(xbc):
         return _step(xbc, delta, a, d, groups, state_size, pool, row)
     y, moved = mamba2_step_reference(xbc, delta, a, d, groups, state_size, pool, row)

@@ -22,7 +22,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ligermodels.kernels.dispatch import Node, is_last_use, is_traced, register_op, runs_kernels, widen
+from ligermodels.kernels.dispatch import (
+    INT64,
+    Node,
+    check_floats,
+    check_one_of,
+    check_shape,
+    is_last_use,
+    is_traced,
+    register_op,
+    runs_kernels,
+    shape_of,
+    widen,
+)
 from ligermodels.kernels.launch import as_rows
 from ligermodels.kernels.losses.cross_entropy_rows import RowResults, empty_results, launch_cross_entropy
 from ligermodels.kernels.losses.loss_reduction import (
@@ -114,22 +126,21 @@ def add_metrics(
 
 
 def check_cross_entropy(
-    inputs: Tensor, targets: Tensor, class_weight: Tensor | None, vocab: int, reduction: str
+    op: str, shape: torch.Size, inputs: Tensor, targets: Tensor, class_weight: Tensor | None, reduction: str
 ) -> Tensor | None:
-    """Raises ValueError for arguments that disagree. Returns the class weights as the kernels take them: contiguous, in
-    fp32, without a gradient."""
-    if inputs.shape[:-1] != targets.shape:
-        raise ValueError(
-            f"cross_entropy: targets have shape {tuple(targets.shape)}; expected {tuple(inputs.shape[:-1])},"
-            " the shape of the input without its last dimension"
-        )
+    """shape: [..., V] of the logits. Raises ValueError for arguments that disagree. Returns the class weights as the
+    kernels take them: contiguous, in fp32, without a gradient."""
+    *rows, vocab = shape
+    check_shape(op, "targets", targets, *rows)
+    check_one_of(op, INT64, targets=targets)
+    check_floats(op, class_weight=class_weight)
     if reduction not in REDUCTIONS:
-        raise ValueError(f"cross_entropy: unknown reduction {reduction!r}; supported: {', '.join(REDUCTIONS)}")
+        raise ValueError(f"{op}: unknown reduction {reduction!r}; supported: {', '.join(REDUCTIONS)}")
     if class_weight is None:
         return None
     if class_weight.shape != (vocab,) or class_weight.device != inputs.device:
         raise ValueError(
-            f"cross_entropy: class_weight has shape {tuple(class_weight.shape)} on {class_weight.device}; expected"
+            f"{op}: class_weight has shape {tuple(class_weight.shape)} on {class_weight.device}; expected"
             f" {(vocab,)}, one weight for each class, on {inputs.device}"
         )
     return class_weight.detach().to(torch.promote_types(inputs.dtype, torch.float32)).contiguous()
@@ -313,7 +324,9 @@ def _cross_entropy(
     logits: Tensor, targets: Tensor, class_weight: Tensor | None, reduction: str, inplace: bool, metrics: bool,
     token_scaling: bool, *options: Any,
 ) -> Any:  # fmt: skip
-    class_weight = check_cross_entropy(logits, targets, class_weight, logits.shape[-1], reduction)
+    shape = shape_of("cross_entropy", "logits", logits)
+    check_floats("cross_entropy", logits=logits)
+    class_weight = check_cross_entropy("cross_entropy", shape, logits, targets, class_weight, reduction)
     if not runs_kernels(logits):
         output = run_reference(logits, targets, class_weight, reduction, metrics, token_scaling, *options)
     elif inplace and torch.is_grad_enabled() and logits.requires_grad and not is_traced((logits,)):

@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ligermodels.kernels.dispatch import Node, autocast, check_dtypes, is_traced, register_op, runs_kernels
+from ligermodels.kernels.dispatch import Node, autocast, check_dtypes, is_traced, register_op, runs_kernels, shape_of
 from ligermodels.kernels.launch import as_matrix
 from ligermodels.kernels.losses.cross_entropy import (
     OPTIONS,
@@ -64,6 +64,7 @@ from ligermodels.kernels.losses.logits_chunks import (
 )
 from ligermodels.kernels.losses.loss_reduction import mean_factor, reduce_losses, reduce_rows
 from ligermodels.kernels.losses.rescale import rescale, rescale_pair, scale_gradient_
+from ligermodels.kernels.quant.quantised_weight import check_linear
 
 
 def linear_cross_entropy_reference(
@@ -355,11 +356,13 @@ def _linear_cross_entropy(
     low_memory: bool, metrics: bool, *options: Any,
 ) -> Any:  # fmt: skip
     """options: token_scaling, then those of OPTIONS."""
-    class_weight = check_cross_entropy(hidden, targets, class_weight, weight.shape[0], reduction)
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"linear_cross_entropy: bias {list(bias.shape)}; needed {[weight.shape[0]]}, one per class")
+    op = "linear_cross_entropy"
+    *rows_shape, columns = shape_of(op, "hidden", hidden)
+    check_linear(op, columns, weight, bias)
+    shape = torch.Size((*rows_shape, weight.shape[0]))
     hidden, weight, bias = autocast(hidden, weight, bias)
-    check_dtypes("linear_cross_entropy", hidden, weight, bias)
+    check_dtypes(op, hidden=hidden, weight=weight, bias=bias)
+    class_weight = check_cross_entropy(op, shape, hidden, targets, class_weight, reduction)
     if not runs_kernels(hidden):
         return run_reference(F.linear(hidden, weight, bias), targets, class_weight, reduction, metrics, *options)
     rows = as_matrix(hidden)

@@ -25,7 +25,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.kernels.dispatch import Node, autocast, check_dtypes, runs_kernels, widen
+from ligermodels.kernels.dispatch import (
+    INT64,
+    Node,
+    autocast,
+    check_dtypes,
+    check_floats,
+    check_one_of,
+    check_shape,
+    runs_kernels,
+    shape_of,
+    widen,
+)
 from ligermodels.kernels.launch import as_matrix, as_rows
 from ligermodels.kernels.losses.linear_divergence_chunks import (
     linear_divergence_forward,
@@ -33,6 +44,7 @@ from ligermodels.kernels.losses.linear_divergence_chunks import (
 )
 from ligermodels.kernels.losses.logits_chunks import GRADIENT_SCALE
 from ligermodels.kernels.losses.rescale import rescale, rescale_pair
+from ligermodels.kernels.quant.quantised_weight import check_linear
 from ligermodels.losses.divergences import (
     check_divergence,
     check_top_k,
@@ -85,6 +97,9 @@ class _Teacher(NamedTuple):
 
     @classmethod
     def of(cls, given: TeacherInputs) -> "_Teacher":
+        """Raises ValueError for a teacher whose tensors are no rows."""
+        for x in (given,) if isinstance(given, Tensor) else given:
+            shape_of("linear_divergence", "teacher", x)
         if isinstance(given, Tensor):
             return cls(given.detach())
         first, second = (x.detach() for x in given)
@@ -187,17 +202,19 @@ def _summed(
     given: TeacherInputs, options: _Options,
 ) -> DivergenceOutput:  # fmt: skip
     """compute: the node or its reference; both return the loss, then divergence, entropy and cross-entropy of rows."""
+    shape_of("linear_divergence", "hidden", hidden)
+    shape_of("linear_divergence", "weight", weight, "V, H")
     teacher = _Teacher.of(given)
     if options.vocab is not None or teacher.classes not in (None, weight.shape[0]):
         weight, teacher = _cut_to_common_classes(weight, teacher, options.vocab)
     _check_teacher(teacher, (*hidden.shape[:-1], weight.shape[0]), options)
     _check_rows(hidden, weight, options)
-    rows = _prepare_rows(hidden, weight, teacher, options)
     hidden, weight = autocast(hidden, weight)
     teacher = teacher.under_autocast()
-    check_dtypes("linear_divergence", hidden, weight)
-    if teacher.weight is not None:
-        check_dtypes("linear_divergence", teacher.states, teacher.weight)
+    check_dtypes("linear_divergence", hidden=hidden, weight=weight)
+    if teacher.logprobs is None:
+        check_dtypes("linear_divergence", **{"teacher[0]": teacher.states, "teacher[1]": teacher.weight})
+    rows = _prepare_rows(hidden, weight, teacher, options)
     loss, divergences, entropies, cross_entropies = compute(hidden, weight, teacher, rows, options)
     shape, infinite = rows.weights.shape, torch.where(rows.unusable, torch.inf, 0.0)
     return DivergenceOutput(
@@ -225,6 +242,8 @@ def _check_teacher(teacher: _Teacher, shape: tuple[int, ...], options: _Options)
     """shape: [..., V], of the student's logits."""
     check_divergence(options.kind, options.b, options.temperature)
     if teacher.logprobs is not None:
+        check_shape("linear_divergence", "teacher[1]", teacher.logprobs, *teacher.states.shape)
+        check_one_of("linear_divergence", INT64, **{"teacher[0]": teacher.states})
         check_top_k(shape, teacher.states, teacher.logprobs, options.kind, options.tail)
         if options.teacher_softcap is not None or options.teacher_logit_scale != 1:
             raise ValueError("linear_divergence: teacher_softcap and teacher_logit_scale have no effect on logprobs")
@@ -240,12 +259,13 @@ def _check_teacher(teacher: _Teacher, shape: tuple[int, ...], options: _Options)
 
 
 def _check_rows(hidden: Tensor, weight: Tensor, options: _Options) -> None:
-    if hidden.shape[-1] != weight.shape[1]:
-        raise ValueError(f"linear_divergence: hidden {list(hidden.shape)} and weight {list(weight.shape)} do not match")
-    rows = hidden.shape[:-1]
-    for name, given in (("row_weight", options.row_weight), ("targets", options.targets)):
-        if given is not None and given.shape != rows:
-            raise ValueError(f"linear_divergence: {name} {list(given.shape)}; needed {list(rows)}, one for each row")
+    op = "linear_divergence"
+    *rows, columns = hidden.shape
+    check_linear(op, columns, weight, None)
+    check_shape(op, "row_weight", options.row_weight, *rows)
+    check_shape(op, "targets", options.targets, *rows)
+    check_floats(op, row_weight=options.row_weight)
+    check_one_of(op, INT64, targets=options.targets)
     if options.ce_weight and options.targets is None:
         raise ValueError(f"linear_divergence: ce_weight is {options.ce_weight}; the cross-entropy needs targets")
 

@@ -27,7 +27,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.kernels.dispatch import Node, autocast, check_dtypes, is_last_use, is_traced, runs_kernels, widen
+from ligermodels.kernels.dispatch import (
+    INT64,
+    Node,
+    autocast,
+    check_dtypes,
+    check_one_of,
+    check_shape,
+    is_last_use,
+    is_traced,
+    runs_kernels,
+    shape_of,
+    widen,
+)
 from ligermodels.kernels.launch import as_matrix
 from ligermodels.kernels.losses.logits_chunks import all_logits, keeps_logits
 from ligermodels.kernels.losses.logprob_chunks import (
@@ -39,6 +51,7 @@ from ligermodels.kernels.losses.logprob_chunks import (
 )
 from ligermodels.kernels.losses.logprob_rows import RowLogProbs, empty_logprobs, launch_logprobs
 from ligermodels.kernels.losses.rescale import rescale
+from ligermodels.kernels.quant.quantised_weight import check_linear
 
 EXTRAS = ("entropy", "log_sum_squares", "mean_logit", "greedy")
 
@@ -186,6 +199,15 @@ def _upstream(
     return torch.zeros_like(lse) if dlogprobs is None else dlogprobs, others[0] if ctx.entropy else None
 
 
+def check_head(op: str, hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
+    """Raises ValueError unless hidden [..., H], weight [V, H] and targets [...] fit each other."""
+    *rows, columns = shape_of(op, "hidden", hidden)
+    check_linear(op, columns, weight, None)
+    check_shape(op, "targets", targets, *rows)
+    check_one_of(op, INT64, targets=targets)
+    check_dtypes(op, hidden=hidden, weight=weight)
+
+
 def linear_logprobs(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float = 1.0, softcap: float | None = None,
     logit_scale: float = 1.0, entropy: bool = False, extras: Sequence[str] = (), low_memory: bool = False,
@@ -204,13 +226,8 @@ def linear_logprobs(
     gradient: two products with the weight in all, instead of four.
     Raises ValueError if the shapes disagree, for an unknown extra and for a temperature that is not positive.
     """
-    if hidden.shape[:-1] != targets.shape:
-        raise ValueError(
-            f"linear_logprobs: targets have shape {tuple(targets.shape)}; expected {tuple(hidden.shape[:-1])}, the"
-            " shape of hidden without its last dimension"
-        )
     hidden, weight = autocast(hidden, weight)
-    check_dtypes("linear_logprobs", hidden, weight)
+    check_head("linear_logprobs", hidden, weight, targets)
     if not runs_kernels(hidden):
         return linear_logprobs_reference(
             hidden, weight, targets, temperature=temperature, softcap=softcap, logit_scale=logit_scale,

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ligermodels.kernels.dispatch import Node, autocast, check_dtypes, is_traced, runs_kernels
+from ligermodels.kernels.dispatch import Node, autocast, is_traced, runs_kernels
 from ligermodels.kernels.launch import as_matrix
-from ligermodels.kernels.losses.linear_logprobs import LogProbs, linear_logprobs
+from ligermodels.kernels.losses.linear_logprobs import LogProbs, check_head, linear_logprobs
 from ligermodels.kernels.losses.logits_chunks import (
     GRADIENT_SCALE,
     accumulate_gradients_,
@@ -101,11 +101,11 @@ def linear_logprobs_loss(
     """
     options: dict[str, Any] = {"temperature": temperature, "softcap": softcap, "logit_scale": logit_scale}
     cast = autocast(hidden, weight)
-    check_dtypes("linear_logprobs", *cast)
+    check_head("linear_logprobs_loss", *cast, targets)
     needed = [torch.is_grad_enabled() and x.requires_grad for x in cast]
     size = targets.numel(), hidden.shape[-1], weight.shape[0]
     keeps = keeps_logits(*size, torch.float32, *needed)
-    if not runs_kernels(hidden) or low_memory or keeps or is_traced(cast) or targets.shape != hidden.shape[:-1]:
+    if not runs_kernels(hidden) or low_memory or keeps or is_traced(cast):
         out = linear_logprobs(
             hidden, weight, targets, entropy=entropy, low_memory=low_memory, ignore_index=ignore_index, **options
         )

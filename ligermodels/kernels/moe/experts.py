@@ -32,7 +32,18 @@ import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active
 
-from ligermodels.kernels.dispatch import Node, autocast, check_dtypes, runs_kernels, widen
+from ligermodels.kernels.dispatch import (
+    INDICES,
+    Node,
+    autocast,
+    check_dtypes,
+    check_floats,
+    check_one_of,
+    check_shape,
+    runs_kernels,
+    shape_of,
+    widen,
+)
 from ligermodels.kernels.moe.expert_bias import bias_dots, grouped_row_sums, sort_weights, unpermute_with_bias
 from ligermodels.kernels.moe.expert_product import (
     EXPERT_ACTIVATIONS,
@@ -60,6 +71,10 @@ def route(logits: Tensor, k: int, normalize: bool = True) -> tuple[Tensor, Tenso
     The weights are softmax probabilities over all experts. `normalize` divides them by their sum, which makes them a
     softmax over the k chosen experts (Mixtral). Plain PyTorch on every device.
     """
+    experts = shape_of("route", "logits", logits, "T, E")[1]
+    check_floats("route", logits=logits)
+    if not 0 < k <= experts:
+        raise ValueError(f"route: k is {k}; logits are of {experts} experts")
     weight, index = torch.softmax(logits, -1, dtype=torch.float32).topk(k)
     return (weight / weight.sum(-1, keepdim=True) if normalize else weight), index
 
@@ -224,33 +239,26 @@ def check_expert_inputs(
     down_bias: Tensor | None,
 ) -> None:  # fmt: skip
     """Raises ValueError for what `experts` cannot take, on a CPU and a GPU alike: kernels would read out of bounds."""
-    num_experts, width, hidden = gate_up.shape
+    op = "experts"
+    num_experts, width, hidden = shape_of(op, "gate_up", gate_up, "E, 2 I, H")
     if activation not in EXPERT_ACTIVATIONS:
         supported = ", ".join(EXPERT_ACTIVATIONS)
-        raise ValueError(f"experts: unknown activation {activation!r}; supported: {supported}")
+        raise ValueError(f"{op}: unknown activation {activation!r}; supported: {supported}")
     if width % 2:
-        raise ValueError(f"experts: gate_up has {width} rows per expert; an even number is required")
-    routed = expert_index.shape[0] == x.shape[0] and expert_weight.shape == expert_index.shape
-    if not routed or x.shape[1] != hidden or down.shape != (num_experts, hidden, width // 2):
-        found = ", ".join(str(list(y.shape)) for y in (x, expert_index, expert_weight, gate_up, down))
-        raise ValueError(
-            f"experts: x, expert_index, expert_weight, gate_up and down have shapes {found};"
-            " expected [T, H], [T, k], [T, k], [E, 2 I, H], [E, H, I]"
-        )
-    for name, bias, size in (("gate_up_bias", gate_up_bias, width), ("down_bias", down_bias, hidden)):
-        if bias is not None and bias.shape != (num_experts, size):
-            raise ValueError(f"experts: {name} has shape {list(bias.shape)}; expected {[num_experts, size]}")
+        raise ValueError(f"{op}: gate_up has {width} rows per expert; an even number is required")
+    tokens, chosen = shape_of(op, "expert_index", expert_index, "T, k")
+    check_shape(op, "x", x, tokens, hidden)
+    check_shape(op, "expert_weight", expert_weight, tokens, chosen)
+    check_shape(op, "down", down, num_experts, hidden, width // 2)
+    check_shape(op, "gate_up_bias", gate_up_bias, num_experts, width)
+    check_shape(op, "down_bias", down_bias, num_experts, hidden)
     for name, update, weight in (("gate_up_update", gate_up_update, gate_up), ("down_update", down_update, down)):
-        rank = 0 if update is None else update.b.shape[-1]
-        _, rows, columns = weight.shape
-        fitting = (num_experts, rank, columns), (num_experts, rows, rank)
-        if update and (update.a.shape, update.b.shape) != fitting:
-            found = f"{list(update.a.shape)} and {list(update.b.shape)}"
-            raise ValueError(
-                f"experts: {name} has shapes {found}; expected [E, r, K] and [E, N, r] of {[*weight.shape]}"
-            )
-    if expert_index.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"experts: expert_index is {expert_index.dtype}; it must be torch.int64 or torch.int32")
+        if update:
+            rank = shape_of(op, f"{name}.b", update.b)[-1]
+            check_shape(op, f"{name}.a", update.a, num_experts, rank, weight.shape[2])
+            check_shape(op, f"{name}.b", update.b, *weight.shape[:2], rank)
+    check_floats(op, expert_weight=expert_weight)
+    check_one_of(op, INDICES, expert_index=expert_index)
 
 
 def experts(
@@ -281,9 +289,12 @@ def experts(
     x, gate_up, down, gate_up_update, down_update, gate_up_bias, down_bias = autocast(
         x, gate_up, down, gate_up_update, down_update, gate_up_bias, down_bias
     )
-    check_dtypes(
-        "experts", x, gate_up, down, gate_up_bias, down_bias, *(gate_up_update or ())[:2], *(down_update or ())[:2]
-    )
+    updates = {
+        f"{name}.{field}": getattr(update, field)
+        for name, update in (("gate_up_update", gate_up_update), ("down_update", down_update)) if update
+        for field in ("a", "b")
+    }  # fmt: skip
+    check_dtypes("experts", x=x, gate_up=gate_up, down=down, gate_up_bias=gate_up_bias, down_bias=down_bias, **updates)
     if not runs_kernels(x):
         return experts_reference(
             x, expert_index, expert_weight, gate_up, down, activation, gate_up_update, down_update, gate_up_bias,

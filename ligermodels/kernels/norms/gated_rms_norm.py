@@ -21,10 +21,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.activations.gated_activation import activate
-from ligermodels.kernels.dispatch import Node, check_floats, register_op, runs_kernels, widen
+from ligermodels.kernels.dispatch import Node, check_floats, check_shape, register_op, runs_kernels, widen
 from ligermodels.kernels.launch import Launcher, cdiv, kernel, multiprocessors
 from ligermodels.kernels.norms.partial_sums import sum_partials
-from ligermodels.kernels.norms.rms_norm import check_weights
+from ligermodels.kernels.norms.rms_norm import check_norm
 
 TILE_ELEMENTS, WARPS = 4096, 4  # of a program at a time. To be measured
 WIDE_WARPS = 16  # of rows that are wider than that
@@ -224,13 +224,14 @@ def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float = 1e-6, gate
     gate_first: the norm is that of x silu(z), as in Mamba-2.
     Raises ValueError if the shapes disagree, or if N is larger.
     """
-    check_weights("gated_rms_norm", x.shape[-1], weight)
-    if x.shape != z.shape or x.shape[-1] > MAX_GATED_NORM_COLUMNS:
+    check_norm("gated_rms_norm", x, None, weight=weight)
+    check_shape("gated_rms_norm", "z", z, *x.shape)
+    check_floats("gated_rms_norm", z=z)
+    if x.shape[-1] > MAX_GATED_NORM_COLUMNS:
         raise ValueError(
-            f"gated_rms_norm: x is {list(x.shape)}, z {list(z.shape)}; they must be equal, with rows of at most"
-            f" {MAX_GATED_NORM_COLUMNS} elements"
+            f"gated_rms_norm: rows of x have {x.shape[-1]} elements; the kernels support at most"
+            f" {MAX_GATED_NORM_COLUMNS}"
         )
-    check_floats(z)
     if not runs_kernels(x):
         return gated_rms_norm_reference(x, z, weight, eps, gate_first)
     return _GatedRMSNorm.apply(x, z, weight, eps, gate_first)

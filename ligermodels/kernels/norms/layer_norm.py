@@ -38,7 +38,7 @@ from ligermodels.kernels.norms.norm_tiles import (
     to_fp32_again,
 )
 from ligermodels.kernels.norms.partial_sums import sum_partials
-from ligermodels.kernels.norms.rms_norm import check_residual, check_weights
+from ligermodels.kernels.norms.rms_norm import check_norm
 from ligermodels.kernels.pdl import launch_dependents, wait_for_previous_kernel
 from ligermodels.kernels.row_sharding import RowSharding
 
@@ -48,7 +48,6 @@ LAYER_NORM_ELEMENTS_PER_THREAD = {False: 40, True: 18}
 
 
 def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    check_weights("layer_norm", x.shape[-1], weight, bias)
     wide = widen(x)
     centred = wide - wide.mean(-1, keepdim=True)
     y = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps) * widen(weight)
@@ -162,9 +161,6 @@ def _launch_forward(
     """(y, hidden, stats); y is in `dtype`, or in the dtype of the sum. Without a residual, hidden is y itself."""
     *batch, columns = shape = x.shape
     add = residual is not None
-    check_weights("layer_norm", columns, weight, bias)
-    if residual is not None:
-        check_residual("layer_norm", x, residual)
     wide = x.dtype if residual is None else promoted_dtype(x, residual)
     y = x.new_empty(*shape, dtype=dtype or wide)
     hidden = y if residual is None else x.new_empty(*shape, dtype=wide)
@@ -306,6 +302,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float
     x [..., N] float, weight [N] float, bias [N] or None -> y [..., N] in x's dtype. Raises ValueError if the shapes
     disagree or N exceeds 65536.
     """
+    check_norm("layer_norm", x, None, weight=weight, bias=bias)
     if not runs_kernels(x):
         return layer_norm_reference(x, weight, bias, eps)
     return _LayerNorm.apply(x, weight, bias, eps)

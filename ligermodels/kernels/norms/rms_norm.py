@@ -16,7 +16,16 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.dispatch import Node, promoted_dtype, register_op, runs_kernels, widen
+from ligermodels.kernels.dispatch import (
+    Node,
+    check_floats,
+    check_shape,
+    promoted_dtype,
+    register_op,
+    runs_kernels,
+    shape_of,
+    widen,
+)
 from ligermodels.kernels.launch import Launcher, as_rows_with_stride, cdiv, kernel
 from ligermodels.kernels.norms.norm_tiles import (
     SMALL_M_ROWS,
@@ -47,32 +56,19 @@ CHUNKED_WIDTHS = {2 * CHUNK}  # rows of these widths are read in chunks, and a s
 CHUNKED_WARPS = 16
 
 
-def check_weights(op: str, columns: int, *weights: Tensor | None) -> None:
-    """Raises ValueError if a weight or bias is not as long as a row, or a row too long: a kernel would read out of
-    bounds, and on a CPU the tensors would be broadcast."""
+def check_norm(op: str, x: Tensor, residual: Tensor | None, **weights: Tensor | None) -> None:
+    """Raises ValueError if x and residual differ in shape, a weight or bias is not as long as a row, a row is too long,
+    or one of them is not floating point."""
+    columns = shape_of(op, "x", x)[-1]
     if columns > MAX_COLUMNS:
-        raise ValueError(f"{op}: rows have {columns} elements; the kernels support at most {MAX_COLUMNS}")
-    for weight in weights:
-        if weight is not None and weight.numel() != columns:
-            raise ValueError(f"{op}: a weight or bias has {weight.numel()} elements, but rows have {columns}")
-
-
-def check_residual(op: str, x: Tensor, residual: Tensor) -> None:
-    """Raises ValueError if the residual has another shape than x: a kernel would read out of bounds."""
-    if residual.shape != x.shape:
-        raise ValueError(f"{op}: x has shape {list(x.shape)}, residual {list(residual.shape)}; they must be equal")
-
-
-def added(op: str, x: Tensor, residual: Tensor | None) -> Tensor:
-    """The residual stream of a reference. Raises ValueError as `check_residual` does."""
-    if residual is None:
-        return x
-    check_residual(op, x, residual)
-    return x + residual
+        raise ValueError(f"{op}: rows of x have {columns} elements; the kernels support at most {MAX_COLUMNS}")
+    check_shape(op, "residual", residual, *x.shape)
+    for name, weight in weights.items():
+        check_shape(op, name, weight, columns)
+    check_floats(op, x=x, residual=residual, **weights)
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0) -> Tensor:
-    check_weights("rms_norm", x.shape[-1], weight)
     wide = widen(x)
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if weight is not None:
@@ -83,7 +79,7 @@ def rms_norm_reference(x: Tensor, weight: Tensor | None = None, eps: float = 1e-
 def add_rms_norm_reference(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    hidden = added("add_rms_norm", x, residual)
+    hidden = x + residual
     return rms_norm_reference(hidden, weight, eps, offset), hidden
 
 
@@ -206,9 +202,6 @@ def _launch_forward(
     """(y, hidden, rstd); y is in `dtype`, or in the dtype of the sum. Without a residual, hidden is y itself."""
     *batch, columns = shape = x.shape
     add = residual is not None
-    check_weights("rms_norm", columns, weight)
-    if residual is not None:
-        check_residual("add_rms_norm", x, residual)
     wide = x.dtype if residual is None else promoted_dtype(x, residual)
     y = x.new_empty(*shape, dtype=dtype or wide)
     hidden = y if residual is None else x.new_empty(*shape, dtype=wide)
@@ -373,6 +366,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, offset:
     """
     if weight is None:
         check_offset("rms_norm", offset)
+    check_norm("rms_norm", x, None, weight=weight)
     if not runs_kernels(x):
         return rms_norm_reference(x, weight, eps, offset)
     return _RMSNorm.apply(x, weight, eps, offset)
@@ -388,6 +382,7 @@ def add_rms_norm(
     """
     if weight is None:
         check_offset("add_rms_norm", offset)
+    check_norm("add_rms_norm", x, residual, weight=weight)
     if not runs_kernels(x):
         return add_rms_norm_reference(x, residual, weight, eps, offset)
     return _AddRMSNorm.apply(x, residual, weight, eps, offset)

@@ -17,7 +17,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.dispatch import fake_without_outputs, register_op, runs_kernels, widen
+from ligermodels.kernels.dispatch import (
+    check_floats,
+    check_one_of,
+    check_shape,
+    fake_without_outputs,
+    register_op,
+    runs_kernels,
+    widen,
+)
 from ligermodels.kernels.launch import cdiv, kernel
 from ligermodels.kernels.optim.param_rounding import (
     EXACT,
@@ -147,6 +155,13 @@ adamw_update_ = register_op(
 )
 
 
+def check_scalars(op: str, **scalars: Tensor | None) -> None:
+    """Raises ValueError unless what the device knows of a step is fp32 scalars."""
+    for name, x in scalars.items():
+        check_shape(op, name, x)
+    check_one_of(op, (torch.float32,), **scalars)
+
+
 def adamw_(
     param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor,
     lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
@@ -161,14 +176,13 @@ def adamw_(
     A bf16 param is rounded to nearest; with low_bits, int16 in its shape, the two are a fp32 parameter and are updated
     as one; with a seed it is rounded stochastically, by the random words of the weights from number `first` on in
     stream `stream` (param_rounding.py).
-    Raises ValueError if the shapes differ, or for low_bits or seed with another param.
+    Raises ValueError if shapes or dtypes disagree, or for low_bits or seed with another param.
     """
     tensors = (param, grad, exp_avg, exp_avg_sq)
-    if any(x.shape != param.shape for x in tensors):
-        raise ValueError(
-            "adamw_: param, grad, exp_avg and exp_avg_sq must have equal shapes;"
-            f" they have {', '.join(str(list(x.shape)) for x in tensors)}"
-        )
+    for name, x in {"grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}.items():
+        check_shape("adamw_", name, x, *param.shape)
+    check_floats("adamw_", param=param, grad=grad, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+    check_scalars("adamw_", step=step, grad_scale=grad_scale, found_inf=found_inf)
     check_rounding("adamw_", param, low_bits, seed)
     arguments = (
         param, grad, exp_avg, exp_avg_sq, lr, beta1, beta2, eps, weight_decay, step, grad_scale, found_inf,

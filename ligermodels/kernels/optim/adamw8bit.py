@@ -18,9 +18,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.dispatch import fake_without_outputs, register_op, runs_kernels, widen
+from ligermodels.kernels.dispatch import (
+    check_floats,
+    check_one_of,
+    check_shape,
+    fake_without_outputs,
+    register_op,
+    runs_kernels,
+    widen,
+)
 from ligermodels.kernels.launch import cdiv, kernel, multiprocessors
-from ligermodels.kernels.optim.adamw import ADAMW_DTYPES, bias_correction, log_of_beta
+from ligermodels.kernels.optim.adamw import ADAMW_DTYPES, bias_correction, check_scalars, log_of_beta
 from ligermodels.kernels.optim.param_rounding import (
     EXACT,
     STOCHASTIC,
@@ -295,17 +303,21 @@ def adamw8bit_(
     kernel runs if all are contiguous, param and grad no wider than fp32, and blocks have 64, 128 or 256 elements; the
     reference otherwise. step, grad_scale, found_inf, low_bits, seed, stream and first as in `adamw_`; first is a
     multiple of 4.
-    Raises ValueError if shapes differ or the scales do not divide the parameter into blocks.
+    Raises ValueError if shapes or dtypes disagree, or the scales do not divide the parameter into blocks.
     """
-    tensors = param, grad, exp_avg, exp_avg_sq
-    if any(x.shape != param.shape for x in tensors) or exp_avg_scale.shape != exp_avg_sq_scale.shape:
-        raise ValueError(
-            "adamw8bit_: param, grad, exp_avg and exp_avg_sq must have equal shapes, and so must the scales; they have "
-            + ", ".join(str(list(x.shape)) for x in (*tensors, exp_avg_scale, exp_avg_sq_scale))
-        )
+    for name, x in {"grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}.items():
+        check_shape("adamw8bit_", name, x, *param.shape)
+    check_shape("adamw8bit_", "exp_avg_sq_scale", exp_avg_sq_scale, *exp_avg_scale.shape)
+    check_floats("adamw8bit_", param=param, grad=grad)
+    check_one_of("adamw8bit_", (torch.uint8,), exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+    check_one_of("adamw8bit_", (torch.float32,), exp_avg_scale=exp_avg_scale, exp_avg_sq_scale=exp_avg_sq_scale)
+    check_scalars("adamw8bit_", step=step, grad_scale=grad_scale, found_inf=found_inf)
     numel, blocks = param.numel(), exp_avg_scale.numel()
     if numel % max(blocks, 1) or (numel and not blocks):
-        raise ValueError(f"adamw8bit_: {blocks} scales do not divide {numel} elements into blocks of equal size")
+        raise ValueError(
+            f"adamw8bit_: exp_avg_scale has {blocks} elements, which do not divide the {numel} of param into equal"
+            " blocks"
+        )
     if not numel:
         return
     check_rounding("adamw8bit_", param, low_bits, seed)

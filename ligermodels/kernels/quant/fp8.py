@@ -18,7 +18,7 @@ import torch.nn.functional as F
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.dispatch import has_kernels, register_op
+from ligermodels.kernels.dispatch import register_op, runs_kernels
 from ligermodels.kernels.launch import cdiv, kernel
 from ligermodels.kernels.quant.quantised_weight import RowsLayout, aligned, section, starts_of
 
@@ -122,14 +122,14 @@ class Float8(RowsLayout):
 
     def dequantize(self, data: Tensor) -> Tensor:
         """The weight's bytes [nbytes] -> the weight, in the layout's dtype."""
-        if not has_kernels(data):
+        if not runs_kernels(data):
             return fp8_dequantize_reference(data, self)
         sizes = self.rows, self.columns, *self.scale_shape
         return _dequantize(data, *sizes, self.block[1], self.dtype).view(self.shape)
 
     def dequantize_experts(self, data: Tensor, index: Tensor) -> Tensor:
         """Dequantises the matrices `index` [n] of a weight [E, N, K] -> [n, N, K]. Copies their codes."""
-        if not has_kernels(data):
+        if not runs_kernels(data):
             return self.dequantize(data)[index]
         experts, height, columns = self.shape
         sizes = len(index) * height, columns, *self.scale_shape

@@ -16,7 +16,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.dispatch import has_kernels, register_op
+from ligermodels.kernels.dispatch import register_op, runs_kernels
 from ligermodels.kernels.launch import cdiv, kernel
 from ligermodels.kernels.quant.quantised_weight import RowsLayout, section, starts_of
 
@@ -79,7 +79,7 @@ class Mxfp4Layout(RowsLayout):
 
     def dequantize(self, data: Tensor) -> Tensor:
         """The weight's bytes [nbytes] -> the weight, in the layout's dtype."""
-        if not has_kernels(data):
+        if not runs_kernels(data):
             exponents, codes = self.view(data.contiguous())
             return mxfp4_dequantize_reference(codes, exponents).to(self.dtype).view(self.shape)
         return _dequantize(data, self.rows, self.columns, self.dtype).view(self.shape)

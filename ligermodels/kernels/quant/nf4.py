@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.dispatch import has_kernels, register_op, runs_kernels
+from ligermodels.kernels.dispatch import check_floats, register_op, runs_kernels, shape_of
 from ligermodels.kernels.launch import cdiv, kernel
 from ligermodels.kernels.quant.quantised_weight import QuantisedWeight, RowsLayout, aligned, section, starts_of
 
@@ -149,13 +149,13 @@ class Nf4(RowsLayout):
 
     def dequantize(self, data: Tensor) -> Tensor:
         """The weight's bytes [nbytes] -> the weight, in the layout's dtype."""
-        if not has_kernels(data):
+        if not runs_kernels(data):
             return nf4_dequantize_reference(data, self)
         return _dequantize(data, self.rows, self.columns, self.groups, self.dtype).view(self.shape)
 
     def dequantize_experts(self, data: Tensor, index: Tensor) -> Tensor:
         """Dequantises the matrices `index` [n] of a weight [E, N, K] -> [n, N, K]. Copies their codes and scales."""
-        if not has_kernels(data):
+        if not runs_kernels(data):
             return self.dequantize(data)[index]
         experts, height, columns = self.shape
         rows = len(index) * height
@@ -255,7 +255,11 @@ def nf4_encode(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def nf4_weight(weight: Tensor) -> QuantisedWeight:
     """A weight [rows, K] or [E, rows, K] in NF4, to be used in its dtype; K is a multiple of 64. Raises ValueError."""
-    layout = Nf4(tuple(weight.shape), (weight.shape[:-1].numel(),), weight.dtype)
+    shape = shape_of("nf4_weight", "weight", weight)
+    check_floats("nf4_weight", weight=weight)
+    if shape[-1] % NF4_BLOCK:
+        raise ValueError(f"nf4_weight: weight has {shape[-1]} columns; a multiple of {NF4_BLOCK} is needed")
+    layout = Nf4(tuple(shape), (shape[:-1].numel(),), weight.dtype)
     return QuantisedWeight(layout.quantize(weight), layout)
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.kernels.dispatch import Node, autocast
+from ligermodels.kernels.dispatch import Node, autocast, check_dtypes, check_shape, shape_of
 from ligermodels.kernels.launch import as_matrix, cdiv
 
 ALIGNMENT = 16  # bytes; of each section of a weight's bytes
@@ -182,6 +182,13 @@ def dense_dtype(weight: Tensor, layout: WeightLayout | None) -> torch.dtype:
     return weight.dtype if layout is None else layout.dtype
 
 
+def check_linear(op: str, columns: int, weight: Weight, bias: Tensor | None) -> None:
+    """Raises ValueError unless a linear takes rows of so many columns, and its bias has an element for each output."""
+    rows = shape_of(op, "weight", weight, "N, K")[0]
+    check_shape(op, "weight", weight, rows, columns)
+    check_shape(op, "bias", bias, rows)
+
+
 class _FrozenLinear(Node):
     @staticmethod
     def forward(ctx, x, data, layout, bias):
@@ -200,9 +207,12 @@ class _FrozenLinear(Node):
 def frozen_linear(x: Tensor, weight: QuantisedWeight, bias: Tensor | None = None) -> Tensor:
     """F.linear(x, weight, bias) with a quantised weight, which is dequantised again for backward.
 
-    x [..., K] in the weight's dtype, weight [N, K], bias [N] or None -> [..., N].
+    x [..., K] in the weight's dtype, weight [N, K], bias [N] or None -> [..., N]. Raises ValueError where shapes or
+    dtypes disagree.
     """
+    check_linear("frozen_linear", shape_of("frozen_linear", "x", x)[-1], weight, bias)
     x, weight, bias = autocast(x, weight, bias)
+    check_dtypes("frozen_linear", x=x, weight=weight, bias=bias)
     data, layout = operand(weight)
     if torch._C._are_functorch_transforms_active():
         return F.linear(x, dense(data, layout), bias)

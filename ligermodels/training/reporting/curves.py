@@ -25,20 +25,24 @@ DPI = 80
 STEPS_BETWEEN_LOOKS = 5  # at the clock
 
 
-def draw_curves(records: Sequence[dict[str, Any]], picture: Path, title: str, say: Callable[[str], Any]) -> None:
+def draw_curves(
+    records: Sequence[dict[str, Any]], picture: Path, title: str, objective: str, say: Callable[[str], Any]
+) -> None:
     """Writes a PNG. Writes nothing if no step was recorded or matplotlib is missing.
 
-    records: of metrics.jsonl. say: receives one line if matplotlib is missing.
+    records: of metrics.jsonl, of a run with this objective. say: receives one line if matplotlib is missing.
     """
     if not series(records, "loss")[0]:
         return
     try:
-        save_curves(records, picture, title)
+        save_curves(records, picture, title, objective)
     except ImportError:
         say(f"{picture.name} not drawn: pip install matplotlib")
 
 
-def save_curves(records: Sequence[dict[str, Any]], target: Path | BinaryIO, title: str, dpi: int = 140) -> None:
+def save_curves(
+    records: Sequence[dict[str, Any]], target: Path | BinaryIO, title: str, objective: str, dpi: int = 140
+) -> None:
     """Writes a PNG of the curves of at least one step. Raises ImportError without matplotlib."""
     import matplotlib
     from matplotlib.figure import Figure
@@ -47,7 +51,7 @@ def save_curves(records: Sequence[dict[str, Any]], target: Path | BinaryIO, titl
     with matplotlib.rc_context(PLOT_STYLE):
         figure = Figure(figsize=(10, 7), layout="constrained")
         panels = figure.subplot_mosaic([["loss"] * 3, ["rate", "norm", "speed"]], height_ratios=[2.2, 1])
-        draw_losses(panels["loss"], records, losses)
+        draw_losses(panels["loss"], records, losses, loss_title(objective))
         draw_small(panels["rate"], series(records, "learning_rate"), "learning rate", PURPLE, smoothed=False)
         draw_small(panels["norm"], series(records, "grad_norm"), "gradient norm", GREEN)
         draw_small(panels["speed"], series(records, "tokens_per_second"), "tokens per second", TEAL)
@@ -72,7 +76,12 @@ def running_median(values: Series) -> Series:
     return [steps[i] for i in centres], medians
 
 
-def draw_losses(axes: Any, records: Sequence[dict[str, Any]], losses: Series) -> None:
+def loss_title(objective: str) -> str:
+    """What the loss of an objective is: of supervised fine-tuning it has a unit."""
+    return "loss, nats per supervised token" if objective == "sft" else f"loss of {objective}"
+
+
+def draw_losses(axes: Any, records: Sequence[dict[str, Any]], losses: Series, title: str) -> None:
     from matplotlib.ticker import LogLocator, NullLocator
 
     validation, floors = series(records, "validation_loss"), series(records, "floor")[1]
@@ -91,7 +100,7 @@ def draw_losses(axes: Any, records: Sequence[dict[str, Any]], losses: Series) ->
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.set(title="loss, nats per supervised token", xlabel="step")
+    axes.set(title=title, xlabel="step")
     axes.margins(x=0.01)
     axes.legend(loc="upper right")
 
@@ -125,12 +134,13 @@ class NotebookPlot:
     """
 
     def __init__(
-        self, folder: Path, records: Sequence[Mapping[str, Any]], clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+        self, folder: Path, records: Sequence[Mapping[str, Any]], objective: str,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:  # fmt: skip
         from IPython.display import display
 
         self.title, self.records, self.clock = str(folder), [dict(record) for record in records], clock
-        self.display: Any = display
+        self.objective, self.display = objective, display
         self.handle: Any = None
         self.next_drawing = 0.0
 
@@ -147,7 +157,7 @@ class NotebookPlot:
         if not any("loss" in record for record in self.records):
             return
         began, picture = self.clock(), BytesIO()
-        save_curves(self.records, picture, self.title, DPI)
+        save_curves(self.records, picture, self.title, self.objective, DPI)
         image = Image(data=picture.getvalue(), format="png")
         if self.handle is None:
             self.handle = self.display(image, display_id=True)
@@ -161,7 +171,7 @@ class NotebookPlot:
         self.draw()
 
 
-def notebook_plots(folder: Path, done: int, say: Callable[[str], Any]) -> list[NotebookPlot]:
+def notebook_plots(folder: Path, done: int, objective: str, say: Callable[[str], Any]) -> list[NotebookPlot]:
     """The plot of a run that a notebook makes; none elsewhere, or without matplotlib, which `say` gets a line about.
 
     folder: of the run. done: steps already completed by a resumed run, which the plot shows too.
@@ -175,4 +185,4 @@ def notebook_plots(folder: Path, done: int, say: Callable[[str], Any]) -> list[N
         return []
     file = folder / METRICS_FILE
     records = read_metrics(file) if done and file.exists() else []
-    return [NotebookPlot(folder, [record for record in records if record["step"] <= done])]
+    return [NotebookPlot(folder, [record for record in records if record["step"] <= done], objective)]

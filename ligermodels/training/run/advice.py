@@ -4,6 +4,7 @@ Only commands that work are printed.
 """
 
 import os
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from ligermodels.training.settings.config import RunConfig
 from ligermodels.training.settings.settings import SETTINGS_FILE
 
 SCRIPT = "train.py"
+NODE_RANK = re.compile(r"(--node[-_]rank[=\0])[^\0]*")  # between words is a zero
 
 
 def advice(config: RunConfig, world: World, exported: Path, *, chats: bool) -> list[str]:
@@ -67,13 +69,17 @@ def parent_command() -> list[str]:
 
 
 def torchrun_arguments(command: Sequence[str]) -> list[str]:
-    """What a command gives to torchrun itself, such as the hosts and where they meet; nothing if it is another."""
+    """What a command gives to torchrun itself, such as the hosts and where they meet; nothing if it is another. Each
+    host has its own rank, which is left open."""
     names = (index for index, word in enumerate(command) if Path(word).name in ("torchrun", "torch.distributed.run"))
     given = list(command[next(names, len(command)) + 1 :])
     if not given:
         return []
     started = get_args_parser().parse_args(given).training_script_args
-    return [word for word in given[: len(given) - len(started) - 1] if word not in ("-m", "--module")]
+    words = [word for word in given[: len(given) - len(started) - 1] if word not in ("-m", "--module")]
+    if not words:
+        return []
+    return NODE_RANK.sub(r"\1NODE_RANK", "\0".join(words)).split("\0")
 
 
 def torchrun_target() -> str:

@@ -82,7 +82,7 @@ def test_in_place_gradients_overwrite_gate_and_up_where_they_share_no_memory():
 
 
 def test_a_gate_and_up_of_different_shapes_raise():
-    with pytest.raises(ValueError, match=r"gate has shape \[2, 4\], up \[2, 5\]"):
+    with pytest.raises(ValueError, match=r"gate_up, the gate, is \[2, 4\], up \[2, 5\]"):
         swiglu(torch.zeros(2, 4, device=DEVICE), torch.zeros(2, 5, device=DEVICE))
 
 

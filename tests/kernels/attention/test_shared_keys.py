@@ -41,9 +41,9 @@ def test_error_is_within_the_budget(counts, heads, size, dtype):
 def test_shapes_that_do_not_fit_are_refused():
     x = torch.zeros(2, 3, 1, 4, device=DEVICE)
     offsets, places = draw_copies((1, 1, 1))
-    with pytest.raises(ValueError, match="one row of T tokens, with T \\+ 1 offsets"):
+    with pytest.raises(ValueError, match="it must be one row of tokens"):
         gather_keys(x, offsets, places)
-    with pytest.raises(ValueError, match="with 3 offsets"):
+    with pytest.raises(ValueError, match=r"offsets has shape \[3\]; needed \[4\]"):
         gather_keys(x[:1], offsets[:-1], places)
 
 

@@ -39,7 +39,7 @@ def test_gates_that_are_nearly_open_or_shut_keep_their_gradients():
 
 def test_other_shapes_are_refused():
     x = torch.zeros(1, 2, 3, 8, device=DEVICE)
-    with pytest.raises(ValueError, match=r"x has shape \[1, 2, 3, 8\], z \[1, 2, 3, 1\]"):
+    with pytest.raises(ValueError, match=r"z has shape \[1, 2, 3, 1\]; needed \[1, 2, 3, 8\]"):
         sigmoid_gate(x, x[..., :1])
-    with pytest.raises(ValueError, match=r"one shape \[B, T, H, D\]"):
+    with pytest.raises(ValueError, match=r"x has shape \[2, 3, 8\]; needed \[B, T, H, D\]"):
         sigmoid_gate(x[0], x[0])

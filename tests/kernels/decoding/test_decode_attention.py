@@ -173,7 +173,7 @@ def test_what_does_not_fit_raises(on_kernels, monkeypatch):
             "values": pool.new_zeros(128, 3, 16)
         },
         r"block_table has shape \[1, 1\], lengths \[2\]; expected \[2, max_blocks\] and \[2\]": {"table": table[:1]},
-        r"sinks has shape \[2\]; expected \[4\]": {"sinks": q.new_zeros(2)},
+        r"sinks has shape \[2\]; needed \[4\]": {"sinks": q.new_zeros(2)},
         r"value_size is None; without values it must be 1 to 15": {"values": None},
         r"value_size is 16; without values it must be 1 to 15": {"values": None, "value_size": 16},
         r"value_size is 8; without values": {"value_size": 8},

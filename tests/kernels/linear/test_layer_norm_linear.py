@@ -89,5 +89,5 @@ def test_the_gradient_of_the_normed_rows_is_freed_before_the_weight_gradient_is_
 
 def test_a_residual_of_another_shape_raises():
     x, residual, *weights = draw_inputs()
-    with pytest.raises(ValueError, match=r"x has shape \[2, 3, 48\], residual \[3, 48\]; they must be equal"):
+    with pytest.raises(ValueError, match=r"residual has shape \[3, 48\]; needed \[2, 3, 48\]"):
         layer_norm_linear(x, residual[0], *weights)

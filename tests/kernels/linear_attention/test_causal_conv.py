@@ -88,11 +88,11 @@ def test_wrong_arguments_are_refused():
     x, weight, bias, state = (y.float() for y in draw(2, 4, 2))
     with pytest.raises(ValueError, match="activation is 'gelu'; \"silu\" or None is needed"):
         causal_conv(x, weight, bias, "gelu")
-    with pytest.raises(ValueError, match="2 to 4 taps"):
+    with pytest.raises(ValueError, match="weight has 5 taps; the kernels support 2 to 4"):
         causal_conv(x, torch.zeros(21, 5, device=DEVICE))
-    with pytest.raises(ValueError, match="B = 1 with cu_seqlens"):
+    with pytest.raises(ValueError, match="cu_seqlens needs a batch of one row, but there are 2 rows"):
         causal_conv(x, weight, cu_seqlens=OFFSETS)
-    with pytest.raises(ValueError, match=r"initial_state is \[1, 3, 21\]; needed \[2, 3, 21\]"):
+    with pytest.raises(ValueError, match=r"initial_state has shape \[1, 3, 21\]; needed \[2, 3, 21\]"):
         causal_conv(x, weight, initial_state=state[:1])
-    with pytest.raises(ValueError, match=r"needed \[B, C\] and \[R, n-1, C\]"):
+    with pytest.raises(ValueError, match=r"x has shape \[2, 4, 21\]; needed \[B, C\]"):
         causal_conv_step_(x, weight, bias, "silu", state, torch.arange(2))

@@ -121,13 +121,13 @@ def test_wrong_shapes_are_refused():
         mamba2_scan(xbc, delta, a, d, 3, STATE_SIZE)
     with pytest.raises(ValueError, match="cu_seqlens needs a batch of one row, but there are 2 rows"):
         mamba2_scan(xbc, delta, a, d, *SIZES, None, offsets(1, 3))
-    with pytest.raises(ValueError, match=r"initial_state is \[1, 16, 20, 12\]; needed \[2, 16, 20, 12\]"):
+    with pytest.raises(ValueError, match=r"initial_state has shape \[1, 16, 20, 12\]; needed \[2, 16, 20, 12\]"):
         mamba2_scan(xbc, delta, a, d, *SIZES, state[:1])
-    with pytest.raises(ValueError, match=r"a \[15\], d \[16\]; needed .* twice \[H\]"):
+    with pytest.raises(ValueError, match=r"a has shape \[15\]; needed \[16\]"):
         mamba2_scan(xbc, delta, a[1:], d, *SIZES)
     with pytest.raises(ValueError, match="state_size is 300; the kernels support at most 256"):
         mamba2_scan(torch.zeros(1, 2, 616, device=DEVICE), delta[:1, :2], a, d, 1, 300)
-    with pytest.raises(ValueError, match=r"row \[3\]; needed \[B, columns\]"):
+    with pytest.raises(ValueError, match=r"row has shape \[3\]; needed \[2\]"):
         mamba2_step_(xbc[:, 0], delta[:, 0], a, d, *SIZES, state, torch.arange(3))
-    with pytest.raises(ValueError, match=r"needed contiguous float32 \[R, H, N, P\], here \[R, 16, 20, 12\]"):
+    with pytest.raises(ValueError, match=r"needed contiguous torch.float32 \[R, 16, 20, 12\]"):
         mamba2_step_(xbc[:, 0], delta[:, 0], a, d, *SIZES, state.half(), torch.arange(2))

@@ -192,7 +192,7 @@ def test_targets_outside_the_vocabulary_change_no_other_row(path, chunks_of_16, 
 
 
 def test_a_bias_of_another_size_raises():
-    with pytest.raises(ValueError, match=r"bias \[32\]; needed \[33\]"):
+    with pytest.raises(ValueError, match=r"bias has shape \[32\]; needed \[33\]"):
         linear_cross_entropy(*draw(4, 17, 33), bias=torch.zeros(32, device=DEVICE))
 
 

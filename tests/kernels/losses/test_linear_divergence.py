@@ -216,8 +216,8 @@ def test_padded_vocabularies_are_compared_over_their_common_classes(teacher_voca
 
 
 REFUSED = {
-    "weight": ({"columns": 5}, {}, "hidden [45, 17] and weight [133, 5] do not match"),
-    "rows": ({}, {"row_weight": torch.ones(3)}, "row_weight [3]; needed [45], one for each row"),
+    "weight": ({"columns": 5}, {}, "weight has shape [133, 5]; needed [133, 17]"),
+    "rows": ({}, {"row_weight": torch.ones(3)}, "row_weight has shape [3]; needed [45]"),
     "targets": ({}, {"ce_weight": 0.5}, "ce_weight is 0.5; the cross-entropy needs targets"),
     "tail": ({}, {"tail": False}, "tail=False has no effect without a top-k teacher"),
     "jsd": ({}, {"kind": "jsd", "b": 0.0}, "b is 0.0; it must be above 0 and below 1"),

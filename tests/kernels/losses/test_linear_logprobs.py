@@ -312,7 +312,7 @@ def test_cpu_tensors_run_the_reference(monkeypatch, entropy):
     [
         ({"temperature": 0.0}, "temperature is 0.0; a positive number is needed"),
         ({"extras": ("perplexity",)}, "unknown extra 'perplexity'; supported: entropy, log_sum_squares, mean_logit"),
-        ({"targets": torch.zeros(3, dtype=torch.int64)}, r"targets have shape \(3,\); expected \(4,\)"),
+        ({"targets": torch.zeros(3, dtype=torch.int64)}, r"targets has shape \[3\]; needed \[4\]"),
     ],
 )
 def test_wrong_arguments_raise(change, message):

@@ -145,10 +145,10 @@ def test_tensors_that_are_not_contiguous_and_blocks_of_other_sizes_take_the_refe
 
 def test_shapes_that_differ_or_do_not_make_blocks_raise():
     tensors = draw((4, 256), 256)
-    with pytest.raises(ValueError, match=r"adamw8bit_: param, grad.*\[1024\]"):
+    with pytest.raises(ValueError, match=r"adamw8bit_: grad has shape .*; needed \[1024\]"):
         adamw8bit_(tensors[0].flatten(), *tensors[1:], *HYPERPARAMETERS, scalar(1))
     three = torch.zeros(3, device=DEVICE)
-    with pytest.raises(ValueError, match="3 scales do not divide 1024 elements"):
+    with pytest.raises(ValueError, match="exp_avg_scale has 3 elements, which do not divide the 1024"):
         adamw8bit_(*tensors[:3], three, tensors[4], three, *HYPERPARAMETERS, scalar(1))
 
 

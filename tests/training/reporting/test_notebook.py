@@ -51,7 +51,7 @@ def test_a_plot_is_drawn_anew_for_a_share_of_the_time(shown, tmp_path):
         now[0] += 0.5  # of each look: a drawing takes half a second
         return now[0]
 
-    plot = NotebookPlot(tmp_path, [], clock)
+    plot = NotebookPlot(tmp_path, [], "sft", clock)
     for step in range(1, 301):
         plot.write(record(step))
         now[0] += 0.1
@@ -64,23 +64,38 @@ def test_a_plot_is_drawn_anew_for_a_share_of_the_time(shown, tmp_path):
 def test_a_resumed_run_shows_the_steps_before(shown, tmp_path):
     lines = [json.dumps(record(step)) + "\n" for step in (1, 2, 3)]
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
-    (plot,) = notebook_plots(tmp_path, 2, print)
+    (plot,) = notebook_plots(tmp_path, 2, "sft", print)
     assert plot.records == [record(1), record(2)]
-    (new,) = notebook_plots(tmp_path, 0, print)
+    (new,) = notebook_plots(tmp_path, 0, "sft", print)
     assert new.records == []
     new.close()
     assert shown == []  # nothing to draw
+
+
+@pytest.mark.parametrize(("objective", "title"), [("sft", "loss, nats per supervised token"), ("grpo", "loss of grpo")])
+def test_the_loss_is_titled_by_its_objective(objective, title, shown, tmp_path, monkeypatch):
+    titles, draw = [], curves.draw_losses
+
+    def draw_losses(axes, *args):
+        draw(axes, *args)
+        titles.append(axes.get_title("left"))
+
+    monkeypatch.setattr(curves, "draw_losses", draw_losses)
+    (plot,) = notebook_plots(tmp_path, 0, objective, print)
+    plot.write(record(1))
+    plot.close()
+    assert titles == [title]
 
 
 def test_there_is_no_plot_outside_of_a_notebook_or_without_matplotlib(shown, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     said = []
-    assert notebook_plots(tmp_path, 0, said.append) == [] and said == ["no live plot: pip install matplotlib"]
+    assert notebook_plots(tmp_path, 0, "sft", said.append) == [] and said == ["no live plot: pip install matplotlib"]
     sys.modules["IPython"].get_ipython = lambda: type("TerminalInteractiveShell", (), {})()
     assert not in_notebook()
     monkeypatch.delitem(sys.modules, "IPython")
-    assert notebook_plots(tmp_path, 0, said.append) == [] and len(said) == 1
+    assert notebook_plots(tmp_path, 0, "sft", said.append) == [] and len(said) == 1
 
 
 def test_a_run_in_a_notebook_shows_its_plot_in_place_of_lines(shown, tmp_path, monkeypatch, capsys):

@@ -80,7 +80,12 @@ HOSTS = "--nnodes 2 --rdzv-backend=c10d --rdzv-endpoint node1:29500 --rdzv-id 7 
         (4, "/usr/bin/python3 /opt/bin/torchrun --nproc-per-node 4 train.py --steps 3", "torchrun --nproc-per-node 4"),
         (4, f"/opt/python -m torch.distributed.run {HOSTS} train.py --nnodes x", f"torchrun {HOSTS}"),
         (4, f"/opt/python /opt/bin/torchrun {HOSTS} -m ligermodels train --model x", f"torchrun {HOSTS}"),
-        (4, "torchrun --node-rank 1 --master-addr 'a b' train.py", "torchrun --node-rank 1 --master-addr 'a b'"),
+        (
+            4,
+            "torchrun --node-rank 1 --master-addr 'a b' train.py",
+            "torchrun --node-rank NODE_RANK --master-addr 'a b'",
+        ),
+        (4, "torchrun --nnodes 2 --node_rank=0 train.py", "torchrun --nnodes 2 --node_rank=NODE_RANK"),
     ],
 )
 def test_the_resume_command_repeats_how_the_run_was_started(ranks, parent, launcher, here, monkeypatch):

@@ -1,0 +1,69 @@
+"""Writes the runs that the board shows beside one's own, from the file that `gather.py` makes: those of the tables of
+docs/real-models.md, with their curves, without their answers.
+
+    python -m benchmarks.real_models.publish benchmarks/results/2026-11-27-real-models.json
+"""
+
+import argparse
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ligermodels
+
+Record = dict[str, Any]
+MODELS = {"smollm2": "SmolLM2-135M-Instruct", "gemma3": "Gemma 3 270M"}
+SETS = {"exact": "default", "fp32": "fp32 weights", "nearest": "bf16 rounded to nearest", "trl": "TRL"}
+RATES = re.compile(r"before|default( LoRA)?|(rank=16,)?lr=\S+")
+MEASURED = {  # behind the last step: their names in a run's metrics
+    "correct": "validation_correct", "reward": "validation_reward",
+    "prose_perplexity": "prose_perplexity", "margin": "validation_rewards/margins",
+}  # fmt: skip
+TARGET = Path(ligermodels.__file__).parent / "board" / "published.json"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, metavar="FILE")
+    TARGET.write_text(published(json.loads(parser.parse_args().results.read_text())["runs"]))
+
+
+def published(runs: Sequence[Record]) -> str:
+    """The content of the board's file."""
+    shown = [run_of_board(run) for run in runs if is_shown(run)]
+    named = {run["name"]: run for run in reversed(shown)}  # of several measurements the first is kept
+    lines = ",\n".join(json.dumps(run, ensure_ascii=False, separators=(",", ":")) for run in reversed(named.values()))
+    return f"[\n{lines}\n]\n"
+
+
+def is_shown(run: Record) -> bool:
+    """Of the sweep, runs that vary nothing but the learning rate."""
+    return run["set"] != "sweep" or bool(RATES.fullmatch(run["label"]))
+
+
+def run_of_board(run: Record) -> Record:
+    objective, step = run["settings"].get("objective", "sft"), run.get("steps", 0)
+    before = run["label"] == "before"
+    data = run["data"] if objective == "sft" else objective
+    of_sweep = f"learning rate {run['settings'].get('learning_rate', 'default')}"
+    what = "before training" if before else SETS.get(run["set"], of_sweep)
+    lora = " LoRA" if run["settings"].get("lora_rank") or "LoRA" in run["label"] else ""
+    curves = dict(run.get("curves", {}))
+    if points := run.get("validation"):
+        curves["validation_rewards/margins" if run["data"] == "pairs" else "validation_loss"] = points
+    # The validation loss of other objectives is their own, and this one is that of the answers.
+    loss = "validation_loss" if objective == "sft" else "nats_per_token"
+    for name, metric in {"loss": loss, **MEASURED}.items():
+        if name in run:
+            earlier = [point for point in curves.get(metric, []) if point[0] != step]
+            curves[metric] = [*earlier, [step, run[name]]]
+    about = {"model": MODELS[run["model"]], "data": run["data"], "objective": objective, "library": run["library"]}
+    taken = {"steps": step, **({"seconds": run["seconds"]} if "seconds" in run else {})}
+    settings = about | run.get("chosen", {}) | run["settings"] | taken
+    return {"name": f"{MODELS[run['model']]}: {data}{lora}, {what}", "settings": settings, "curves": curves}
+
+
+if __name__ == "__main__":
+    main()
