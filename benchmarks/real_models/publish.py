@@ -1,7 +1,7 @@
-"""Writes the runs that the board shows beside one's own, from the file that `gather.py` makes: those of the tables of
-docs/real-models.md, with their curves, without their answers.
+"""Writes the runs that the board shows beside one's own, from the files that `gather.py` makes: those of the tables of
+docs/real-models.md, with their curves, without their answers. A run in a later file replaces one of the same name.
 
-    python -m benchmarks.real_models.publish benchmarks/results/2026-11-27-real-models.json
+    python -m benchmarks.real_models.publish benchmarks/results/*-real-models.json
 """
 
 import argparse
@@ -16,31 +16,38 @@ import ligermodels
 Record = dict[str, Any]
 MODELS = {"smollm2": "SmolLM2-135M-Instruct", "gemma3": "Gemma 3 270M"}
 SETS = {"exact": "default", "fp32": "fp32 weights", "nearest": "bf16 rounded to nearest", "trl": "TRL"}
-RATES = re.compile(r"before|default( LoRA)?|(rank=16,)?lr=\S+")
+SHOWN = re.compile(r"before|default( LoRA)?|(rank=16,)?lr=\S+")
 MEASURED = {  # behind the last step: their names in a run's metrics
     "correct": "validation_correct", "reward": "validation_reward",
-    "prose_perplexity": "prose_perplexity", "margin": "validation_rewards/margins",
+    "prose_perplexity": "prose_perplexity", "prose_change": "prose_change", "margin": "validation_rewards/margins",
 }  # fmt: skip
 TARGET = Path(ligermodels.__file__).parent / "board" / "published.json"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, metavar="FILE")
-    TARGET.write_text(published(json.loads(parser.parse_args().results.read_text())["runs"]))
+    parser.add_argument("results", type=Path, nargs="+", metavar="FILE")
+    TARGET.write_text(published([json.loads(file.read_text())["runs"] for file in parser.parse_args().results]))
 
 
-def published(runs: Sequence[Record]) -> str:
+def published(files: Sequence[Sequence[Record]]) -> str:
     """The content of the board's file."""
-    shown = [run_of_board(run) for run in runs if is_shown(run)]
-    named = {run["name"]: run for run in reversed(shown)}  # of several measurements the first is kept
-    lines = ",\n".join(json.dumps(run, ensure_ascii=False, separators=(",", ":")) for run in reversed(named.values()))
+    named: dict[str, Record] = {}
+    for runs in files:
+        shown = [run_of_board(run) for run in with_changes(runs) if SHOWN.fullmatch(run["label"])]
+        named |= {run["name"]: run for run in reversed(shown)}  # of several measurements of a file the first is kept
+    lines = ",\n".join(json.dumps(run, ensure_ascii=False, separators=(",", ":")) for run in named.values())
     return f"[\n{lines}\n]\n"
 
 
-def is_shown(run: Record) -> bool:
-    """Of the sweep, runs that vary nothing but the learning rate."""
-    return run["set"] != "sweep" or bool(RATES.fullmatch(run["label"]))
+def with_changes(runs: Sequence[Record]) -> list[Record]:
+    """The runs with the change of the perplexity of prose, as a fraction; each file has prose of its own."""
+    before = {run["model"]: run["prose_perplexity"] for run in reversed(runs) if run["label"] == "before"}
+    return [
+        run | {"prose_change": round(run["prose_perplexity"] / before[run["model"]] - 1, 4)}
+        if "prose_perplexity" in run and run["label"] != "before" else run
+        for run in runs
+    ]  # fmt: skip
 
 
 def run_of_board(run: Record) -> Record:
