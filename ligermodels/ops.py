@@ -75,7 +75,7 @@ from ligermodels.kernels.decoding.cache_write import CacheSlots, write_cache
 from ligermodels.kernels.decoding.decode_attention import decode_attention
 from ligermodels.kernels.decoding.rope_cache_write import qk_norm_rope_write_cache, rope_write_cache_
 from ligermodels.kernels.decoding.sample import sample
-from ligermodels.kernels.dispatch import WIDE, check_floats, check_one_of, check_shape, runs_kernels, shape_of
+from ligermodels.kernels.dispatch import WIDE_FLOATS, check_floats, check_one_of, check_shape, runs_kernels, shape_of
 from ligermodels.kernels.linear.linear import (
     LowRank,
     activated_linear,
@@ -140,7 +140,7 @@ def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
     batch, tokens, _, size = shape_of("apply_rope", "q", q, "B, T, H, D")
     check_shape("apply_rope", "k", k, batch, tokens, shape_of("apply_rope", "k", k, "B, T, Hkv, D")[2], size)
     check_floats("apply_rope", q=q, k=k)
-    check_one_of("apply_rope", WIDE, cos=cos, sin=sin)
+    check_one_of("apply_rope", WIDE_FLOATS, cos=cos, sin=sin)
     check_shape("apply_rope", "sin", sin, *shape_of("apply_rope", "cos", cos))
     if 2 * cos.shape[-1] > size:
         raise ValueError(

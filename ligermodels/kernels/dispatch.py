@@ -25,7 +25,7 @@ from ligermodels.kernels.row_sharding import RowSharding, register_row_sharding
 
 LIBRARY = torch.library.Library("ligermodels", "DEF")
 INT32, INT64, INDICES = (torch.int32,), (torch.int64,), (torch.int32, torch.int64)  # of `check_one_of`
-WIDE = torch.float32, torch.float64
+WIDE_FLOATS = torch.float32, torch.float64
 UNTRACED_TYPES = frozenset({Tensor, torch.nn.Parameter, int, float, bool, str, torch.dtype, type(None)})
 
 
@@ -79,6 +79,13 @@ def shape_of(op: str, name: str, x: Any, axes: str = "..., N") -> torch.Size:
     if len(shape) != axes.count(",") + 1 and not (axes.startswith("...") and shape):
         raise ValueError(f"{op}: {name} has shape {list(shape)}; needed [{axes}]")
     return shape
+
+
+def check_linear(op: str, columns: int, weight: Any, bias: Tensor | None) -> None:
+    """Raises ValueError unless a linear takes rows of so many columns, and its bias has an element for each output."""
+    rows = shape_of(op, "weight", weight, "N, K")[0]
+    check_shape(op, "weight", weight, rows, columns)
+    check_shape(op, "bias", bias, rows)
 
 
 def autocast(*operands: Any) -> tuple[Any, ...]:

@@ -26,7 +26,7 @@ from ligermodels.kernels.attention.qkv_heads import (
     with_unit_stride,
 )
 from ligermodels.kernels.dispatch import (
-    WIDE,
+    WIDE_FLOATS,
     Node,
     check_floats,
     check_one_of,
@@ -277,7 +277,7 @@ def check_qkv_shapes(
             " pairs"
         )
     check_floats(op, qkv=qkv)
-    check_one_of(op, WIDE, cos=cos, sin=sin)
+    check_one_of(op, WIDE_FLOATS, cos=cos, sin=sin)
     if not (cos.is_contiguous() and sin.is_contiguous()):
         raise ValueError(f"{op}: cos has strides {cos.stride()}, sin {sin.stride()}; both must be contiguous")
     return head_size

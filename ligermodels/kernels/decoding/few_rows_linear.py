@@ -32,6 +32,7 @@ from ligermodels.kernels.dispatch import (
     autocast,
     check_dtypes,
     check_floats,
+    check_linear,
     promoted_dtype,
     refuse_gradients,
     register_op,
@@ -43,7 +44,7 @@ from ligermodels.kernels.norms.norm_tiles import to_fp32
 from ligermodels.kernels.norms.rms_norm import check_norm, check_offset
 from ligermodels.kernels.pdl import launch_dependents, pdl_constants, wait_for_previous_kernel
 from ligermodels.kernels.quant.nf4 import Nf4, nf4_scales, sections
-from ligermodels.kernels.quant.quantised_weight import Weight, aligned, check_linear, operand
+from ligermodels.kernels.quant.quantised_weight import Weight, aligned, operand
 
 FEW_ROWS = 2  # up to so many, layers take these kernels instead of cuBLAS, which is faster from four on (H200)
 MAX_ROWS = 8  # of x: more would not fit into the registers

@@ -40,7 +40,16 @@ from ligermodels.kernels.activations.plain_activation import (
     plain_activation_reference,
     plain_backward_from_saved,
 )
-from ligermodels.kernels.dispatch import Node, autocast, check_dtypes, check_shape, is_traced, runs_kernels, shape_of
+from ligermodels.kernels.dispatch import (
+    Node,
+    autocast,
+    check_dtypes,
+    check_linear,
+    check_shape,
+    is_traced,
+    runs_kernels,
+    shape_of,
+)
 from ligermodels.kernels.launch import as_matrix
 from ligermodels.kernels.norms.layer_norm import (
     add_layer_norm_forward,
@@ -56,7 +65,7 @@ from ligermodels.kernels.norms.rms_norm import (
     rms_norm_forward,
     rms_norm_reference,
 )
-from ligermodels.kernels.quant.quantised_weight import Weight, check_linear, dense, dense_dtype, frozen_linear, operand
+from ligermodels.kernels.quant.quantised_weight import Weight, dense, dense_dtype, frozen_linear, operand
 
 Columns = tuple[tuple[int, int], ...]
 

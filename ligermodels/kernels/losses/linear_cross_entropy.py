@@ -35,7 +35,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ligermodels.kernels.dispatch import Node, autocast, check_dtypes, is_traced, register_op, runs_kernels, shape_of
+from ligermodels.kernels.dispatch import (
+    Node,
+    autocast,
+    check_dtypes,
+    check_linear,
+    is_traced,
+    register_op,
+    runs_kernels,
+    shape_of,
+)
 from ligermodels.kernels.launch import as_matrix
 from ligermodels.kernels.losses.cross_entropy import (
     OPTIONS,
@@ -64,7 +73,6 @@ from ligermodels.kernels.losses.logits_chunks import (
 )
 from ligermodels.kernels.losses.loss_reduction import mean_factor, reduce_losses, reduce_rows
 from ligermodels.kernels.losses.rescale import rescale, rescale_pair, scale_gradient_
-from ligermodels.kernels.quant.quantised_weight import check_linear
 
 
 def linear_cross_entropy_reference(

@@ -31,6 +31,7 @@ from ligermodels.kernels.dispatch import (
     autocast,
     check_dtypes,
     check_floats,
+    check_linear,
     check_one_of,
     check_shape,
     runs_kernels,
@@ -44,7 +45,6 @@ from ligermodels.kernels.losses.linear_divergence_chunks import (
 )
 from ligermodels.kernels.losses.logits_chunks import GRADIENT_SCALE
 from ligermodels.kernels.losses.rescale import rescale, rescale_pair
-from ligermodels.kernels.quant.quantised_weight import check_linear
 from ligermodels.losses.divergences import (
     check_divergence,
     check_top_k,

@@ -32,6 +32,7 @@ from ligermodels.kernels.dispatch import (
     Node,
     autocast,
     check_dtypes,
+    check_linear,
     check_one_of,
     check_shape,
     is_last_use,
@@ -51,7 +52,6 @@ from ligermodels.kernels.losses.logprob_chunks import (
 )
 from ligermodels.kernels.losses.logprob_rows import RowLogProbs, empty_logprobs, launch_logprobs
 from ligermodels.kernels.losses.rescale import rescale
-from ligermodels.kernels.quant.quantised_weight import check_linear
 
 EXTRAS = ("entropy", "log_sum_squares", "mean_logit", "greedy")
 

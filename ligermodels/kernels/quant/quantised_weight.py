@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.kernels.dispatch import Node, autocast, check_dtypes, check_shape, shape_of
+from ligermodels.kernels.dispatch import Node, autocast, check_dtypes, check_linear, shape_of
 from ligermodels.kernels.launch import as_matrix, cdiv
 
 ALIGNMENT = 16  # bytes; of each section of a weight's bytes
@@ -180,13 +180,6 @@ def dense(weight: Tensor, layout: WeightLayout | None) -> Tensor:
 def dense_dtype(weight: Tensor, layout: WeightLayout | None) -> torch.dtype:
     """The dtype of `dense(weight, layout)`."""
     return weight.dtype if layout is None else layout.dtype
-
-
-def check_linear(op: str, columns: int, weight: Weight, bias: Tensor | None) -> None:
-    """Raises ValueError unless a linear takes rows of so many columns, and its bias has an element for each output."""
-    rows = shape_of(op, "weight", weight, "N, K")[0]
-    check_shape(op, "weight", weight, rows, columns)
-    check_shape(op, "bias", bias, rows)
 
 
 class _FrozenLinear(Node):
