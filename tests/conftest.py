@@ -89,7 +89,7 @@ def is_slow(path):
 @functools.cache
 def may_have_slow_tests(path):
     """Whether a file is slow or has the words by which single tests are."""
-    return is_slow(path) or re.search(r"slow|\bquick\(", path.read_text(encoding="utf-8")) is not None
+    return is_slow(path) or re.search(r"slow|launcher|DTYPES|\bquick\(", path.read_text(encoding="utf-8")) is not None
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -105,7 +105,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if is_slow(item.path) or "launch_server" in item.fixturenames:
             item.add_marker(pytest.mark.slow)
-        elif item.get_closest_marker("slow") and not may_have_slow_tests(item.path):
+        if item.get_closest_marker("slow") and not may_have_slow_tests(item.path):
             raise pytest.UsageError(f"{item.nodeid} is slow, but `-m slow` would not find it: name `slow` in its file")
     if torch.cuda.is_available():
         return

@@ -287,6 +287,8 @@ def test_slow_tests_are_in_files_that_say_so(tmp_path):
     files["neither"].write_text("quickly = 1\n")
     config = SimpleNamespace(option=SimpleNamespace(markexpr="slow"))
     assert [name for name, file in files.items() if conftest.pytest_ignore_collect(file, config)] == ["neither"]
-    item = SimpleNamespace(path=files["neither"], nodeid="it", get_closest_marker=lambda name: name == "slow")
+    item = SimpleNamespace(
+        path=files["neither"], nodeid="it", fixturenames=(), get_closest_marker=lambda name: name == "slow"
+    )
     with pytest.raises(pytest.UsageError, match="it is slow, but `-m slow` would not find it"):
         conftest.pytest_collection_modifyitems([item])
