@@ -223,7 +223,7 @@ class TrainConfig:
         shown="16; tiny: 4", objectives=RL)
     generations: int = setting("reinforcement", 8, "completions that are sampled of each prompt", LENGTH, objectives=RL)
     max_completion_length: int | None = setting("reinforcement", None, "most tokens of a completion that is sampled",
-        POSITIVE, shown="512, or what the longest prompt leaves of the positions; tiny: 64", objectives=(*RL, *DISTILL_ALONE))
+        POSITIVE, shown="512, or what fits behind the longest prompt; tiny: 64", objectives=(*RL, *DISTILL_ALONE))
     stop: Values[str] = setting("reinforcement", (), "texts that end a completion, beside the model's stop tokens",
         metavar="TEXT", objectives=RL)
     reward: OptionalValues[str] = setting("reinforcement", None, "reward functions, each with a weight or without: "

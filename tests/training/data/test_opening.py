@@ -339,7 +339,8 @@ def test_answers_without_text_are_counted_where_they_are_supervised(folder, tmp_
         described = opened(path, folder=folder, chat_template=str(template), sequence_length=32).description
         assert "(2 answers without text, trained to end at once" in described
     path.write_text("\n".join(json.dumps({"prompt": f"q{n}", "completion": "a" * n}) for n in range(9)))
-    assert "(1 answer without text, trained to end at once)" in opened(path, folder=folder, sequence_length=8).description
+    described = opened(path, folder=folder, sequence_length=8).description
+    assert "(1 answer without text, trained to end at once)" in described
 
 
 def test_tokenised_data_is_read_from_the_cache_until_anything_changes(

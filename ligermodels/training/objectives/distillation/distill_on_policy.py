@@ -57,9 +57,7 @@ class OnPolicyDistill(TeacherObjective, GroupDistill):
     def group_options(self, length: int, positions: int) -> GroupOptions:
         if self.kind == "distillation":
             return replace(super().group_options(length, positions), needs_prompts=True)
-        return GroupOptions(
-            kind=self.kind, max_length=most_prompt_tokens(self.config, positions), row_length=length
-        )
+        return GroupOptions(kind=self.kind, max_length=most_prompt_tokens(self.config, positions), row_length=length)
 
     def open(self, folder: Path | None, model: CausalLM, adapter: Path | None) -> None:
         super().open(folder, model, adapter)
