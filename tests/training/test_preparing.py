@@ -200,7 +200,7 @@ def test_a_plan_for_a_gpu_that_is_not_there_offloads_to_its_host_whatever_this_o
 def test_the_file_of_rewards_is_named_once_before_it_is_run(tmp_path, capsys):
     (tmp_path / "own.py").write_text("raise KeyError('run')\n")
     reward = [f"{tmp_path}/own.py:one", f"{tmp_path}/own.py:two", "exact"]
-    with pytest.raises(InputError, match="own.py:one: the file does not run: KeyError: 'run'"):
+    with pytest.raises(InputError, match=r"own\.py:one: the file does not run: KeyError: 'run'"):
         preparing.plan(TrainConfig(model="qwen2", data=("sums",), objective="grpo", reward=reward))
     assert capsys.readouterr().out == f"--reward: runs {tmp_path}/own.py\n"
 

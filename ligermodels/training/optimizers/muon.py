@@ -1,11 +1,11 @@
 """Muon: momentum with orthogonalised updates for the matrices inside blocks; AdamW for all other parameters.
 
     B += (1 - μ)(G - B)        O = NS((1 - μ) G + μ B)        W -= lr (wd W + 0.2 √max(m, n) O)
-NS is the Newton-Schulz iteration in bf16 (on a CPU fp32), which approximately orthogonalises a matrix [m, n]. The factor gives O the
-RMS of a typical AdamW update, so that AdamW's learning rate and weight decay can be used. For a single unsharded matrix
-this equals torch.optim.Muon with adjust_lr_fn="match_rms_adamw". torch's class does not handle packed or sharded
-parameters. This one orthogonalises each matrix separately, however it is stored: query, key and value, gate and up,
-every expert, and both factors of a low-rank update.
+NS is the Newton-Schulz iteration in bf16, on a CPU in fp32, which approximately orthogonalises a matrix [m, n]. The
+factor gives O the RMS of a typical AdamW update, so that AdamW's learning rate and weight decay can be used. For a
+single unsharded matrix this equals torch.optim.Muon with adjust_lr_fn="match_rms_adamw". torch's class does not handle
+packed or sharded parameters. This one orthogonalises each matrix separately, however it is stored: query, key and
+value, gate and up, every expert, and both factors of a low-rank update.
 The blocks of a vision tower count as those of the decoder. All else is updated by AdamW: embeddings, head, the
 projector of images, norms, biases, routers, and the kernels of convolutions.
 

@@ -160,16 +160,16 @@ def refuse_unfit_optimizer_in_backward(config: RunConfig, ranks: int, micro_batc
         raise InputError(f"--optimizer-in-backward: {misfit}")
 
 
-def refuse_unfit_offload(
-    config: RunConfig, world: "World", memory: "TrainingMemory", checkpointed_blocks: int
-) -> None:
+def refuse_unfit_offload(config: RunConfig, world: "World", memory: "TrainingMemory", checkpointed_blocks: int) -> None:
     """Raises InputError where ranks share optimizer states, no block is checkpointed, or the host has no room.
 
     memory: of one rank.
     """
     if "optimizer" in config.offload and world.size > 1:
         out = "give --offload none" if config.resume else "leave it out"
-        raise InputError(f"--offload optimizer: runs on one process; {world.size} ranks share the states already; {out}")
+        raise InputError(
+            f"--offload optimizer: runs on one process; {world.size} ranks share the states already; {out}"
+        )
     if "activations" in config.offload and not checkpointed_blocks:
         raise InputError(
             "--offload activations: has no effect, because a step fits into memory without activation checkpointing; "

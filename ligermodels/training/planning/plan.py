@@ -203,9 +203,9 @@ class Plan:
             inputs, every = memory_size(self.memory.offloaded_inputs), self.memory.offloads_every
             blocks = "every checkpointed block" if every == 1 else f"one of {every} checkpointed blocks"
             of_them = f", {inputs} of them the inputs of {blocks}" if every else ""
-            known, needed = self.world.planned_for is None, f"{memory_size(self.memory.host):>10}"
-            available = f"of {memory_size(available_host_memory())}" if known else "that the host must have for each rank"
-            yield "  host memory", f"{needed} {available}{of_them}"
+            known = self.world.planned_for is None
+            limit = f"of {memory_size(available_host_memory())}" if known else "that the host must have for each rank"
+            yield "  host memory", f"{memory_size(self.memory.host):>10} {limit}{of_them}"
         if self.cut:
             yield "cut", self.cut
         for line in self.chosen:
@@ -286,7 +286,8 @@ class Plan:
         if config.dtype == "bfloat16" and not computes_in_bfloat16():
             yield "--dtype bfloat16: this CPU has no bf16 instructions and is many times slower with it; leave it out"
         if config.dtype != config.param_dtype == "bfloat16" and not config.with_lora:
-            yield "--param-dtype bfloat16: a CPU converts all of them to fp32 and back in each step, slowly; leave it out"
+            slow = "a CPU converts them to fp32 and back in each step, which is slow; leave it out"
+            yield f"--param-dtype bfloat16: {slow}"
 
     def remedies(self) -> Iterator[str]:
         """What makes a step smaller that is not chosen by itself, with most effect first."""

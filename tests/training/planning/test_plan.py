@@ -198,7 +198,7 @@ def test_bfloat16_gives_a_warning_on_a_cpu_without_bf16_instructions(machine, in
 )
 def test_parameters_in_bfloat16_beside_fp32_products_give_a_warning_on_a_cpu(flags, slow, monkeypatch):
     monkeypatch.setattr(module, "computes_in_bfloat16", lambda: True)
-    warning = "--param-dtype bfloat16: a CPU converts all of them to fp32 and back in each step, slowly; leave it out"
+    warning = "--param-dtype bfloat16: a CPU converts them to fp32 and back in each step, which is slow; leave it out"
     given = "--steps", "250", "--param-dtype", "bfloat16", *flags
     assert planned(*given)[1].warnings == [warning] * slow
 
