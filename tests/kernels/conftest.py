@@ -30,5 +30,5 @@ def place(params, names, rows) -> int:
     if isinstance(names, str):
         names = names.split(", ")
     own = [params[name] for name in names]
-    rows = [list(row) if len(names) > 1 else [row] for row in rows]
+    rows = [getattr(row, "values", row if len(names) > 1 else [row]) for row in rows]  # also those of pytest.param
     return next(number for number, row in enumerate(rows) if all(map(operator.is_, row, own)))
