@@ -8,6 +8,7 @@ import pytest
 from tests.kernels.error_budget import DTYPES
 
 HERE = Path(__file__).parent
+WITH_MARKS = type(pytest.param())
 
 
 def pytest_collection_modifyitems(items):
@@ -30,5 +31,5 @@ def place(params, names, rows) -> int:
     if isinstance(names, str):
         names = names.split(", ")
     own = [params[name] for name in names]
-    rows = [getattr(row, "values", row if len(names) > 1 else [row]) for row in rows]  # also those of pytest.param
+    rows = [row.values if isinstance(row, WITH_MARKS) else row if len(names) > 1 else [row] for row in rows]
     return next(number for number, row in enumerate(rows) if all(map(operator.is_, row, own)))
