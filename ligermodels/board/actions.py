@@ -96,7 +96,7 @@ class Actions:
 
     def curves(self, request: PageRequest) -> Encoded:
         ids = dict.fromkeys(request.query.get("runs", "").split("\n"))
-        known = {**self.library.runs, **published_runs()}
+        known: dict[str, WatchedRun | PublishedRun] = {**self.library.runs, **published_runs()}
         runs = [known[id] for id in ids if id in known]
         names = [*dict.fromkeys(request.query.get("names", "").split("\n"))][:MAX_NAMES]
         points = min(MAX_POINTS, MAX_ROWS // max(1, len(runs) * len(names)), int(number_of(request, "points", 1000)))

@@ -101,7 +101,7 @@ def linear_logprobs_loss(
     """
     options: dict[str, Any] = {"temperature": temperature, "softcap": softcap, "logit_scale": logit_scale}
     cast = autocast(hidden, weight)
-    check_head("linear_logprobs_loss", *cast, targets)
+    check_head("linear_logprobs_loss", cast[0], cast[1], targets)
     needed = [torch.is_grad_enabled() and x.requires_grad for x in cast]
     size = targets.numel(), hidden.shape[-1], weight.shape[0]
     keeps = keeps_logits(*size, torch.float32, *needed)
