@@ -164,9 +164,8 @@ def fitting_batch_size(rows: int, length: int, tokens: int, world: World) -> Cho
     """A global batch of at most `tokens` tokens, less for small data. Each rank has a power of two, or all that share
     rows have, which divides well into micro-batches."""
     budget, share = tokens // length, rows // MIN_STEPS_PER_EPOCH
-    reason = (
-        f"at most {tokens:,} tokens a step" if budget <= share else f"at least {MIN_STEPS_PER_EPOCH} steps an epoch"
-    )
+    few = f"at least {MIN_STEPS_PER_EPOCH} steps an epoch" if share else f"fewer than {MIN_STEPS_PER_EPOCH} rows"
+    reason = f"at most {tokens:,} tokens a step" if budget <= share else few
     of_rank = max(1, min(budget, share) // world.data_size)
     return Choice(2 ** (of_rank.bit_length() - 1) * world.data_size, reason)
 

@@ -83,6 +83,11 @@ def test_chats_for_a_pretrained_model_on_a_gpu_have_three_epochs_of_small_batche
     ]
 
 
+def test_of_fewer_rows_than_steps_an_epoch_should_have_each_is_a_step():
+    config, lines = fitted(TrainConfig(model="a/folder"), rows=11, length=60, sft=True)
+    assert (config.batch_size, config.steps) == (1, 33) and "--batch-size 1: fewer than 80 rows" in lines
+
+
 def test_validations_take_at_most_15_percent_of_the_compute():
     """A step of training takes three forward passes a row, a validation one a held-out row."""
     for model, held_out, validations in (("a/folder", 60, 2), ("llama:135m", 60, 2), ("a/folder", 12, 11)):
