@@ -268,7 +268,7 @@ MODEL = {
     "gemma: gelu read as exact gelu": Sabotage(
         "ligermodels.configs.gemma:GemmaConfig.activation", '"gelu_tanh" if', '"gelu" if', "gemma"
     ),
-    "residual lost": Sabotage(f"{RMS_NORM}:added", "return x + residual", "return x", "llama"),
+    "residual lost": Sabotage(f"{RMS_NORM}:added", "else x + residual", "else x", "llama"),
     "residual_multiplier of attention ignored": Sabotage(
         f"{BLOCK}:ScaledLayer.forward_block",
         "x * self.multiplier, residual)",

@@ -59,6 +59,7 @@ from ligermodels.kernels.norms.layer_norm import (
 )
 from ligermodels.kernels.norms.rms_norm import (
     add_rms_norm_forward,
+    added,
     check_norm,
     check_offset,
     rms_norm_backward,
@@ -99,7 +100,7 @@ def norm_linear_reference(
     x: Tensor, residual: Tensor | None, norm_weight: Tensor | None, weight: Weight, bias: Tensor | None = None,
     eps: float = 1e-6, offset: float = 0.0, low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    hidden = x if residual is None else x + residual
+    hidden = added(x, residual)
     normed = rms_norm_reference(hidden, norm_weight, eps, offset)
     return low_rank_linear_reference(normed.to(weight.dtype), weight, bias, low_rank), hidden
 
@@ -108,7 +109,7 @@ def layer_norm_linear_reference(
     x: Tensor, residual: Tensor | None, norm_weight: Tensor, norm_bias: Tensor | None, weight: Weight,
     bias: Tensor | None = None, eps: float = 1e-5, low_rank: LowRank | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    hidden = x if residual is None else x + residual
+    hidden = added(x, residual)
     normed = layer_norm_reference(hidden, norm_weight, norm_bias, eps)
     return low_rank_linear_reference(normed.to(weight.dtype), weight, bias, low_rank), hidden
 

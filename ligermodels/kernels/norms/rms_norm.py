@@ -68,6 +68,11 @@ def check_norm(op: str, x: Tensor, residual: Tensor | None, **weights: Tensor | 
     check_floats(op, x=x, residual=residual, **weights)
 
 
+def added(x: Tensor, residual: Tensor | None) -> Tensor:
+    """The residual stream of a reference."""
+    return x if residual is None else x + residual
+
+
 def rms_norm_reference(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0) -> Tensor:
     wide = widen(x)
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -79,7 +84,7 @@ def rms_norm_reference(x: Tensor, weight: Tensor | None = None, eps: float = 1e-
 def add_rms_norm_reference(
     x: Tensor, residual: Tensor, weight: Tensor | None = None, eps: float = 1e-6, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    hidden = x + residual
+    hidden = added(x, residual)
     return rms_norm_reference(hidden, weight, eps, offset), hidden
 
 
