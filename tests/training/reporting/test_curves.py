@@ -34,7 +34,7 @@ def drawn_pixels(folder, records):
     from matplotlib.colors import to_rgb
     from matplotlib.image import imread
 
-    draw_curves(records, folder / "curves.png", "a run", fail_on)
+    draw_curves(records, folder / "curves.png", "a run", "sft", fail_on)
     pixels = imread(folder / "curves.png")[..., :3]
     assert pixels.shape[0] > 800 and pixels.shape[1] > 1200
     colours = {name: getattr(curves, name) for name in ("BLUE", "ORANGE", "GREEN", "PURPLE", "TEAL")}
@@ -67,13 +67,13 @@ def test_a_single_step_is_drawn_as_a_point(tmp_path):
 
 
 def test_without_a_step_nothing_is_drawn(tmp_path):
-    draw_curves([{"step": 1, "loss": None}], tmp_path / "curves.png", "a run", fail_on)
+    draw_curves([{"step": 1, "loss": None}], tmp_path / "curves.png", "a run", "sft", fail_on)
     assert not (tmp_path / "curves.png").exists()
 
 
 def test_without_matplotlib_nothing_is_drawn_and_one_line_says_how_to_install_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     lines = []
-    draw_curves([step(1)], tmp_path / "curves.png", "a run", lines.append)
+    draw_curves([step(1)], tmp_path / "curves.png", "a run", "sft", lines.append)
     assert lines == ["curves.png not drawn: pip install matplotlib"]
     assert not (tmp_path / "curves.png").exists()
