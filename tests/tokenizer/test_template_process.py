@@ -84,7 +84,10 @@ def test_a_template_is_stopped_after_elapsed_time_too(monkeypatch):
 def test_a_template_that_is_slow_each_time_is_stopped_over_all_of_its_chats(monkeypatch):
     """Each chat takes less than a second; all of them may take a tenth, and what their number and sizes allow."""
     monkeypatch.setattr(chat_template, "Cost", functools.partial(chat_template.Cost, allowed=0.1))
-    slow = ChatTemplate("{% for j in range(9) %}{% for i in range(99999) %}{% endfor %}{% endfor %}{{ messages[0].content }}", "slow.jinja")
+    slow = ChatTemplate(
+        "{% for j in range(9) %}{% for i in range(99999) %}{% endfor %}{% endfor %}{{ messages[0].content }}",
+        "slow.jinja",
+    )
     taken = 0
     with pytest.raises(InputError, match=r"slow\.jinja: takes too long: [\d.]+ s a chat, ") as error:
         while True:

@@ -118,20 +118,21 @@ def sample_case(batch, length, vocabulary, filters=True) -> Case:
     rows = torch.arange(batch * length, device=DEVICE).view(batch, length)
     temperature = (rows % 3 > 0).float()
     settings = [rows % 3 // 2 * 5, 1 - rows % 3 * 0.1, rows % 3 * 0.01] if filters else []
-    counters = torch.stack([rows, rows + 7], -1)
 
     def under(function):
-        def call(logits, temperature, seeds, counters, *settings):
+        def call(logits, temperature, seeds, rows, *settings):
             top_k, top_p, min_p = (x.flatten() for x in settings) if settings else (None,) * 3
             top_k = top_k.int() if filters else None
             arguments = logits.flatten(0, 1), temperature.flatten(), top_k, top_p, min_p
-            tokens, logprobs = function(*arguments, seeds.flatten(), counters.flatten(0, 1))
+            # Here, because their 2 is no batch or length.
+            counters = torch.stack([rows, rows + 7], -1).flatten(0, 1)
+            tokens, logprobs = function(*arguments, seeds.flatten(), counters)
             return tokens.float(), logprobs
 
         return call
 
     logits = normal(batch, length, vocabulary, scale=3.0)
-    return Case(under(sample), under(sample_reference), [logits], [temperature, rows + 3, counters, *settings])
+    return Case(under(sample), under(sample_reference), [logits], [temperature, rows + 3, rows, *settings])
 
 
 def penalty_case(batch, length, vocabulary) -> Case:
