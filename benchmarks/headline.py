@@ -59,7 +59,7 @@ class Line(NamedTuple):
     title: str
     ours: Side
     peer: Side
-    unit: str = ""  # seconds, of which less is better
+    unit: str = ""  # " s" where the value is a time, so that the lower one is the better
 
     @property
     def factor(self) -> float:
@@ -74,34 +74,34 @@ def measured(
     return Side("ligermodels", dates, name, ours, value), Side(label, dates, name, peer, value)
 
 
-TODAY = "2026-11-28-*"
-FUSED, NONE, AUTO, FULL = "ligermodels and its AdamW", *({"recompute": kind} for kind in ("none", "auto", "full"))
-WITH_ADAMW = {"provider": FUSED}
+THREE_RUNS = "2026-11-28-*"  # or what makes three of the runs before
+NONE, AUTO, FULL = ({"recompute": kind} for kind in ("none", "auto", "full"))
+WITH_ADAMW = {"provider": "ligermodels and its AdamW"}
 HUGGING_FACE = {"provider": "hugging face"}
 LIGER = {"provider": "hugging face + liger"}
-FOUR = "2026-11-27-19*"
+FOUR_GPUS = "2026-11-27-19*"
 LINES = (
     Line(
         "full fine-tuning, Llama-3-8B (1)",
-        *measured("train-step-llama-3-8b-8x2048", WITH_ADAMW | NONE, "Liger-Kernel", LIGER, TODAY),
+        *measured("train-step-llama-3-8b-8x2048", WITH_ADAMW | NONE, "Liger-Kernel", LIGER, THREE_RUNS),
     ),
     Line(
         "&nbsp;&nbsp;on four GPUs, rows of 8,192 (2)",
-        Side("ligermodels", [FOUR], "train-py-llama-3-8b-4-gpus", {"length": 8192}),
+        Side("ligermodels", [FOUR_GPUS], "train-py-llama-3-8b-4-gpus", {"length": 8192}),
         Side(
-            "Liger-Kernel", [FOUR], "sharded-step-llama-3-8b-2x8192-4-gpus", {"weights": "hugging face + liger"},
+            "Liger-Kernel", [FOUR_GPUS], "sharded-step-llama-3-8b-2x8192-4-gpus", {"weights": "hugging face + liger"},
             "tokens_per_second_per_gpu", scale=4,
         ),
     ),
     Line(
         "&nbsp;&nbsp;Gemma-3-1B",
-        *measured("train-step-gemma-3-1b-4x2048", WITH_ADAMW | NONE, "Hugging Face", HUGGING_FACE | NONE, TODAY),
+        *measured("train-step-gemma-3-1b-4x2048", WITH_ADAMW | NONE, "Hugging Face", HUGGING_FACE | NONE, THREE_RUNS),
     ),
     Line(
         "&nbsp;&nbsp;Qwen3-30B-A3B, 8 of its layers",
         *measured(
             "train-step-qwen3-30b-a3b-8-layers-8x2048",
-            WITH_ADAMW | NONE, "Hugging Face", HUGGING_FACE | NONE, TODAY,
+            WITH_ADAMW | NONE, "Hugging Face", HUGGING_FACE | NONE, THREE_RUNS,
         ),
     ),
     Line(
@@ -113,7 +113,7 @@ LINES = (
         "&nbsp;&nbsp;Gemma-3-4B with images",
         *measured(
             "image-step-gemma-3-4b-8x2x1528",
-            WITH_ADAMW | AUTO, "Hugging Face", HUGGING_FACE | FULL, "2026-11-27-*", TODAY,
+            WITH_ADAMW | AUTO, "Hugging Face", HUGGING_FACE | FULL, "2026-11-27-*", THREE_RUNS,
         ),
     ),
     Line(
@@ -121,7 +121,7 @@ LINES = (
         *measured(
             "lora-step-llama-3-8b-8x2048",
             {"provider": "ligermodels, LoRA"} | NONE,
-            "PEFT + Liger-Kernel", {"provider": "hugging face + peft + liger, LoRA"} | NONE, "2026-11-23-*", TODAY,
+            "PEFT + Liger-Kernel", {"provider": "hugging face + peft + liger, LoRA"} | NONE, "2026-11-23-*", THREE_RUNS,
         ),
     ),
     Line(
@@ -136,7 +136,7 @@ LINES = (
         "DPO with LoRA, Llama-3-8B",
         *measured(
             "dpo-step-llama-3-8b",
-            {"provider": "ligermodels"}, "TRL", {"provider": "trl"}, "2026-11-23-214700", TODAY,
+            {"provider": "ligermodels"}, "TRL", {"provider": "trl"}, "2026-11-23-214700", THREE_RUNS,
             value="useful_tokens_per_second",
         ),
     ),
@@ -144,7 +144,7 @@ LINES = (
         "GRPO, a step, Qwen2.5-1.5B",
         *measured(
             "grpo-step-qwen2.5-1.5b",
-            {"provider": "ligermodels"}, "TRL", {"provider": "trl"}, "2026-11-24-*", "2026-11-27-*", TODAY,
+            {"provider": "ligermodels"}, "TRL", {"provider": "trl"}, "2026-11-24-*", "2026-11-27-*", THREE_RUNS,
             value="step_s",
         ),
         unit=" s",
@@ -152,11 +152,11 @@ LINES = (
     Line(
         "generation, Llama-3-8B, one request",
         Side(
-            "ligermodels", ["2026-11-26-*", TODAY], "generation",
+            "ligermodels", ["2026-11-26-*", THREE_RUNS], "generation",
             {"provider": "ligermodels", "case": "llama-3-8b-1"}, "new_tokens_per_s",
         ),
         Side(
-            "Hugging Face, compiled", [TODAY], "generation", HUGGING_FACE | {"case": "llama-3-8b-1"},
+            "Hugging Face, compiled", [THREE_RUNS], "generation", HUGGING_FACE | {"case": "llama-3-8b-1"},
             "new_tokens_per_s", noted=144,  # 2026-11-23-notes-generation.md
         ),
     ),
@@ -191,9 +191,8 @@ def draw() -> None:
     """Bars of our speed as a multiple of the best peer's, readable on white and on black."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 4.2), layout="constrained", facecolor="none")
+    figure = Figure(figsize=(9, 4.2), layout="constrained")
     axes = figure.subplots()
-    axes.set_facecolor("none")
     titles = [line.title.replace("&nbsp;", "").split(" (")[0] for line in LINES]
     factors = [line.factor for line in LINES]
     bars = axes.barh(titles, factors, color=OURS, height=0.62)

@@ -9,12 +9,10 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import ligermodels
+from benchmarks.real_models.plot import MODELS, Record, objective
 
-Record = dict[str, Any]
-MODELS = {"smollm2": "SmolLM2-135M-Instruct", "gemma3": "Gemma 3 270M"}
 SETS = {"exact": "default", "fp32": "fp32 weights", "nearest": "bf16 rounded to nearest", "trl": "TRL"}
 SHOWN = re.compile(r"before|default( LoRA)?|(rank=16,)?lr=\S+")
 MEASURED = {  # behind the last step: their names in a run's metrics
@@ -51,9 +49,9 @@ def with_changes(runs: Sequence[Record]) -> list[Record]:
 
 
 def run_of_board(run: Record) -> Record:
-    objective, step = run["settings"].get("objective", "sft"), run.get("steps", 0)
+    kind, step = objective(run), run.get("steps", 0)
     before = run["label"] == "before"
-    data = run["data"] if objective == "sft" else objective
+    data = run["data"] if kind == "sft" else kind
     of_sweep = f"learning rate {run['settings'].get('learning_rate', 'default')}"
     what = "before training" if before else SETS.get(run["set"], of_sweep)
     lora = " LoRA" if run["settings"].get("lora_rank") or "LoRA" in run["label"] else ""
@@ -61,12 +59,12 @@ def run_of_board(run: Record) -> Record:
     if points := run.get("validation"):
         curves["validation_rewards/margins" if run["data"] == "pairs" else "validation_loss"] = points
     # The validation loss of other objectives is their own, and this one is that of the answers.
-    loss = "validation_loss" if objective == "sft" else "nats_per_token"
+    loss = "validation_loss" if kind == "sft" else "nats_per_token"
     for name, metric in {"loss": loss, **MEASURED}.items():
         if name in run:
             earlier = [point for point in curves.get(metric, []) if point[0] != step]
             curves[metric] = [*earlier, [step, run[name]]]
-    about = {"model": MODELS[run["model"]], "data": run["data"], "objective": objective, "library": run["library"]}
+    about = {"model": MODELS[run["model"]], "data": run["data"], "objective": kind, "library": run["library"]}
     taken = {"steps": step, **({"seconds": run["seconds"]} if "seconds" in run else {})}
     settings = about | run.get("chosen", {}) | run["settings"] | taken
     return {"name": f"{MODELS[run['model']]}: {data}{lora}, {what}", "settings": settings, "curves": curves}
