@@ -38,9 +38,11 @@ def assume_constant_result(function: Callable[..., Any]) -> Callable[..., Any]:
 def runs_kernels(x: Tensor) -> bool:
     """Whether ops on `x` run as Triton kernels rather than as their plain PyTorch reference.
 
-    Under transforms of torch.func they run as the reference, which is all that those can transform.
+    Under transforms of torch.func they run as the reference, which is all that those can transform, and on a GPU in
+    float64 too: kernels multiply by tensor cores, and sum in float32.
     """
-    return (launch.interpreting or not x.is_cpu) and not _are_functorch_transforms_active()
+    compiled = not x.is_cpu and x.dtype != torch.float64
+    return (launch.interpreting or compiled) and not _are_functorch_transforms_active()
 
 
 def check_floats(op: str, **inputs: Tensor | None) -> None:

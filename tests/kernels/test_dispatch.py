@@ -5,7 +5,7 @@ import torch
 import triton.language as tl
 
 from ligermodels.kernels import launch as launch_module
-from ligermodels.kernels.dispatch import Node, is_traced
+from ligermodels.kernels.dispatch import Node, is_traced, runs_kernels
 from ligermodels.kernels.launch import Variants, _specializations_of, kernel
 from tests.conftest import DEVICE
 
@@ -108,6 +108,12 @@ def test_fake_meta_and_subclassed_tensors_are_traced_and_plain_ones_are_not():
     assert is_traced((x, 1.0, x.as_subclass(Subclass)))
     with torch._subclasses.FakeTensorMode():
         assert is_traced((torch.ones(2),))
+
+
+def test_float64_runs_as_the_reference_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(launch_module, "interpreting", False)
+    assert runs_kernels(torch.empty(1, device="meta"))  # as a GPU's, it is not on the CPU
+    assert not runs_kernels(torch.empty(1, device="meta", dtype=torch.float64))
 
 
 class Twice(Node):
