@@ -25,6 +25,7 @@ from ligermodels.layers.decoder import CausalLM
 from ligermodels.tokenizer.files import has_tokenizer
 from ligermodels.training.checkpoints import Checkpoints, Progress
 from ligermodels.training.data.run_tokenizer import generation_config, write_tokenizer
+from ligermodels.training.micro_batches import MicroBatches, uses_graphs
 from ligermodels.training.model_weights import give_initial_weights
 from ligermodels.training.objectives import RunSetup, StepTotals, Work
 from ligermodels.training.optimizers import OptimizerInBackward, clip_and_step, set_learning_rate
@@ -87,6 +88,7 @@ class Session:
     checkpoints: Checkpoints
     optimizer: AdamW
     in_backward: OptimizerInBackward | None
+    micro_batches: MicroBatches
     check: UpdateCheck
     metrics: Metrics
     profiler: StepProfiler
@@ -199,9 +201,10 @@ def open_session(run: Run, stop: Stop, held: ExitStack, loggers: Sequence[Logger
     checkpoints.protected = validations.best
     if lost := validations.lost_line():
         metrics.say(lost)
+    micro_batches = MicroBatches(run.model, run.objective, in_backward, captures=uses_graphs(run))
     session = Session(
-        run, output, stop, checkpoints, optimizer, in_backward, check, metrics, profiler, status, validations, resume,
-        seconds_before=progress.seconds,
+        run, output, stop, checkpoints, optimizer, in_backward, micro_batches, check, metrics, profiler, status,
+        validations, resume, seconds_before=progress.seconds,
     )  # fmt: skip
     return session, progress
 
@@ -287,11 +290,7 @@ def take_step(session: Session, progress: Progress) -> Taken:
     optimizer.check = check if check.begins(progress.step) else None
     for index, batch in enumerate(work.batches, 1):
         fsdp.set_gradient_all_reduce(model, enabled=index == len(work.batches))
-        share = objective.loss(model, batch, work)
-        if in_backward is not None:
-            in_backward.begin(share.loss)
-        share.loss.backward()
-        step.add(share)
+        step.add(session.micro_batches.backward(batch, work))
 
     # A step that is not finite updates nothing, except during backward. The host reads while the update runs.
     checkpoints = session.checkpoints

@@ -102,13 +102,15 @@ class Objective(ABC):
     config holds the settings: those that need no data at first, all of them from `complete` on. data is what `open`
     opened, run what `prepare` got. head_op names the op of the head and its loss, for the plan
     (`memory.head.loss_bytes`). takes_rows says whether a step takes rows, which micro-batches divide; else it takes
-    groups, and a micro-batch is one row that is packed with them.
+    groups, and a micro-batch is one row that is packed with them. is_capturable says whether `loss` reads nothing but
+    the tensors of the micro-batch and its counts, and never waits for the device.
     """
 
     data: Data | PreferenceData
     run: RunSetup
     head_op = "linear_cross_entropy"
     takes_rows = False
+    is_capturable = False
 
     def __init__(self, config: TrainConfig, world: World) -> None:
         """Raises InputError for options that contradict each other. Reads no file."""

@@ -26,6 +26,7 @@ class SFT(Objective):
     """
 
     takes_rows = True
+    is_capturable = True
     data: Data
     config: RunConfig
 

@@ -24,6 +24,7 @@ from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.gemma4 import LayerInputDecoder
 from ligermodels.memory.model import decoder_blocks
 from ligermodels.training.parallel.expert_parallel import distribute_experts
+from ligermodels.weights.mapping import is_lora_parameter
 from ligermodels.weights.sharding import reshard
 
 
@@ -34,7 +35,8 @@ def shard(
     """Applies `fully_shard` to every block, the embeddings, the head and the model, in place.
 
     model: on the meta device, or with equal values on every rank. dtype: the compute dtype; parameters keep their own
-    dtype. If the two differ, a single process uses FSDP2 too, for its mixed precision.
+    dtype. If the two differ, a single process uses FSDP2 too, for its mixed precision; not if only low-rank updates
+    differ, which are rounded to the compute dtype where they are multiplied.
     dp_replicate: model replicas (HSDP). Each is sharded over world.size / dp_replicate neighbouring ranks.
     expert_parallel: the number of ranks of which each has a part of the routed experts, which are then not gathered.
     replicate_quantised: whether every rank has the bytes of all quantised weights, which are then not gathered.
@@ -43,7 +45,8 @@ def shard(
     are reduced in `dtype`.
     Raises InputError if a parameter is shared between two units, or dp_replicate does not divide the number of ranks.
     """
-    if world.size == 1 and all(p.dtype == dtype for p in sharded_parameters(model)):
+    updates = updates_of(model)
+    if world.size == 1 and all(p.dtype == dtype or p in updates for p in sharded_parameters(model)):
         return
     check_no_ties_between_units(model)
     policy = mixed_precision(model, dtype)
@@ -111,6 +114,11 @@ def sharded_parameters(model: CausalLM) -> list[nn.Parameter]:
     """The trained parameters that FSDP2 shards."""
     replicated = set(model.replicated_parameters())
     return [p for p in model.parameters() if p.requires_grad and p not in replicated]
+
+
+def updates_of(model: CausalLM) -> set[nn.Parameter]:
+    """The parameters of low-rank updates (LoRA)."""
+    return {p for name, p in model.named_parameters() if is_lora_parameter(name)}
 
 
 def mixed_precision(model: CausalLM, dtype: torch.dtype) -> MixedPrecisionPolicy:

@@ -75,6 +75,8 @@ def checked_item(field: dataclasses.Field, kind: Any, value: Any) -> Any:
         return value
     if kind is Path and isinstance(value, str | Path):
         return Path(value)
+    if kind is str and isinstance(value, Path):  # a folder of a model or of data
+        return str(value)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):

@@ -14,6 +14,7 @@ from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, distributed
 
 from ligermodels.distributed import World, raise_on_all
@@ -26,6 +27,7 @@ from ligermodels.units import counted
 PROMPT_TOKENS = 16  # of a text, as the prompt of a sample
 MIXTURE_BLOCK = 10_000  # entries; weights hold exactly within each block, so 1 / MIXTURE_BLOCK is the smallest weight
 ROWS_MULTIPLE = 128  # a GEMM tile: the head's products are slower with other numbers of rows
+OFFSETS_MULTIPLE = 32
 
 PrefetchRequest = TypeVar("PrefetchRequest")
 Prefetched = TypeVar("Prefetched")
@@ -242,6 +244,14 @@ class Batch(NamedTuple):
         offsets, rows = (None if x is None else x.to(device, non_blocking=True) for x in (self.cu_seqlens, self.rows))
         images = {name: values.to(device, non_blocking=True) for name, values in self.images.items()}
         return Batch(input_ids, labels, offsets, self.max_seqlen, lengths, rows, images, self.teacher_states)
+
+    def with_padded_offsets(self) -> "Batch":
+        """Returns the batch with further documents, at its end and without tokens: their number is then a multiple of
+        OFFSETS_MULTIPLE, so that few batches differ in it."""
+        if self.cu_seqlens is None:
+            return self
+        missing = -(self.cu_seqlens.shape[0] - 1) % OFFSETS_MULTIPLE
+        return self._replace(cu_seqlens=F.pad(self.cu_seqlens, (0, missing), value=self.input_ids.numel()))
 
     def arguments(self) -> dict[str, Any]:
         """Returns the arguments of `forward`."""

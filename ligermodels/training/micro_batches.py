@@ -1,0 +1,192 @@
+"""Micro-batches as CUDA graphs: forward and backward of a small one keep the host busy for longer than the device.
+
+The first micro-batch of a kind runs as it is, which compiles its kernels; the second is captured, and later ones are
+replays. The kind is the shapes of a micro-batch's tensors, and whether it is the first of its step, which writes
+gradients, or adds to them. A graph reads weights and writes gradients at their addresses.
+"""
+
+import warnings
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ligermodels.layers.decoder import CausalLM
+from ligermodels.training.data.rows.run_rows import Batch
+from ligermodels.training.objectives import Objective, Share, Work
+from ligermodels.training.optimizers import OptimizerInBackward
+from ligermodels.training.preparing import Run
+from ligermodels.training.reporting.flops import peak_flops
+
+SHORT = 0.1  # seconds of products of a micro-batch, at the peak of a GPU: of a longer one the host is ahead anyway
+ROOM = 0.9  # of a GPU's memory
+MOST_KINDS = 32  # of micro-batches: capturing one takes as long as running it once
+
+
+def uses_graphs(run: Run) -> bool:
+    """Whether a run's micro-batches are captured: one GPU, nothing that the host does within a pass, small ones, and
+    memory for what graphs hold beside the plan, the activations and gradients of a micro-batch once more."""
+    config, plan, device = run.config, run.plan, run.world.device
+    if device.type != "cuda" or run.world.size > 1 or not run.objective.is_capturable:
+        return False
+    if config.compile or config.offload or config.optimizer_in_backward:
+        return False
+    if any(isinstance(p, DTensor) for p in run.model.parameters()):
+        return False
+    rate, tokens = peak_flops(device, config.dtype), plan.micro_batch_size * config.sequence_length
+    is_short = rate is not None and plan.flops * tokens < SHORT * rate
+    memory = plan.memory
+    needed = memory.peak + memory.gradients + memory.activations + max(memory.loss, memory.block)
+    return is_short and plan.total is not None and needed <= ROOM * plan.total
+
+
+class Graph(NamedTuple):
+    """A captured micro-batch: its inputs, its replay, where that writes its share, and whose gradients it writes."""
+
+    inputs: list[Tensor]
+    replay: Callable[[], Any]
+    outputs: Share
+    written: dict[nn.Parameter, None]
+
+
+class MicroBatches:
+    """Takes micro-batches forward and backward, as graphs if `captures`. in_backward: what steps meanwhile.
+
+    gradients: where graphs write them, by parameter; they stay allocated.
+    """
+
+    def __init__(
+        self, model: CausalLM, objective: Objective, in_backward: OptimizerInBackward | None, *, captures: bool
+    ) -> None:
+        self.model, self.objective, self.in_backward, self.captures = model, objective, in_backward, captures
+        self.parameters = [*model.parameters()]
+        self.graphs: dict[Hashable, Graph | Share] = {}  # a share where a micro-batch of this kind has run once
+        self.gradients: dict[nn.Parameter, Tensor] = {}
+        self.addresses: list[int] = []
+        self.pool: Any = None
+
+    def backward(self, batch: Any, work: Work) -> Share:
+        """Adds the gradients of a micro-batch to those of its step. Returns its share; the loss has no graph."""
+        if not self.captures or not isinstance(batch, Batch) or batch.images or batch.teacher_states is not None:
+            return self.run(batch, work)
+        self.drop_moved()
+        batch, adds = batch.with_padded_offsets(), any(p.grad is not None for p in self.parameters)
+        kind = adds, *kind_of(batch, work)
+        known = self.graphs.get(kind)
+        if isinstance(known, Share):
+            known = self.graphs[kind] = self.try_to_capture(batch, work, known, adds=adds) or known
+        if isinstance(known, Graph):
+            return self.replay(known, batch, work, adds=adds)
+        share = self.run(batch, work)
+        if len(self.graphs) < MOST_KINDS:
+            self.graphs[kind] = share
+        return share
+
+    def run(self, batch: Any, work: Work) -> Share:
+        share = self.objective.loss(self.model, batch, work)
+        if self.in_backward is not None:
+            self.in_backward.begin(share.loss)
+        share.loss.backward()
+        return mapped(torch.detach, share)
+
+    def replay(self, graph: Graph, batch: Batch, work: Work, *, adds: bool) -> Share:
+        for p in graph.written:
+            kept = self.gradients[p]
+            if adds and p.grad is None:  # the step's earlier micro-batches have not reached it
+                kept.zero_()
+            elif adds and p.grad is not kept:  # one of them has run
+                kept.copy_(p.grad)
+        torch._foreach_copy_(graph.inputs, tensors_of(batch, work))
+        graph.replay()
+        for p in graph.written:
+            p.grad = self.gradients[p]
+        return mapped(torch.clone, graph.outputs)  # the next replay overwrites them
+
+    def try_to_capture(self, batch: Batch, work: Work, like: Share, *, adds: bool) -> Graph | None:
+        """Captures a kind whose share is like this one. Returns None, and captures nothing from then on, where its
+        passes do what a graph cannot hold. adds: to gradients of the step's earlier micro-batches."""
+        inputs, outputs = [x.clone() for x in tensors_of(batch, work)], mapped(torch.clone, like)
+        own_batch, own_work = with_tensors(batch, work, inputs)
+        written: dict[nn.Parameter, None] = {}
+        for p in self.parameters:
+            if p.requires_grad and p not in self.gradients:
+                self.gradients[p] = torch.empty_like(p)
+
+        def step() -> None:
+            with self.keeping_gradients(written, adds=adds):
+                torch._foreach_copy_(values_of(outputs), values_of(self.run(own_batch, own_work)))
+
+        try:
+            return Graph(inputs, self.record(step), outputs, written)
+        except RuntimeError as error:
+            self.captures = False
+            warnings.warn(f"micro-batches run without CUDA graphs: {str(error).splitlines()[0]}", stacklevel=2)
+            return None
+
+    @contextmanager
+    def keeping_gradients(self, written: dict[nn.Parameter, None], *, adds: bool) -> Iterator[None]:
+        """Within it a backward pass writes each gradient to its place in `gradients`, or adds it, and frees it. Notes
+        in `written` whose it wrote."""
+        before = [p.grad for p in self.parameters]
+
+        def keep(p: nn.Parameter) -> None:
+            kept, new = self.gradients[p], p.grad
+            kept.add_(new) if adds else kept.copy_(new)
+            p.grad, written[p] = None, None
+
+        for p in self.parameters:
+            p.grad = None
+        hooks = [p.register_post_accumulate_grad_hook(keep) for p in self.gradients]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for p, gradient in zip(self.parameters, before, strict=True):
+                p.grad = gradient
+
+    def record(self, step: Callable[[], None]) -> Callable[[], Any]:
+        """Captures a step, which does not run it. Returns its replay."""
+        if self.pool is None:
+            self.pool = torch.cuda.graph_pool_handle()  # one for all: they never run at the same time
+        graph = torch.cuda.CUDAGraph()
+        # Meanwhile the thread that collates the next batch may allocate pinned memory.
+        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+            step()
+        return graph.replay
+
+    def drop_moved(self) -> None:
+        """Drops the graphs if a weight is elsewhere than at their capture."""
+        addresses = [p.data_ptr() for p in self.parameters]
+        if addresses != self.addresses:
+            self.graphs, self.addresses = {}, addresses
+
+
+def kind_of(batch: Batch, work: Work) -> Hashable:
+    """The shapes of a micro-batch's tensors, and its other fields."""
+    fields = (*batch._replace(images={}), work.counts)
+    return tuple(tuple(x.shape) if isinstance(x, Tensor) else str(x) for x in fields)
+
+
+def tensors_of(batch: Batch, work: Work) -> list[Tensor]:
+    """What a graph reads of a micro-batch and its step."""
+    return [*(x for x in batch if isinstance(x, Tensor)), work.counts]
+
+
+def with_tensors(batch: Batch, work: Work, tensors: list[Tensor]) -> tuple[Batch, Work]:
+    """The micro-batch and its step with these in place of `tensors_of` them."""
+    places = iter(tensors)
+    own = Batch(*(next(places) if isinstance(x, Tensor) else x for x in batch))
+    return own, work._replace(batches=(own,), counts=next(places))
+
+
+def values_of(share: Share) -> list[Tensor]:
+    return [share.loss, *share.sums.values(), *share.maxima.values()]
+
+
+def mapped(function: Callable[[Tensor], Tensor], share: Share) -> Share:
+    sums, maxima = ({name: function(x) for name, x in values.items()} for values in (share.sums, share.maxima))
+    return Share(function(share.loss), sums, maxima)
