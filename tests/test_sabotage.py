@@ -64,7 +64,7 @@ WINDOWS = {
         f"{FAMILIES}.qwen3_moe:Qwen3MoeConfig.is_sliding", "self.use_sliding_window", "True", "qwen3_moe-unused-window"
     ),
     "gemma2: odd layers windowed": Sabotage(
-        "ligermodels.configs.gemma:Gemma2Config.is_sliding", "layer % 2 == 0", "layer % 2 == 1", "gemma2"
+        "ligermodels.configs.text_models:Gemma2Config.is_sliding", "layer % 2 == 0", "layer % 2 == 1", "gemma2"
     ),
     "gemma3: pattern shifted": Sabotage(
         f"{FAMILIES}.gemma3:Gemma3Config.is_sliding", "(layer + 1)", "layer", "gemma3_text"
@@ -266,7 +266,7 @@ MODEL = {
         "llama-gelu-tanh",
     ),
     "gemma: gelu read as exact gelu": Sabotage(
-        "ligermodels.configs.gemma:GemmaConfig.activation", '"gelu_tanh" if', '"gelu" if', "gemma"
+        "ligermodels.configs.text_models:GemmaConfig.activation", '"gelu_tanh" if', '"gelu" if', "gemma"
     ),
     "residual lost": Sabotage(f"{RMS_NORM}:added", "else x + residual", "else x", "llama"),
     "residual_multiplier of attention ignored": Sabotage(

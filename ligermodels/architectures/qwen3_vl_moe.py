@@ -5,8 +5,7 @@ from typing import ClassVar
 
 from ligermodels.configs.base import preset
 from ligermodels.configs.features import SparseStepConfig
-from ligermodels.configs.qwen3_vl import QWEN3_VL_TEXT, TINY_QWEN3_VL, TINY_TEXT, Qwen3VLTextConfig
-from ligermodels.configs.qwen_vl import VISION_TOKENS
+from ligermodels.configs.qwen_vl import QWEN3_VL_TEXT, TINY_QWEN3_VL, TINY_TEXT, VISION_TOKENS, Qwen3VLTextConfig
 from ligermodels.layers.attention import QKNormAttention
 from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.mlp import GatedMLP

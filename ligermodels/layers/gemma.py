@@ -1,6 +1,6 @@
 """The blocks of Gemma and of Gemma 2, which the text models of PaliGemma have too."""
 
-from ligermodels.configs.gemma import Gemma2Config, GemmaConfig
+from ligermodels.configs.text_models import Gemma2Config, GemmaConfig
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer, SandwichLayer
 from ligermodels.layers.mlp import GatedMLP

@@ -25,7 +25,7 @@ from ligermodels.layers.norm import LayerNorm, RMSNorm
 from ligermodels.layers.packed import PackedLinear
 from ligermodels.layers.quantised import QuantisedLinear
 from ligermodels.layers.short_conv import ShortConv
-from ligermodels.vision.cross_attention import CrossAttention, GatedLayer
+from ligermodels.vision.mllama import CrossAttention, GatedLayer
 from ligermodels.vision.multimodal import VisionLanguageModel, is_trained
 from ligermodels.vision.pixtral import MergingProjector
 from ligermodels.vision.siglip import PatchProjector, PooledProjector

@@ -32,7 +32,7 @@ from ligermodels.memory.blocks import (
     saved_of_updates,
 )
 from ligermodels.memory.head import loss_bytes
-from ligermodels.vision.cross_attention import CrossAttention
+from ligermodels.vision.mllama import CrossAttention
 from ligermodels.vision.multimodal import ImageParts
 from ligermodels.weights.module import QuantisedModule, named_weights
 

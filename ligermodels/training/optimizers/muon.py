@@ -39,7 +39,7 @@ from ligermodels.layers.mlp import MLP, GatedMLP
 from ligermodels.layers.moe import Experts
 from ligermodels.layers.short_conv import ShortConv
 from ligermodels.training.optimizers.adamw import AdamW, compiled_on_gpu, local_view, write_if_finite
-from ligermodels.vision.cross_attention import CrossAttention
+from ligermodels.vision.mllama import CrossAttention
 
 MOMENTUM = 0.95
 ITERATIONS = 5
