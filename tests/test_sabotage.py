@@ -382,7 +382,7 @@ FAMILIES_OF_2025 = {
         "glm4_moe",
     ),
 }
-GEMMA4_LAYERS = "ligermodels.layers.gemma4"
+GEMMA4_LAYERS = "ligermodels.layers.gemma"
 GEMMA4_CONFIG = "ligermodels.configs.gemma4:Gemma4Config"
 LAYER_INPUTS = f"{GEMMA4_LAYERS}:LayerInputDecoder.layer_inputs"
 LAYER_INPUT_LAYER = f"{GEMMA4_LAYERS}:LayerInputLayer.forward_block"
@@ -583,10 +583,10 @@ STATES = {
         "ligermodels.configs.hybrid:GatedDeltaConfig.is_linear", "(layer + 1)", "layer", "qwen3_5_text"
     ),
     "lfm2: gates swapped": Sabotage(
-        "ligermodels.layers.short_conv:ShortConv.forward", "b, c, u = projected", "c, b, u = projected", "lfm2"
+        "ligermodels.layers.states:ShortConv.forward", "b, c, u = projected", "c, b, u = projected", "lfm2"
     ),
     "lfm2: gated after the convolution": Sabotage(
-        "ligermodels.layers.short_conv:ShortConv.forward", "self.conv(b * u, ", "b * self.conv(u, ", "lfm2"
+        "ligermodels.layers.states:ShortConv.forward", "self.conv(b * u, ", "b * self.conv(u, ", "lfm2"
     ),
     "lfm2: size of the feed-forward layer not adjusted": Sabotage(
         f"{FAMILIES}.lfm2:Lfm2Config.feed_forward_size",

@@ -10,7 +10,7 @@ from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.moe import MoE, SigmoidRouter
-from ligermodels.layers.short_conv import conv_or_attention
+from ligermodels.layers.states import conv_or_attention
 from ligermodels.weights.mapping import Rename, Rule, packed_short_conv_layers, stacked_experts
 
 

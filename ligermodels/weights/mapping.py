@@ -22,7 +22,7 @@ from torch import Tensor
 from ligermodels.configs.base import Config
 from ligermodels.configs.features import LatentAttentionConfig
 from ligermodels.configs.hybrid import GatedDeltaConfig
-from ligermodels.weights.boxes import Shape
+from ligermodels.weights.stored import Shape
 
 # A linear that LoRA wraps becomes the wrapper's `base_layer`. Rules use the names without it.
 BASE_LAYER = ".base_layer."
