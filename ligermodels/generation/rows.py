@@ -31,8 +31,8 @@ from ligermodels.kernels.decoding.decode_attention import (
     decode_attention,
     visible_keys,
 )
-from ligermodels.kernels.decoding.penalties import count_tokens, penalize, start_penalty_row
 from ligermodels.kernels.decoding.sample import sample
+from ligermodels.kernels.decoding.sample_filters import count_tokens, penalize, start_penalty_row
 from ligermodels.kernels.dispatch import runs_kernels
 
 NO_TOKEN = -1

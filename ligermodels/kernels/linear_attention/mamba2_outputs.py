@@ -1,7 +1,7 @@
 """Outputs and gradients of the Mamba-2 scan that depend on one chunk alone: all chunks in parallel.
 
 Symbols as in mamba2_scan.py. With S the state at a chunk's start and dS the gradient of the state at its end, both from
-mamba2_states.py, V = δ∘X and P = (C Bᵀ)∘Γ:
+mamba2_chunks.py, V = δ∘X and P = (C Bᵀ)∘Γ:
     Y = e^G∘(C S) + P V + D X
     dP = dY Vᵀ        W = Σ_h dP∘Γ, over the heads of a group
     dC = Σ_h (e^G∘dY) Sᵀ + W B        dB = Σ_h (r∘V) dSᵀ + WᵀC
