@@ -75,7 +75,7 @@ def add_lora(
         fields = adapter_config_from(config)
         modules = select_modules(model, fields.get("modules_to_save") or [])
         return insert_lora(model, settings_from(fields, model, dtype), modules, dtype)
-    alpha = default_alpha(rank) if alpha is None else alpha
+    alpha = 2.0 * rank if alpha is None else alpha  # updates are then scaled by 2, whatever their rank
     if not (isinstance(rank, int) and rank > 0 and alpha > 0 and 0 <= dropout < 1):
         raise InputError(
             f"add_lora: rank {rank}, alpha {alpha}, dropout {dropout}: rank must be a whole number above 0, alpha must "
@@ -89,11 +89,6 @@ def add_lora(
         raise InputError(f"add_lora: dropout is {dropout}; must be 0 if the targets include experts")
     names = [modules_to_save] if isinstance(modules_to_save, str) else modules_to_save
     insert_lora(model, settings, select_modules(model, names), dtype)
-
-
-def default_alpha(rank: int) -> float:
-    """The updates are then scaled by 2, whatever their rank."""
-    return 2.0 * rank
 
 
 def settings_from(config: Mapping[str, Any], model: CausalLM, dtype: torch.dtype | None) -> dict[str, LoRASettings]:
@@ -168,17 +163,13 @@ def insert_lora(
 
 
 def adapter_layouts(model: CausalLM) -> list[Layout]:
-    """What of the model can be in an adapter, under the names of each layout that its checkpoints have."""
-    every = model.weight_rules(), *model.other_weight_rules()
-    return [Layout(lora_projections(model, rules), modules_trained_whole(model, rules), rules) for rules in every]
-
-
-def lora_projections(model: CausalLM, rules: tuple[Rule, ...]) -> dict[str, Packed]:
-    """All modules that can have LoRA (linears and stacked experts), each with the Hub's projections packed in it.
-
-    rules: the checkpoint layout whose names to use.
-    """
-    return linear_projections(model, rules) | expert_projections(model)
+    """What of the model can be in an adapter, under the names of each layout that its checkpoints have: all modules
+    that can have LoRA (linears and stacked experts), each with the Hub's projections packed in it, and others."""
+    every, experts = (model.weight_rules(), *model.other_weight_rules()), expert_projections(model)
+    return [
+        Layout(linear_projections(model, rules) | experts, modules_trained_whole(model, rules), rules)
+        for rules in every
+    ]
 
 
 def linear_projections(model: CausalLM, rules: tuple[Rule, ...]) -> dict[str, Packed]:

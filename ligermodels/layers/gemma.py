@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from ligermodels.configs.base import Config
 from ligermodels.configs.gemma4 import Gemma4Config
 from ligermodels.configs.text_models import Gemma2Config, GemmaConfig
-from ligermodels.generation.cache import LayerCache, LayerStates, PerToken
+from ligermodels.generation.cache import BlockCache, LayerCache, PerToken
 from ligermodels.kernels.activations.gated_activation import gated_activation
-from ligermodels.kernels.attention.attention import packed_attention_name
 from ligermodels.kernels.attention.rope import rope_
 from ligermodels.kernels.decoding.cache_write import write_cache
 from ligermodels.kernels.moe.experts import route
@@ -27,7 +26,7 @@ from ligermodels.layers.block import BlockOutput, DecoderLayer, SandwichLayer
 from ligermodels.layers.decoder import Decoder
 from ligermodels.layers.fused import apply_linear, norm_then_linear, qk_norm_then_rope
 from ligermodels.layers.inputs import Positions
-from ligermodels.layers.mixer import Mixer
+from ligermodels.layers.mixer import AttentionMixer, Mixer
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.moe import MoE, Router
 from ligermodels.layers.norm import PreNorm, RMSNorm, hidden_norm
@@ -47,7 +46,7 @@ def gemma2_block(config: Gemma2Config, index: int) -> SandwichLayer:
     return SandwichLayer(config, attention, GatedMLP(config))
 
 
-class NormedHeadsAttention(Mixer):
+class NormedHeadsAttention(AttentionMixer):
     """Grouped-query attention with an RMSNorm over each query, key and value head; that of values has no weight.
 
     Weights: qkv_proj, the rows of all query heads first, then all keys, then all values; o_proj [H, Hq D].
@@ -59,7 +58,6 @@ class NormedHeadsAttention(Mixer):
     is_read: whether later layers read the keys and values.
     """
 
-    name_in_block = "self_attn"
     scale = 1.0
 
     def __init__(
@@ -113,18 +111,8 @@ class NormedHeadsAttention(Mixer):
         packed = self.num_heads, self.num_key_value_heads, self.num_key_value_heads
         return packed[:2] if self.keys_are_values else packed
 
-    def kept(self) -> PerToken:
-        return PerToken(2 * self.num_key_value_heads * self.head_dim, self.window)
 
-    @property
-    def score_width(self) -> int:
-        return 2 * self.num_heads * self.head_dim
-
-    def implementation(self, device: torch.device, dtype: torch.dtype) -> str:
-        return packed_attention_name(device, dtype, self.head_dim, None)
-
-
-class ReadingAttention(Mixer):
+class ReadingAttention(AttentionMixer):
     """Attention of normed query heads over the keys and values of the last layer before it with the same `rope` that
     has its own.
 
@@ -132,7 +120,6 @@ class ReadingAttention(Mixer):
     `NormedHeadsAttention`.
     """
 
-    name_in_block = "self_attn"
     scale = 1.0
 
     def __init__(self, config: Config, *, head_dim: int, window: int | None, rope: str, source: int) -> None:
@@ -166,13 +153,6 @@ class ReadingAttention(Mixer):
     def kept(self) -> PerToken:
         """Nothing of its own."""
         return PerToken(0, self.window)
-
-    @property
-    def score_width(self) -> int:
-        return 2 * self.num_heads * self.head_dim
-
-    def implementation(self, device: torch.device, dtype: torch.dtype) -> str:
-        return packed_attention_name(device, dtype, self.head_dim, None)
 
 
 def gemma4_attention(config: Gemma4Config, index: int) -> NormedHeadsAttention | ReadingAttention:
@@ -232,9 +212,7 @@ class LayerInputLayer(SandwichLayer):
             self.per_layer_projection = nn.Linear(layer_input_size, config.hidden_size, bias=False)
             self.post_per_layer_input_norm = hidden_norm(config)
 
-    def forward_block(
-        self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | LayerStates | None
-    ) -> BlockOutput:
+    def forward_block(self, x: Tensor, residual: Tensor | None, positions: Positions, cache: BlockCache) -> BlockOutput:
         x, residual = self.mixer(PreNorm(self.input_layernorm), x, residual, positions, cache)
         x, residual, router_logits = self.mlp(
             PreNorm(self.pre_feedforward_layernorm), self.post_attention_layernorm(x), residual

@@ -15,8 +15,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from ligermodels.configs.base import Config
 from ligermodels.kernels.collectives import sum_gradient
 from ligermodels.kernels.linear.fp32_linear import fp32_linear
-from ligermodels.kernels.moe.expert_exchange import experts_on_ranks
 from ligermodels.kernels.moe.experts import experts, route, route_by_sigmoid
+from ligermodels.kernels.moe.permute import experts_on_ranks
 from ligermodels.kernels.quant.quantised_weight import QuantisedWeight, WeightLayout
 from ligermodels.layers.fused import add_then_norm, routed_experts
 from ligermodels.layers.lora import GroupedUpdate, reset_lora

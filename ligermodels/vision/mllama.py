@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ligermodels.configs.base import Config
 from ligermodels.configs.mllama import ASPECT_RATIOS, MllamaVisionConfig
-from ligermodels.generation.cache import LayerCache, LayerStates, PerRow
+from ligermodels.generation.cache import BlockCache, PerRow
 from ligermodels.generation.image_features import CrossFeatures, EarlierImages
 from ligermodels.kernels.attention.attention import DocumentRun, attention, packed_attention_name
 from ligermodels.kernels.attention.shared_keys import SharedKeys
@@ -46,9 +46,7 @@ class GatedLayer(DecoderLayer):
     def initial_values(self) -> dict[str, Any]:
         return {name: lambda value, _: value.fill_(self.initial_gate) for name in ("gate_attn", "gate_ffn")}
 
-    def forward_block(
-        self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | LayerStates | None
-    ) -> BlockOutput:
+    def forward_block(self, x: Tensor, residual: Tensor | None, positions: Positions, cache: BlockCache) -> BlockOutput:
         x, residual = self.mixer(PreNorm(self.input_layernorm), x, residual, positions, cache)
         x, residual, _ = self.mlp(PreNorm(self.post_attention_layernorm), x * self.gate_attn.tanh(), residual)
         return x * self.gate_ffn.tanh(), residual, None
@@ -76,7 +74,8 @@ class CrossAttention(Mixer):
 
     Weights: q_proj [Hq D, H]; kv_proj [2 Hkv D, H], all keys first; o_proj [H, Hq D]; norms over each head of queries
     and of keys. A token sees what `CrossFeatures` says, or what its row saw last in earlier calls; if nothing, the
-    output is zeros. states: how many of an image a row keeps in a cache, for plans.
+    output is zeros. states: how many of an image a row keeps in a cache, for plans. `score_width` is 0: what a token
+    sees depends on images, not on the length of its row.
     """
 
     name_in_block = "cross_attn"
@@ -123,10 +122,6 @@ class CrossAttention(Mixer):
             cu_seqlens_k=cross.key_offsets, max_seqlen_k=cross.most_keys,
         )  # fmt: skip
         return out.reshape(q.shape)
-
-    @property
-    def score_width(self) -> int:
-        return 0  # what a token sees depends on images, not on the length of its row
 
     def kept(self) -> PerRow:
         return PerRow(2 * self.states * self.num_key_value_heads * self.head_dim, grows=True)
