@@ -133,10 +133,7 @@ def targeted_columns(config: Mapping[str, Any], model: CausalLM) -> dict[str, Ma
 
 
 def insert_lora(
-    model: CausalLM,
-    settings: Mapping[str, LoRASettings],
-    modules: Sequence[str] = (),
-    dtype: torch.dtype | None = None,
+    model: CausalLM, settings: Mapping[str, LoRASettings], modules: Sequence[str] = (), dtype: torch.dtype | None = None
 ) -> None:
     """Adds LoRA to the named projections and freezes all other parameters, except the weights of `modules`.
 

@@ -172,7 +172,6 @@ def base_metadata(source: Path | None) -> dict[str, str]:
 
 
 def saved_pieces(model: HubModule, layout: Layout) -> Iterator[Piece]:
-    """The tensors of the modules that are trained as a whole."""
     for name in model.modules_to_save:
         shape = tuple(model.get_parameter(f"{name}.weight").shape)
         yield Piece(saved_tensor_name(layout.modules[name]), f"{name}.weight", full_box(shape), shape)

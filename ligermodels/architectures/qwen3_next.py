@@ -51,10 +51,7 @@ class Qwen3Next(CausalLM):
     config: Qwen3NextConfig
     Config = Qwen3NextConfig
     hub_class = "Qwen3NextForCausalLM"
-    SIZES: ClassVar = {
-        "tiny": tiny(BASE) | TINY,
-        "80b-a3b": preset(HUB, 2048, 5120, 48, 16, 2),
-    }
+    SIZES: ClassVar = {"tiny": tiny(BASE) | TINY, "80b-a3b": preset(HUB, 2048, 5120, 48, 16, 2)}
 
     def layer(self, config: Qwen3NextConfig, index: int) -> DecoderLayer:
         mixer = delta_or_attention(config, index, GroupedGatedDeltaNet)

@@ -77,7 +77,6 @@ class Config:
 
     @property
     def logit_scale(self) -> float:
-        """Multiplies the logits."""
         return 1.0
 
     @property

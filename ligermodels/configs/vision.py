@@ -123,7 +123,6 @@ class SiglipConfig(PictureConfig):
 
     @property
     def feature_side(self) -> int:
-        """Features along a side of a picture."""
         return isqrt(self.mm_tokens_per_image)
 
     def validate(self) -> None:

@@ -10,12 +10,7 @@ from ligermodels.configs.rope import FULL_ATTENTION
 from ligermodels.generation.cache import LayerCache
 from ligermodels.kernels.attention.sigmoid_gate import sigmoid_gate
 from ligermodels.kernels.decoding.cache_write import CacheSlots, write_cache
-from ligermodels.layers.fused import (
-    apply_linear,
-    norm_then_linear,
-    qk_norm_then_rope,
-    rope_then_write,
-)
+from ligermodels.layers.fused import apply_linear, norm_then_linear, qk_norm_then_rope, rope_then_write
 from ligermodels.layers.inputs import Positions
 from ligermodels.layers.mixer import AttentionMixer
 from ligermodels.layers.norm import PreNorm, RMSNorm

@@ -43,7 +43,6 @@ class GroupedRoutingLM(ExpertsLM):
     config: GroupedRoutingConfig
 
     def feed_forward(self, config: GroupedRoutingConfig, index: int) -> GatedMLP | MoE:
-        """The feed-forward layer of block `index`."""
         if not config.is_sparse(index):
             return GatedMLP(config)
         router = SigmoidRouter(
@@ -57,7 +56,6 @@ class GroupedRoutingLM(ExpertsLM):
         )  # fmt: skip
 
     def attention_rule(self) -> Rule:
-        """How the packed projection of attention is built."""
         return packed_qkv(self.config)
 
     def shared_rules(self) -> tuple[Rule, ...]:

@@ -32,12 +32,7 @@ class Mixer(PackingModule, ABC):
 
     @abstractmethod
     def forward(
-        self,
-        norm: PreNorm | None,
-        x: Tensor,
-        residual: Tensor | None,
-        positions: Positions,
-        cache: Any,
+        self, norm: PreNorm | None, x: Tensor, residual: Tensor | None, positions: Positions, cache: Any
     ) -> tuple[Tensor, Tensor]:
         """x, residual [B, T, H] -> (output [B, T, H], residual stream x + residual [B, T, H]).
 

@@ -293,7 +293,6 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def distributed_experts(model: nn.Module) -> set[Tensor]:
-    """The parameters that expert parallelism distributes."""
     layers = (module.experts for module in model.modules() if isinstance(module, MoE))
     bases = (experts.base_layer if isinstance(experts, LoRAExperts) else experts for experts in layers)
     return {parameter for experts in bases for parameter in experts.parameters()}

@@ -18,14 +18,7 @@ from ligermodels.layers.fused import apply_linear
 from ligermodels.vision.fixed_size import PICTURE_TOWER, PicturePlacer, picture_patches
 from ligermodels.vision.hub_names import NamesBesideText, PackedNames
 from ligermodels.vision.image_placer import Documents, Images, TokenGrid, place_images
-from ligermodels.vision.patch_positions import (
-    Grid,
-    PatchLayout,
-    TableReads,
-    make_spans,
-    offsets_from,
-    patch_positions,
-)
+from ligermodels.vision.patch_positions import Grid, PatchLayout, TableReads, make_spans, offsets_from, patch_positions
 
 TILE_TOWER: PackedNames = {
     ours: f"vision_model.{hub}" if isinstance(hub, str) else tuple(f"vision_model.{part}" for part in hub)

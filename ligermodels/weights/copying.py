@@ -113,7 +113,6 @@ def bits(block: Tensor) -> Tensor:
 
 
 def stored_blocks(stored: StoredTensor, name: str) -> Blocks:
-    """The bytes of a stored tensor, block by block."""
     with open_data_files({stored.file}) as files:
         for start in range(0, stored.nbytes, BUFFER_BYTES):
             block = torch.empty(min(BUFFER_BYTES, stored.nbytes - start), dtype=torch.uint8, device="cpu")

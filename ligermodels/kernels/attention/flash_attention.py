@@ -98,7 +98,6 @@ def run_backward(
     cu_seqlens: Tensor | None, cu_seqlens_k: Tensor | None, longest: int, longest_k: int, scale: float,
     left: int | None, right: int | None, softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """The gradients of q, k, v and sinks."""
     gradients = loaded()._flash_attn_bwd(
         q, k, v, out, out_gradient, lse, scale, right == 0, softcap or 0.0, window_size_left=left,
         window_size_right=right, **offsets(cu_seqlens, cu_seqlens_k, longest, longest_k), learnable_sink=sinks,
@@ -216,7 +215,6 @@ def flash_2_backward(
     cu_seqlens: Tensor | None, cu_seqlens_k: Tensor | None, longest: int, longest_k: int, scale: float,
     left: int | None, right: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of q, k, v."""
     return torch.ops.aten._flash_attention_backward(
         out_gradient, q, k, v, out, lse, cu_seqlens, cu_seqlens_k, longest, longest_k, 0.0, right == 0, *random_states,
         scale=scale, **window_sizes(left, right),
@@ -224,10 +222,7 @@ def flash_2_backward(
 
 
 def window_sizes(left: int | None, right: int | None) -> dict[str, Any]:
-    return {
-        "window_size_left": -1 if left is None else left,
-        "window_size_right": -1 if right is None else right,
-    }
+    return {"window_size_left": -1 if left is None else left, "window_size_right": -1 if right is None else right}
 
 
 class SinkAttention(Node):

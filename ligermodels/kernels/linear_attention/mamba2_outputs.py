@@ -238,7 +238,6 @@ def _outputs(shape: ScanShape, itemsize: int, wide: bool) -> tuple[Launcher, int
 def _gradients(
     shape: ScanShape, itemsize: int, wide: bool, x_grad: bool, delta_grad: bool, a_grad: bool, d_grad: bool
 ) -> tuple[Launcher, Launcher]:
-    """The launchers of the gradients of heads and of groups."""
     columns, warps = HEAD_GRADIENT_TILES[wide][itemsize]
     heads = _head_gradient_kernel.bind(
         X_GRAD=x_grad, DELTA_GRAD=delta_grad, A_GRAD=a_grad, D_GRAD=d_grad, **shape.constants(),

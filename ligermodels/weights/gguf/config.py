@@ -54,7 +54,6 @@ def hub_config(header: GgufHeader, vocabulary: Vocabulary, read_values: ReadValu
 
 
 def hub_generation_config(vocabulary: Vocabulary) -> dict[str, Any]:
-    """The content of generation_config.json."""
     ends = vocabulary.end_ids()
     return special_token_ids(vocabulary) | ({"eos_token_id": ends if len(ends) > 1 else ends[0]} if ends else {})
 

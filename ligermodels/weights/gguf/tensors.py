@@ -180,7 +180,6 @@ def tensors_on_the_hub(
 
 
 def tensor_on_the_hub(header: GgufHeader, stored: Stored, hub: str, info: TensorInfo) -> StoredTensor:
-    """The tensor of the Hub with this name."""
     if stored.norm_offset and hub.endswith("norm.weight"):
         return in_order(info, stored.norm_offset)
     if stored.interleaved and ".self_attn.q_proj." in hub:
