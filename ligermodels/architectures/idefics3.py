@@ -56,7 +56,7 @@ class Idefics3(VisionLanguageModel):
     SIZES: ClassVar = {"tiny": BASE | TINY}
 
     def layer(self, config: Idefics3Config, index: int) -> DecoderLayer:
-        attention = Attention(config, qkv_bias=config.attention_bias, o_bias=config.attention_bias)
+        attention = Attention(config, **config.attention_biases)
         return DecoderLayer(config, attention, GatedMLP(config, bias=config.mlp_bias))
 
 

@@ -103,7 +103,7 @@ class Llava(VisionLanguageModel):
         return Pixtral if tower.get("model_type") == PIXTRAL else cls
 
     def layer(self, config: LlavaConfig, index: int) -> DecoderLayer:
-        attention = Attention(config, qkv_bias=config.attention_bias, o_bias=config.attention_bias)
+        attention = Attention(config, **config.attention_biases)
         return DecoderLayer(config, attention, GatedMLP(config, bias=config.mlp_bias))
 
     @staticmethod

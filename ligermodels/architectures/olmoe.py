@@ -47,6 +47,5 @@ class Olmoe(ExpertsLM):
     }
 
     def layer(self, config: OlmoeConfig, index: int) -> DecoderLayer:
-        bias = config.attention_bias
         experts = MoE(config, normalize=config.norm_topk_prob, **config.expert_sizes)
-        return DecoderLayer(config, JointQKNormAttention(config, qkv_bias=bias, o_bias=bias), experts)
+        return DecoderLayer(config, JointQKNormAttention(config, **config.attention_biases), experts)

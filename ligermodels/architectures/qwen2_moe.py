@@ -8,8 +8,7 @@ from ligermodels.configs.features import SparseStepConfig, SwitchedWindowConfig
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.grouped_routing import ExpertsLM
-from ligermodels.layers.mlp import GatedMLP
-from ligermodels.layers.moe import MoE
+from ligermodels.layers.moe import experts_or_mlp
 from ligermodels.weights.mapping import Rule, packed_gate_up, packed_projections
 
 
@@ -52,11 +51,9 @@ class Qwen2Moe(ExpertsLM):
 
     def layer(self, config: Qwen2MoeConfig, index: int) -> DecoderLayer:
         attention = Attention(config, qkv_bias=config.qkv_bias, window=config.window(index))
-        if not config.is_sparse(index):
-            return DecoderLayer(config, attention, GatedMLP(config))
-        shared = config.shared_expert_intermediate_size
-        experts = MoE(config, normalize=config.norm_topk_prob, shared_intermediate_size=shared, **config.expert_sizes)
-        return DecoderLayer(config, attention, experts)
+        shared, normalize = config.shared_expert_intermediate_size, config.norm_topk_prob
+        mlp = experts_or_mlp(config, index, normalize=normalize, shared_intermediate_size=shared)
+        return DecoderLayer(config, attention, mlp)
 
     def shared_rules(self) -> tuple[Rule, ...]:
         return (*packed_projections(self.config), packed_gate_up("mlp.shared_expert"))

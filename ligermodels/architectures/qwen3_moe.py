@@ -8,8 +8,7 @@ from ligermodels.configs.features import SparseStepConfig, SwitchedWindowConfig
 from ligermodels.layers.attention import QKNormAttention
 from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.grouped_routing import ExpertsLM
-from ligermodels.layers.mlp import GatedMLP
-from ligermodels.layers.moe import MoE
+from ligermodels.layers.moe import experts_or_mlp
 
 
 @dataclass(kw_only=True)
@@ -45,9 +44,5 @@ class Qwen3Moe(ExpertsLM):
     }
 
     def layer(self, config: Qwen3MoeConfig, index: int) -> DecoderLayer:
-        bias = config.attention_bias
-        attention = QKNormAttention(config, qkv_bias=bias, o_bias=bias, window=config.window(index))
-        if not config.is_sparse(index):
-            return DecoderLayer(config, attention, GatedMLP(config))
-        experts = MoE(config, normalize=config.norm_topk_prob, **config.expert_sizes)
-        return DecoderLayer(config, attention, experts)
+        attention = QKNormAttention(config, **config.attention_biases, window=config.window(index))
+        return DecoderLayer(config, attention, experts_or_mlp(config, index, normalize=config.norm_topk_prob))

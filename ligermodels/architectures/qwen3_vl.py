@@ -42,5 +42,4 @@ class Qwen3VL(VisionLanguageModel):
     }
 
     def layer(self, config: Qwen3VLConfig, index: int) -> DecoderLayer:
-        bias = config.attention_bias
-        return DecoderLayer(config, QKNormAttention(config, qkv_bias=bias, o_bias=bias), GatedMLP(config))
+        return DecoderLayer(config, QKNormAttention(config, **config.attention_biases), GatedMLP(config))

@@ -51,6 +51,6 @@ class SmolLM3(CausalLM):
     SIZES: ClassVar = {"tiny": tiny(BASE) | {"pad_token_id": None}, "3b": preset(HUB, 2048, 11008, 36, 16, 4)}
 
     def layer(self, config: SmolLM3Config, index: int) -> DecoderLayer:
-        bias, rope = config.attention_bias, FULL_ATTENTION if config.has_rope(index) else None
-        attention = Attention(config, qkv_bias=bias, o_bias=bias, window=config.window(index), rope=rope)
+        rope = FULL_ATTENTION if config.has_rope(index) else None
+        attention = Attention(config, **config.attention_biases, window=config.window(index), rope=rope)
         return DecoderLayer(config, attention, GatedMLP(config, bias=config.mlp_bias))

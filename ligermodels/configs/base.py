@@ -219,6 +219,11 @@ class Config:
         return self.num_key_value_heads * self.head_dim
 
     @property
+    def attention_biases(self) -> dict[str, Any]:
+        """Both biases of attention, as `Attention` takes them."""
+        return {"qkv_bias": self.attention_bias, "o_bias": self.attention_bias}
+
+    @property
     def activation(self) -> str:
         """The kernels' name of the activation."""
         return kernel_activation("hidden_act", self.hidden_act, self.activations)

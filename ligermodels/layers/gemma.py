@@ -33,15 +33,14 @@ from ligermodels.layers.norm import PreNorm, RMSNorm, hidden_norm
 
 
 def gemma_block(config: GemmaConfig) -> DecoderLayer:
-    attention = Attention(config, qkv_bias=config.attention_bias, o_bias=config.attention_bias)
-    return DecoderLayer(config, attention, GatedMLP(config))
+    return DecoderLayer(config, Attention(config, **config.attention_biases), GatedMLP(config))
 
 
 def gemma2_block(config: Gemma2Config, index: int) -> SandwichLayer:
     """The block number `index`; every other one has a sliding window."""
     attention = Attention(
-        config, qkv_bias=config.attention_bias, o_bias=config.attention_bias, window=config.window(index),
-        scale=config.attention_scale, softcap=config.attn_logit_softcapping,
+        config, **config.attention_biases, window=config.window(index), scale=config.attention_scale,
+        softcap=config.attn_logit_softcapping,
     )  # fmt: skip
     return SandwichLayer(config, attention, GatedMLP(config))
 
