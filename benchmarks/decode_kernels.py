@@ -24,7 +24,7 @@ from torch import Tensor
 
 from benchmarks import results, timing
 from ligermodels.kernels.attention.rope import rope_, rope_reference
-from ligermodels.kernels.decoding.cache_write import CacheSlots
+from ligermodels.kernels.decoding.cache_write import CacheSlots, rope_write_cache_
 from ligermodels.kernels.decoding.decode_attention import decode_attention, decode_attention_reference
 from ligermodels.kernels.decoding.few_rows_experts import few_rows_experts
 from ligermodels.kernels.decoding.few_rows_linear import (
@@ -33,7 +33,6 @@ from ligermodels.kernels.decoding.few_rows_linear import (
     few_rows_linear,
     few_rows_norm_linear,
 )
-from ligermodels.kernels.decoding.rope_cache_write import rope_write_cache_
 from ligermodels.kernels.linear.linear import gated_linear, gated_linear_reference, norm_linear, norm_linear_reference
 from ligermodels.kernels.moe.experts import experts, experts_reference, route
 

@@ -71,9 +71,13 @@ from ligermodels.kernels.attention.qk_norm_rope import qk_norm_rope
 from ligermodels.kernels.attention.rope import rope_
 from ligermodels.kernels.attention.shared_keys import gather_keys
 from ligermodels.kernels.attention.sigmoid_gate import sigmoid_gate
-from ligermodels.kernels.decoding.cache_write import CacheSlots, write_cache
+from ligermodels.kernels.decoding.cache_write import (
+    CacheSlots,
+    qk_norm_rope_write_cache,
+    rope_write_cache_,
+    write_cache,
+)
 from ligermodels.kernels.decoding.decode_attention import decode_attention
-from ligermodels.kernels.decoding.rope_cache_write import qk_norm_rope_write_cache, rope_write_cache_
 from ligermodels.kernels.decoding.sample import sample
 from ligermodels.kernels.dispatch import WIDE_FLOATS, check_floats, check_one_of, check_shape, runs_kernels, shape_of
 from ligermodels.kernels.linear.linear import (
@@ -86,10 +90,8 @@ from ligermodels.kernels.linear.linear import (
 )
 from ligermodels.kernels.linear_attention.causal_conv import causal_conv, causal_conv_state
 from ligermodels.kernels.linear_attention.causal_conv_step import causal_conv_step_
-from ligermodels.kernels.linear_attention.gated_delta_rule import gated_delta_rule
-from ligermodels.kernels.linear_attention.gated_delta_step import gated_delta_step_
-from ligermodels.kernels.linear_attention.mamba2_scan import mamba2_scan
-from ligermodels.kernels.linear_attention.mamba2_step import mamba2_step_
+from ligermodels.kernels.linear_attention.gated_delta_rule import gated_delta_rule, gated_delta_step_
+from ligermodels.kernels.linear_attention.mamba2_scan import mamba2_scan, mamba2_step_
 from ligermodels.kernels.losses.cross_entropy import CrossEntropyOutput, cross_entropy, cross_entropy_with_metrics
 from ligermodels.kernels.losses.linear_cross_entropy import (
     linear_cross_entropy,
@@ -99,7 +101,7 @@ from ligermodels.kernels.losses.linear_divergence import DivergenceOutput, linea
 from ligermodels.kernels.losses.linear_logprobs import LogProbs, linear_logprobs
 from ligermodels.kernels.losses.linear_logprobs_loss import LogProbsLoss, linear_logprobs_loss
 from ligermodels.kernels.moe.experts import experts, route
-from ligermodels.kernels.moe.grouped_low_rank import GroupedLowRank
+from ligermodels.kernels.moe.grouped_gemm import GroupedLowRank
 from ligermodels.kernels.norms.gated_rms_norm import gated_rms_norm
 from ligermodels.kernels.norms.layer_norm import layer_norm
 from ligermodels.kernels.norms.rms_norm import add_rms_norm, rms_norm

@@ -64,7 +64,7 @@ WINDOWS = {
         f"{FAMILIES}.qwen3_moe:Qwen3MoeConfig.is_sliding", "self.use_sliding_window", "True", "qwen3_moe-unused-window"
     ),
     "gemma2: odd layers windowed": Sabotage(
-        "ligermodels.configs.gemma:Gemma2Config.is_sliding", "layer % 2 == 0", "layer % 2 == 1", "gemma2"
+        "ligermodels.configs.text_models:Gemma2Config.is_sliding", "layer % 2 == 0", "layer % 2 == 1", "gemma2"
     ),
     "gemma3: pattern shifted": Sabotage(
         f"{FAMILIES}.gemma3:Gemma3Config.is_sliding", "(layer + 1)", "layer", "gemma3_text"
@@ -266,7 +266,7 @@ MODEL = {
         "llama-gelu-tanh",
     ),
     "gemma: gelu read as exact gelu": Sabotage(
-        "ligermodels.configs.gemma:GemmaConfig.activation", '"gelu_tanh" if', '"gelu" if', "gemma"
+        "ligermodels.configs.text_models:GemmaConfig.activation", '"gelu_tanh" if', '"gelu" if', "gemma"
     ),
     "residual lost": Sabotage(f"{RMS_NORM}:added", "else x + residual", "else x", "llama"),
     "residual_multiplier of attention ignored": Sabotage(
@@ -382,7 +382,7 @@ FAMILIES_OF_2025 = {
         "glm4_moe",
     ),
 }
-GEMMA4_LAYERS = "ligermodels.layers.gemma4"
+GEMMA4_LAYERS = "ligermodels.layers.gemma"
 GEMMA4_CONFIG = "ligermodels.configs.gemma4:Gemma4Config"
 LAYER_INPUTS = f"{GEMMA4_LAYERS}:LayerInputDecoder.layer_inputs"
 LAYER_INPUT_LAYER = f"{GEMMA4_LAYERS}:LayerInputLayer.forward_block"
@@ -583,10 +583,10 @@ STATES = {
         "ligermodels.configs.hybrid:GatedDeltaConfig.is_linear", "(layer + 1)", "layer", "qwen3_5_text"
     ),
     "lfm2: gates swapped": Sabotage(
-        "ligermodels.layers.short_conv:ShortConv.forward", "b, c, u = projected", "c, b, u = projected", "lfm2"
+        "ligermodels.layers.states:ShortConv.forward", "b, c, u = projected", "c, b, u = projected", "lfm2"
     ),
     "lfm2: gated after the convolution": Sabotage(
-        "ligermodels.layers.short_conv:ShortConv.forward", "self.conv(b * u, ", "b * self.conv(u, ", "lfm2"
+        "ligermodels.layers.states:ShortConv.forward", "self.conv(b * u, ", "b * self.conv(u, ", "lfm2"
     ),
     "lfm2: size of the feed-forward layer not adjusted": Sabotage(
         f"{FAMILIES}.lfm2:Lfm2Config.feed_forward_size",

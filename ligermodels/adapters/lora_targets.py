@@ -1,34 +1,40 @@
-"""Inserts LoRA into a built model: finds the modules by their names on the Hub and replaces them."""
+"""Inserts LoRA into a built model: finds the modules by their names on the Hub and replaces them.
 
-from collections.abc import Iterator, Mapping, Sequence
+Beside it modules can be trained as a whole, PEFT's `modules_to_save`: the embedding, the head, the norms. They are
+trained in place: the model has no second copy of them. A tied embedding and head stay one parameter.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import islice
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ligermodels.adapters.modules_to_save import modules_trained_whole, select_modules, train_whole
-from ligermodels.adapters.writing import Layout, LoRASettings, Packed
+from ligermodels.adapters.writing import Layout, LoRASettings, Packed, hub_module_names, tied_modules
 from ligermodels.errors import InputError
 from ligermodels.kernels.linear.linear import Columns
 from ligermodels.layers.decoder import CausalLM
+from ligermodels.layers.lm_head import LMHead, ScoreHead
 from ligermodels.layers.lora import LoRALinear, lora_modules
 from ligermodels.layers.moe import Experts, LoRAExperts, MoE, QuantisedExperts
+from ligermodels.layers.norm import LayerNorm, RMSNorm
 from ligermodels.layers.packed import PackedLinear, PackedPart
 from ligermodels.layers.quantised import QuantisedLinear
 from ligermodels.vision.multimodal import ImageParts
 from ligermodels.weights.adapter_config import (
     ALL_LINEAR,
     adapter_config_from,
+    is_saved,
     is_targeted,
     matches_suffix,
     rank_and_alpha,
 )
-from ligermodels.weights.boxes import Shape, split_dimensions
 from ligermodels.weights.mapping import Piece, Rule, full_box, pieces_of, plan_pieces
 from ligermodels.weights.module import named_weights
+from ligermodels.weights.stored import Shape, split_dimensions
 
 BLOCKS = "model.layers"
 EXPERTS = "experts"
@@ -69,7 +75,7 @@ def add_lora(
         fields = adapter_config_from(config)
         modules = select_modules(model, fields.get("modules_to_save") or [])
         return insert_lora(model, settings_from(fields, model, dtype), modules, dtype)
-    alpha = default_alpha(rank) if alpha is None else alpha
+    alpha = 2.0 * rank if alpha is None else alpha  # updates are then scaled by 2, whatever their rank
     if not (isinstance(rank, int) and rank > 0 and alpha > 0 and 0 <= dropout < 1):
         raise InputError(
             f"add_lora: rank {rank}, alpha {alpha}, dropout {dropout}: rank must be a whole number above 0, alpha must "
@@ -83,11 +89,6 @@ def add_lora(
         raise InputError(f"add_lora: dropout is {dropout}; must be 0 if the targets include experts")
     names = [modules_to_save] if isinstance(modules_to_save, str) else modules_to_save
     insert_lora(model, settings, select_modules(model, names), dtype)
-
-
-def default_alpha(rank: int) -> float:
-    """The updates are then scaled by 2, whatever their rank."""
-    return 2.0 * rank
 
 
 def settings_from(config: Mapping[str, Any], model: CausalLM, dtype: torch.dtype | None) -> dict[str, LoRASettings]:
@@ -132,10 +133,7 @@ def targeted_columns(config: Mapping[str, Any], model: CausalLM) -> dict[str, Ma
 
 
 def insert_lora(
-    model: CausalLM,
-    settings: Mapping[str, LoRASettings],
-    modules: Sequence[str] = (),
-    dtype: torch.dtype | None = None,
+    model: CausalLM, settings: Mapping[str, LoRASettings], modules: Sequence[str] = (), dtype: torch.dtype | None = None
 ) -> None:
     """Adds LoRA to the named projections and freezes all other parameters, except the weights of `modules`.
 
@@ -162,17 +160,13 @@ def insert_lora(
 
 
 def adapter_layouts(model: CausalLM) -> list[Layout]:
-    """What of the model can be in an adapter, under the names of each layout that its checkpoints have."""
-    every = model.weight_rules(), *model.other_weight_rules()
-    return [Layout(lora_projections(model, rules), modules_trained_whole(model, rules), rules) for rules in every]
-
-
-def lora_projections(model: CausalLM, rules: tuple[Rule, ...]) -> dict[str, Packed]:
-    """All modules that can have LoRA (linears and stacked experts), each with the Hub's projections packed in it.
-
-    rules: the checkpoint layout whose names to use.
-    """
-    return linear_projections(model, rules) | expert_projections(model)
+    """What of the model can be in an adapter, under the names of each layout that its checkpoints have: all modules
+    that can have LoRA (linears and stacked experts), each with the Hub's projections packed in it, and others."""
+    every, experts = (model.weight_rules(), *model.other_weight_rules()), expert_projections(model)
+    return [
+        Layout(linear_projections(model, rules) | experts, modules_trained_whole(model, rules), rules)
+        for rules in every
+    ]
 
 
 def linear_projections(model: CausalLM, rules: tuple[Rule, ...]) -> dict[str, Packed]:
@@ -284,3 +278,78 @@ def check_target(target: str, names: set[str], model: CausalLM) -> None:
             f"targets: {target!r} also names {unfit[0]}, which cannot have LoRA; "
             f"use a longer path, as in {'.'.join(matching[0].split('.')[-2:])!r}"
         )
+
+
+class WideEmbedding(nn.Embedding):
+    """An embedding with a weight in a wider dtype than the rest of the model. Its output is in the model's dtype."""
+
+    like: Tensor  # empty, in the model's dtype: `to` and `half` change it with the model's weights
+
+    def __init__(self, base: nn.Embedding, weight: nn.Parameter) -> None:
+        super().__init__(base.num_embeddings, base.embedding_dim, base.padding_idx, _weight=weight.detach())
+        self.weight = weight
+        self.register_buffer("like", base.weight.new_empty(0), persistent=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Ids [...] -> [..., H]."""
+        return super().forward(input).to(self.like.dtype)
+
+
+def modules_trained_whole(model: CausalLM, rules: Iterable[Rule]) -> dict[str, str]:
+    """The modules that can be trained as a whole, each with its name in the layout that has these rules."""
+    rules = tuple(rules)
+    computed = set(model.model.modules()) | {model.head}  # not a multimodal model's vision tower
+    names = [
+        name
+        for name, module in model.named_modules()
+        if module in computed and isinstance(module, nn.Embedding | LMHead | ScoreHead | RMSNorm | LayerNorm)
+    ]
+    return {name: hub_name(name, model.get_parameter(f"{name}.weight"), rules) for name in names}
+
+
+def hub_name(module: str, weight: Tensor, rules: tuple[Rule, ...]) -> str:
+    """The Hub's name of a module whose weight is one tensor there."""
+    (piece,) = pieces_of(f"{module}.weight", tuple(weight.shape), rules)
+    return piece.tensor.removesuffix(".weight")
+
+
+def select_modules(model: CausalLM, names: Collection[str]) -> tuple[str, ...]:
+    """The modules whose name on the Hub ends in one of `names`. Raises InputError for a name that fits none, or others.
+
+    Of a tied embedding and head, one stands for both.
+    """
+    available = modules_trained_whole(model, model.weight_rules())
+    others = hub_module_names(model, model.weight_rules()) - set(available.values())
+    for name in names:
+        if not any(is_saved(module, [name]) for module in available.values()) or any(
+            is_saved(module, [name]) for module in others
+        ):
+            choices = dict.fromkeys(module.rpartition(".")[2] for module in available.values())
+            raise InputError(
+                f"modules_to_save: {name!r} is neither the embedding nor the head nor a norm; choose from: "
+                f"{', '.join(choices)}. Projections are trained by LoRA, as its targets"
+            )
+    selected = {module for module, hub in available.items() if is_saved(hub, names)}
+    if not selected.isdisjoint(tied := tied_modules(model)):
+        selected |= tied
+    return tuple(module for module in available if module in selected)
+
+
+def train_whole(model: CausalLM, modules: Sequence[str], dtype: torch.dtype | None) -> None:
+    """Makes the weights of these modules trainable, in place. dtype: of their weights; None for the model's."""
+    weights: dict[nn.Parameter, nn.Parameter] = {}  # a tied weight stays one
+    for name in modules:
+        module = model.get_submodule(name)
+        weight = model.get_parameter(f"{name}.weight")
+        wide = weights.setdefault(weight, nn.Parameter(weight.detach().to(dtype or weight.dtype)))
+        if isinstance(module, nn.Embedding) and wide.dtype != weight.dtype:
+            model.set_submodule(name, WideEmbedding(module, wide))
+        else:
+            module.weight = wide
+    model.modules_to_save = tuple(modules)
+
+
+def untie_head(model: CausalLM) -> None:
+    """Gives the head a weight of its own with the values of the embedding's, and says so in the configuration."""
+    model.config = model.config.untied()
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())

@@ -66,7 +66,6 @@ class AdapterSettings:
     unties: bool
 
     def with_dtype(self, dtype: torch.dtype) -> "AdapterSettings":
-        """Returns the settings with LoRA parameters of this dtype."""
         return replace(self, linears={name: replace(lora, dtype=dtype) for name, lora in self.linears.items()})
 
 

@@ -1,4 +1,4 @@
-"""LoRA adapters in PEFT's format: the names of their tensors, and writing one. `adapter_reading` reads them.
+"""LoRA adapters in PEFT's format: the names of their tensors, and writing one. `reading.py` reads them.
 
 The format has two tensors for each projection of the Hub: `base_model.model.<projection>.lora_A.weight` [r, in] and
 `….lora_B.weight` [out, r]. The update is lora_alpha / r * B A; with rank-stabilised LoRA it is lora_alpha / √r * B A.
@@ -20,13 +20,13 @@ from torch.distributed.tensor import DTensor
 
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.weights.adapter_config import ADAPTER_CONFIG_FILE, BaseModel, compose_adapter_config
-from ligermodels.weights.boxes import Shape
 from ligermodels.weights.config_file import GENERATION_CONFIG_FILE
 from ligermodels.weights.exporting import TOKENIZER_FILES, copy_files, hub_tensors
 from ligermodels.weights.files import shortened, weights_fingerprint
 from ligermodels.weights.mapping import Piece, Rule, full_box, is_lora_parameter, plan_pieces
 from ligermodels.weights.module import HubModule, LowRankModule, named_weights, tied_names
 from ligermodels.weights.sharding import reshard
+from ligermodels.weights.stored import Shape
 from ligermodels.weights.writing import Entry, write_folder, write_json, write_safetensors
 
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -172,7 +172,6 @@ def base_metadata(source: Path | None) -> dict[str, str]:
 
 
 def saved_pieces(model: HubModule, layout: Layout) -> Iterator[Piece]:
-    """The tensors of the modules that are trained as a whole."""
     for name in model.modules_to_save:
         shape = tuple(model.get_parameter(f"{name}.weight").shape)
         yield Piece(saved_tensor_name(layout.modules[name]), f"{name}.weight", full_box(shape), shape)

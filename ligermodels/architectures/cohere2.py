@@ -57,8 +57,8 @@ class Cohere2(CausalLM):
     }
 
     def layer(self, config: Cohere2Config, index: int) -> ParallelLayer:
-        bias, rope = config.attention_bias, FULL_ATTENTION if config.layer_type(index) == SLIDING_ATTENTION else None
+        rope = FULL_ATTENTION if config.layer_type(index) == SLIDING_ATTENTION else None
         attention = Attention(
-            config, qkv_bias=bias, o_bias=bias, window=config.window(index), rope=rope, interleaved=True
+            config, **config.attention_biases, window=config.window(index), rope=rope, interleaved=True
         )
         return ParallelLayer(config, attention, GatedMLP(config))

@@ -37,7 +37,6 @@ class Exaone4Config(SlidingWindowConfig):
         return pattern[layer % len(pattern)] == "L" if isinstance(pattern, str) else (layer + 1) % pattern != 0
 
     def has_rope(self, layer: int) -> bool:
-        """Whether this layer applies RoPE."""
         return not self.sliding_window or self.layer_type(layer) == SLIDING_ATTENTION
 
 

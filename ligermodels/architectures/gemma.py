@@ -3,7 +3,7 @@
 from typing import ClassVar
 
 from ligermodels.configs.base import preset, tiny
-from ligermodels.configs.gemma import GemmaConfig
+from ligermodels.configs.text_models import GemmaConfig
 from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.gemma import gemma_block

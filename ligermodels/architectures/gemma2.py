@@ -5,7 +5,7 @@ window in every other layer.
 from typing import ClassVar
 
 from ligermodels.configs.base import preset, tiny
-from ligermodels.configs.gemma import Gemma2Config
+from ligermodels.configs.text_models import Gemma2Config
 from ligermodels.layers.block import SandwichLayer
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.gemma import gemma2_block

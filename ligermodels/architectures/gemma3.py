@@ -76,9 +76,9 @@ class Gemma3Text(CausalLM):
     }
 
     def layer(self, config: Gemma3Config, index: int) -> SandwichLayer:
-        bias, rope = config.attention_bias, config.layer_type(index)
+        rope = config.layer_type(index)
         attention = QKNormAttention(
-            config, qkv_bias=bias, o_bias=bias, window=config.window(index), scale=config.attention_scale, rope=rope
+            config, **config.attention_biases, window=config.window(index), scale=config.attention_scale, rope=rope
         )
         return SandwichLayer(config, attention, GatedMLP(config))
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 from ligermodels.configs.base import preset, tiny
 from ligermodels.configs.gemma4 import Gemma4Config, Gemma4MultimodalConfig
 from ligermodels.layers.decoder import CausalLM, Decoder
-from ligermodels.layers.gemma4 import LayerInputDecoder, LayerInputLayer, NormedRouter, gemma4_attention
+from ligermodels.layers.gemma import LayerInputDecoder, LayerInputLayer, NormedRouter, gemma4_attention
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.moe import MoE
 from ligermodels.weights.mapping import Rename, Rule, packed_gate_up, packed_heads

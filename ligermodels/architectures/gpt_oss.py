@@ -60,8 +60,7 @@ class GptOss(CausalLM):
     }
 
     def layer(self, config: GptOssConfig, index: int) -> DecoderLayer:
-        bias = config.attention_bias
-        attention = Attention(config, qkv_bias=bias, o_bias=bias, window=config.window(index), sinks=True)
+        attention = Attention(config, **config.attention_biases, window=config.window(index), sinks=True)
         router = Router(config, config.num_local_experts, bias=True)
         experts = MoE(config, normalize=True, bias=True, router=router, **config.expert_sizes)
         return DecoderLayer(config, attention, experts)

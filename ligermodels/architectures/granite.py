@@ -26,6 +26,5 @@ class Granite(CausalLM):
     }
 
     def layer(self, config: MultiplierConfig, index: int) -> ScaledLayer:
-        bias = config.attention_bias
-        attention = Attention(config, qkv_bias=bias, o_bias=bias, scale=config.attention_multiplier)
+        attention = Attention(config, **config.attention_biases, scale=config.attention_multiplier)
         return ScaledLayer(config, attention, GatedMLP(config, bias=config.mlp_bias), config.residual_multiplier)

@@ -34,8 +34,7 @@ class GraniteMoe(CausalLM):
     }
 
     def layer(self, config: GraniteMoeConfig, index: int) -> ScaledLayer:
-        bias = config.attention_bias
-        attention = Attention(config, qkv_bias=bias, o_bias=bias, scale=config.attention_multiplier)
+        attention = Attention(config, **config.attention_biases, scale=config.attention_multiplier)
         experts = MoE(config, normalize=True, **config.expert_sizes)
         return ScaledLayer(config, attention, experts, config.residual_multiplier)
 

@@ -58,8 +58,8 @@ class GraniteMoeHybrid(CausalLM):
         return ScaledLayer(config, mixer, experts, config.residual_multiplier)
 
     def attention(self, config: GraniteMoeHybridConfig) -> Attention:
-        bias, scale = config.attention_bias, config.attention_multiplier
-        return Attention(config, qkv_bias=bias, o_bias=bias, scale=scale, rope=config.attention_rope)
+        scale = config.attention_multiplier
+        return Attention(config, **config.attention_biases, scale=scale, rope=config.attention_rope)
 
     def shared_rules(self) -> tuple[Rule, ...]:
         """The rules of everything but the routed experts."""

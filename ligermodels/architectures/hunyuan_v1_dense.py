@@ -53,9 +53,7 @@ class HunyuanDense(CausalLM):
     }
 
     def layer(self, config: HunyuanConfig, index: int) -> DecoderLayer:
-        bias = config.attention_bias
-        attention = RotatedQKNormAttention(config, qkv_bias=bias, o_bias=bias)
-        return DecoderLayer(config, attention, GatedMLP(config))
+        return DecoderLayer(config, RotatedQKNormAttention(config, **config.attention_biases), GatedMLP(config))
 
     def weight_rules(self) -> tuple[Rule, ...]:
         attention = "model.layers.{}.self_attn."

@@ -1,15 +1,37 @@
 """Idefics 3 and SmolVLM: Llama with images in tiles that SigLIP encodes, m × m patches a feature."""
 
-from typing import ClassVar
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from ligermodels.configs.base import preset, tiny
-from ligermodels.configs.idefics3 import Idefics3Config
+from ligermodels.configs.fields import check_choice
+from ligermodels.configs.multimodal import MultimodalConfig
+from ligermodels.configs.rope import object_or_empty
+from ligermodels.configs.vision import Idefics3VisionConfig
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.vision.multimodal import VisionLanguageModel
 from ligermodels.vision.siglip import siglip_tower
-from ligermodels.vision.siglip_tiles import SquareProjector, TileNames, TilePlacer
+from ligermodels.vision.siglip_tiles import TILE_NAMES, SquareProjector, TilePlacer
+
+WITHOUT_TEXT_CONFIG = {"rms_norm_eps": 1e-5}
+
+
+@dataclass(kw_only=True)
+class Idefics3Config(MultimodalConfig):
+    Vision = Idefics3VisionConfig
+    default_image_token = 128257
+
+    @classmethod
+    def fields_of(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """Raises ConfigError for another text model. tie_word_embeddings counts at the top level alone."""
+        text = object_or_empty("text_config", raw.get("text_config")) or WITHOUT_TEXT_CONFIG
+        check_choice("text_config: model_type", text.get("model_type", "llama"), ["llama"])
+        text = {"model_type": "llama", **text, "tie_word_embeddings": False}
+        return super().fields_of({**raw, "text_config": text})
+
 
 BASE = {"model_type": "idefics3", "image_token_id": 1023, "scale_factor": 2}
 IDEFICS_PATCHES = {"model_type": "idefics3_vision", "patch_size": 14}
@@ -29,12 +51,12 @@ class Idefics3(VisionLanguageModel):
     Placer = TilePlacer
     Projector = SquareProjector
     tower = staticmethod(siglip_tower)
-    names = TileNames()
+    names = TILE_NAMES
     hub_class = "Idefics3ForConditionalGeneration"
     SIZES: ClassVar = {"tiny": BASE | TINY}
 
     def layer(self, config: Idefics3Config, index: int) -> DecoderLayer:
-        attention = Attention(config, qkv_bias=config.attention_bias, o_bias=config.attention_bias)
+        attention = Attention(config, **config.attention_biases)
         return DecoderLayer(config, attention, GatedMLP(config, bias=config.mlp_bias))
 
 

@@ -9,7 +9,7 @@ from ligermodels.configs.hybrid import ShortConvConfig, conv_layers
 from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mlp import GatedMLP
-from ligermodels.layers.short_conv import conv_or_attention
+from ligermodels.layers.states import conv_or_attention
 from ligermodels.weights.mapping import Rule, packed_short_conv_layers
 
 

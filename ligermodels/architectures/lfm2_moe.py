@@ -7,11 +7,11 @@ from ligermodels.configs.base import preset, tiny
 from ligermodels.configs.fields import check_choice
 from ligermodels.configs.hybrid import ShortConvConfig, conv_layers
 from ligermodels.layers.block import DecoderLayer
-from ligermodels.layers.decoder import CausalLM
+from ligermodels.layers.grouped_routing import ExpertsLM
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.moe import MoE, SigmoidRouter
-from ligermodels.layers.short_conv import conv_or_attention
-from ligermodels.weights.mapping import Rename, Rule, packed_short_conv_layers, stacked_experts
+from ligermodels.layers.states import conv_or_attention
+from ligermodels.weights.mapping import Rename, Rule, packed_short_conv_layers
 
 
 @dataclass(kw_only=True)
@@ -38,9 +38,10 @@ FEED_FORWARD, GATE = "model.layers.{}.feed_forward", "model.layers.{}.mlp.gate"
 SUM_EPS = 1e-6  # added to the sum that normalises a token's routing weights
 
 
-class Lfm2Moe(CausalLM):
+class Lfm2Moe(ExpertsLM):
     config: Lfm2MoeConfig
     Config = Lfm2MoeConfig
+    expert_names = ("feed_forward.experts", "w1", "w3", "w2")
     hub_class = "Lfm2MoeForCausalLM"
     SIZES: ClassVar = {
         "tiny": tiny(BASE) | TINY | {"layer_types": conv_layers(4, (1, 3))},
@@ -62,12 +63,8 @@ class Lfm2Moe(CausalLM):
         return DecoderLayer(config, mixer, experts)
 
     def shared_rules(self) -> tuple[Rule, ...]:
-        """The rules of everything but the routed experts."""
         bias = Rename(f"{FEED_FORWARD}.expert_bias", f"{GATE}.e_score_correction_bias")
         return (*packed_short_conv_layers(self.config), bias, Rename(f"{FEED_FORWARD}.gate", GATE))
-
-    def weight_rules(self) -> tuple[Rule, ...]:
-        return (*self.shared_rules(), *stacked_experts("feed_forward.experts", "w1", "w3", "w2"))
 
     def other_weight_rules(self) -> tuple[tuple[Rule, ...], ...]:
         """The names that transformers 5 has in memory, where experts are stacked as they are here."""

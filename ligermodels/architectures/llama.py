@@ -30,5 +30,5 @@ class Llama(CausalLM):
     }
 
     def layer(self, config: Config, index: int) -> DecoderLayer:
-        attention = Attention(config, qkv_bias=config.attention_bias, o_bias=config.attention_bias)
+        attention = Attention(config, **config.attention_biases)
         return DecoderLayer(config, attention, GatedMLP(config, bias=config.mlp_bias))

@@ -9,19 +9,18 @@ from typing import Any, ClassVar, Self
 
 from ligermodels.configs.base import preset, tiny
 from ligermodels.configs.fields import check_choice
-from ligermodels.configs.mistral import MistralConfig
 from ligermodels.configs.multimodal import LinearProjectorConfig
-from ligermodels.configs.pixtral import PIXTRAL, PixtralVisionConfig
 from ligermodels.configs.rope import object_or_empty
-from ligermodels.configs.vision import ClipConfig, VisionConfig
+from ligermodels.configs.text_models import MistralConfig
+from ligermodels.configs.vision import PIXTRAL, ClipConfig, PixtralVisionConfig, VisionConfig
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.decoder import CausalLM
-from ligermodels.layers.mlp import GatedMLP
-from ligermodels.vision.fixed_size import PICTURE_NAMES, ClipPlacer, picture_blocks
+from ligermodels.layers.mlp import MLP, GatedMLP
+from ligermodels.vision.fixed_size import PICTURE_NAMES, ClipPlacer
 from ligermodels.vision.multimodal import VisionLanguageModel
 from ligermodels.vision.pixtral import PIXTRAL_NAMES, PixtralPlacer, pixtral_tower
-from ligermodels.vision.tower import LinearProjector, VisionTower
+from ligermodels.vision.tower import LinearProjector, VisionTower, vision_blocks
 
 
 @dataclass(kw_only=True)
@@ -104,13 +103,15 @@ class Llava(VisionLanguageModel):
         return Pixtral if tower.get("model_type") == PIXTRAL else cls
 
     def layer(self, config: LlavaConfig, index: int) -> DecoderLayer:
-        attention = Attention(config, qkv_bias=config.attention_bias, o_bias=config.attention_bias)
+        attention = Attention(config, **config.attention_biases)
         return DecoderLayer(config, attention, GatedMLP(config, bias=config.mlp_bias))
 
     @staticmethod
     def tower(config: ClipConfig) -> VisionTower:
-        blocks, table, joined = picture_blocks(config), config.table_side**2 + 1, config.joined_blocks
-        return VisionTower(config, blocks, table=table, first_norm=True, class_token=True, joined=joined)
+        blocks, joined = vision_blocks(config, MLP, bias=True, rope=None), config.joined_blocks
+        return VisionTower(
+            config, blocks, table=config.table_side**2 + 1, first_norm=True, class_token=True, joined=joined
+        )
 
     def merger(self, config: ClipConfig) -> LinearProjector:
         text, rows = self.config, config.table_side**2 + 1 if config.drops_class_token else None

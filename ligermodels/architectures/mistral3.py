@@ -6,10 +6,10 @@ from typing import Any, ClassVar
 
 from ligermodels.configs.base import preset, tiny
 from ligermodels.configs.fields import check_choice
-from ligermodels.configs.mistral import Ministral3Config
 from ligermodels.configs.multimodal import LinearProjectorConfig
-from ligermodels.configs.pixtral import Mistral3VisionConfig, PixtralVisionConfig
 from ligermodels.configs.rope import object_or_empty
+from ligermodels.configs.text_models import Ministral3Config
+from ligermodels.configs.vision import Mistral3VisionConfig, PixtralVisionConfig
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.mlp import GatedMLP

@@ -7,9 +7,9 @@ from ligermodels.configs.base import preset, tiny
 from ligermodels.configs.features import MoEConfig, SlidingWindowConfig
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer
-from ligermodels.layers.decoder import CausalLM
+from ligermodels.layers.grouped_routing import ExpertsLM
 from ligermodels.layers.moe import MoE
-from ligermodels.weights.mapping import Rename, Rule, packed_projections, stacked_experts
+from ligermodels.weights.mapping import Rename, Rule
 
 
 @dataclass(kw_only=True)
@@ -32,8 +32,9 @@ BASE = {"model_type": "mixtral", "rms_norm_eps": 1e-5}
 HUB = BASE | {"sliding_window": None, "rope_theta": 1000000.0, "bos_token_id": 1, "eos_token_id": 2}
 
 
-class Mixtral(CausalLM):
+class Mixtral(ExpertsLM):
     Config = MixtralConfig
+    expert_names = ("block_sparse_moe.experts", "w1", "w3", "w2")
     hub_class = "MixtralForCausalLM"
     SIZES: ClassVar = {
         "tiny": tiny(BASE) | {"intermediate_size": 192, "num_local_experts": 4},
@@ -46,12 +47,5 @@ class Mixtral(CausalLM):
         return DecoderLayer(config, Attention(config, window=config.window(index)), experts)
 
     def weight_rules(self) -> tuple[Rule, ...]:
-        return (
-            *packed_projections(self.config),
-            *stacked_experts("block_sparse_moe.experts", gate="w1", up="w3", down="w2"),
-            Rename("model.layers.{}.block_sparse_moe.gate", "model.layers.{}.mlp.gate"),
-        )
-
-    def other_weight_rules(self) -> tuple[tuple[Rule, ...], ...]:
-        """The names that transformers 5 has in memory, where experts are stacked as they are here."""
-        return (packed_projections(self.config),)
+        gate = Rename("model.layers.{}.block_sparse_moe.gate", "model.layers.{}.mlp.gate")
+        return (*super().weight_rules(), gate)

@@ -8,7 +8,7 @@ from ligermodels.configs.rope import LLAMA3_ROPE
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.mlp import GatedMLP
-from ligermodels.vision.cross_attention import CrossAttention, CrossAttentionLayer
+from ligermodels.vision.mllama import CrossAttention, CrossAttentionLayer
 from ligermodels.vision.tiled_model import TiledVisionLanguageModel
 from ligermodels.weights.mapping import Concat, Rename, Rule, packed_projections
 

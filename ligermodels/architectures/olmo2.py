@@ -31,5 +31,4 @@ class Olmo2(CausalLM):
     }
 
     def layer(self, config: Olmo2Config, index: int) -> PostNormLayer:
-        attention = JointQKNormAttention(config, qkv_bias=config.attention_bias, o_bias=config.attention_bias)
-        return PostNormLayer(config, attention, GatedMLP(config))
+        return PostNormLayer(config, JointQKNormAttention(config, **config.attention_biases), GatedMLP(config))

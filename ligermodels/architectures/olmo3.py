@@ -49,7 +49,6 @@ class Olmo3(CausalLM):
 
     def layer(self, config: Olmo3Config, index: int) -> PostNormLayer:
         attention = JointQKNormAttention(
-            config, qkv_bias=config.attention_bias, o_bias=config.attention_bias, window=config.window(index),
-            rope=config.layer_type(index),
-        )  # fmt: skip
+            config, **config.attention_biases, window=config.window(index), rope=config.layer_type(index)
+        )
         return PostNormLayer(config, attention, GatedMLP(config))

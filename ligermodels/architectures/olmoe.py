@@ -7,9 +7,8 @@ from ligermodels.configs.base import preset, tiny
 from ligermodels.configs.features import MoEConfig
 from ligermodels.layers.attention import JointQKNormAttention
 from ligermodels.layers.block import DecoderLayer
-from ligermodels.layers.decoder import CausalLM
+from ligermodels.layers.grouped_routing import ExpertsLM
 from ligermodels.layers.moe import MoE
-from ligermodels.weights.mapping import Rule, packed_projections, stacked_experts
 
 
 @dataclass(kw_only=True)
@@ -38,7 +37,7 @@ class OlmoeConfig(MoEConfig):
 BASE = {"model_type": "olmoe", "rms_norm_eps": 1e-5}
 
 
-class Olmoe(CausalLM):
+class Olmoe(ExpertsLM):
     Config = OlmoeConfig
     hub_class = "OlmoeForCausalLM"
     SIZES: ClassVar = {
@@ -48,13 +47,5 @@ class Olmoe(CausalLM):
     }
 
     def layer(self, config: OlmoeConfig, index: int) -> DecoderLayer:
-        bias = config.attention_bias
         experts = MoE(config, normalize=config.norm_topk_prob, **config.expert_sizes)
-        return DecoderLayer(config, JointQKNormAttention(config, qkv_bias=bias, o_bias=bias), experts)
-
-    def weight_rules(self) -> tuple[Rule, ...]:
-        return (*packed_projections(self.config), *stacked_experts("mlp.experts", "gate_proj", "up_proj", "down_proj"))
-
-    def other_weight_rules(self) -> tuple[tuple[Rule, ...], ...]:
-        """The names that transformers 5 has in memory, where experts are stacked as they are here."""
-        return (packed_projections(self.config),)
+        return DecoderLayer(config, JointQKNormAttention(config, **config.attention_biases), experts)

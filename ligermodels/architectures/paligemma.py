@@ -6,17 +6,16 @@ from typing import Any, ClassVar, Self
 
 from ligermodels.configs.base import preset, tiny
 from ligermodels.configs.fields import check_choice
-from ligermodels.configs.gemma import Gemma2Config, GemmaConfig
 from ligermodels.configs.multimodal import MultimodalConfig
 from ligermodels.configs.rope import object_or_empty
+from ligermodels.configs.text_models import Gemma2Config, GemmaConfig
 from ligermodels.configs.vision import SiglipConfig, vision_fields
 from ligermodels.errors import ConfigError
 from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.gemma import gemma2_block, gemma_block
 from ligermodels.vision.fixed_size import PICTURE_NAMES
 from ligermodels.vision.multimodal import VisionLanguageModel
-from ligermodels.vision.prefix_lm import PrefixPlacer
-from ligermodels.vision.siglip import PatchProjector, siglip_tower
+from ligermodels.vision.siglip import PatchProjector, PrefixPlacer, siglip_tower
 
 DEFAULT_TEXT = {
     "model_type": "gemma", "hidden_size": 2048, "num_hidden_layers": 18, "intermediate_size": 16384,

@@ -16,7 +16,7 @@ from ligermodels.vision.image_placer import GridPlacer
 from ligermodels.vision.multimodal import VisionLanguageModel
 from ligermodels.vision.patch_positions import Grid, PatchLayout, patch_layout
 from ligermodels.vision.qwen3_vl import QWEN_FILES, QWEN_IN_MEMORY, QWEN_TOWER
-from ligermodels.vision.tower import PatchMerger, VisionTower
+from ligermodels.vision.tower import PatchMerger, VisionTower, vision_blocks
 
 
 @dataclass(kw_only=True)
@@ -80,9 +80,5 @@ class Qwen25VL(VisionLanguageModel):
 
     @staticmethod
     def tower(config: Qwen25VLVisionConfig) -> VisionTower:
-        def block() -> DecoderLayer:
-            return DecoderLayer(config, Attention(config, qkv_bias=True, o_bias=True), GatedMLP(config, bias=True))
-
-        layers = range(config.num_hidden_layers)
-        windowed = set(layers) - set(config.fullatt_block_indexes)
-        return VisionTower(config, [block() for _ in layers], windowed=windowed)
+        windowed = set(range(config.num_hidden_layers)) - set(config.fullatt_block_indexes)
+        return VisionTower(config, vision_blocks(config, GatedMLP, bias=True), windowed=windowed)

@@ -7,10 +7,9 @@ from ligermodels.configs.base import preset, tiny
 from ligermodels.configs.features import SparseStepConfig, SwitchedWindowConfig
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.block import DecoderLayer
-from ligermodels.layers.decoder import CausalLM
-from ligermodels.layers.mlp import GatedMLP
-from ligermodels.layers.moe import MoE
-from ligermodels.weights.mapping import Rule, packed_gate_up, packed_projections, stacked_experts
+from ligermodels.layers.grouped_routing import ExpertsLM
+from ligermodels.layers.moe import experts_or_mlp
+from ligermodels.weights.mapping import Rule, packed_gate_up, packed_projections
 
 
 @dataclass(kw_only=True)
@@ -38,7 +37,7 @@ TINY = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96,
 HUB = BASE | {"rope_theta": 1000000.0, "bos_token_id": 151643, "eos_token_id": 151643}
 
 
-class Qwen2Moe(CausalLM):
+class Qwen2Moe(ExpertsLM):
     config: Qwen2MoeConfig
     Config = Qwen2MoeConfig
     hub_class = "Qwen2MoeForCausalLM"
@@ -52,19 +51,9 @@ class Qwen2Moe(CausalLM):
 
     def layer(self, config: Qwen2MoeConfig, index: int) -> DecoderLayer:
         attention = Attention(config, qkv_bias=config.qkv_bias, window=config.window(index))
-        if not config.is_sparse(index):
-            return DecoderLayer(config, attention, GatedMLP(config))
-        shared = config.shared_expert_intermediate_size
-        experts = MoE(config, normalize=config.norm_topk_prob, shared_intermediate_size=shared, **config.expert_sizes)
-        return DecoderLayer(config, attention, experts)
+        shared, normalize = config.shared_expert_intermediate_size, config.norm_topk_prob
+        mlp = experts_or_mlp(config, index, normalize=normalize, shared_intermediate_size=shared)
+        return DecoderLayer(config, attention, mlp)
 
-    def weight_rules(self) -> tuple[Rule, ...]:
-        return (
-            *packed_projections(self.config),
-            packed_gate_up("mlp.shared_expert"),
-            *stacked_experts("mlp.experts", "gate_proj", "up_proj", "down_proj"),
-        )
-
-    def other_weight_rules(self) -> tuple[tuple[Rule, ...], ...]:
-        """The names that transformers 5 has in memory, where experts are stacked as they are here."""
-        return ((*packed_projections(self.config), packed_gate_up("mlp.shared_expert")),)
+    def shared_rules(self) -> tuple[Rule, ...]:
+        return (*packed_projections(self.config), packed_gate_up("mlp.shared_expert"))

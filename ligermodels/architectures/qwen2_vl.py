@@ -14,7 +14,7 @@ from ligermodels.vision.hub_names import NamesBesideText
 from ligermodels.vision.image_placer import GridPlacer
 from ligermodels.vision.multimodal import VisionLanguageModel
 from ligermodels.vision.qwen3_vl import QWEN_FILES, QWEN_IN_MEMORY, QWEN_TOWER
-from ligermodels.vision.tower import PatchMerger, VisionTower
+from ligermodels.vision.tower import PatchMerger, VisionTower, vision_blocks
 
 
 @dataclass(kw_only=True)
@@ -76,7 +76,4 @@ class Qwen2VL(VisionLanguageModel):
 
     @staticmethod
     def tower(config: Qwen2VLVisionConfig) -> VisionTower:
-        def block() -> DecoderLayer:
-            return DecoderLayer(config, Attention(config, qkv_bias=True, o_bias=True), MLP(config, bias=True))
-
-        return VisionTower(config, [block() for _ in range(config.num_hidden_layers)])
+        return VisionTower(config, vision_blocks(config, MLP, bias=True))

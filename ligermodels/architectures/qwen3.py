@@ -37,6 +37,5 @@ class Qwen3(CausalLM):
     }
 
     def layer(self, config: Qwen3Config, index: int) -> DecoderLayer:
-        bias = config.attention_bias
-        attention = QKNormAttention(config, qkv_bias=bias, o_bias=bias, window=config.window(index))
+        attention = QKNormAttention(config, **config.attention_biases, window=config.window(index))
         return DecoderLayer(config, attention, GatedMLP(config))

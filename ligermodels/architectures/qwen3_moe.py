@@ -7,10 +7,8 @@ from ligermodels.configs.base import preset, tiny
 from ligermodels.configs.features import SparseStepConfig, SwitchedWindowConfig
 from ligermodels.layers.attention import QKNormAttention
 from ligermodels.layers.block import DecoderLayer
-from ligermodels.layers.decoder import CausalLM
-from ligermodels.layers.mlp import GatedMLP
-from ligermodels.layers.moe import MoE
-from ligermodels.weights.mapping import Rule, packed_projections, stacked_experts
+from ligermodels.layers.grouped_routing import ExpertsLM
+from ligermodels.layers.moe import experts_or_mlp
 
 
 @dataclass(kw_only=True)
@@ -36,7 +34,7 @@ TINY = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96,
 HUB = BASE | {"rope_theta": 1000000.0, "max_position_embeddings": 40960}
 
 
-class Qwen3Moe(CausalLM):
+class Qwen3Moe(ExpertsLM):
     Config = Qwen3MoeConfig
     hub_class = "Qwen3MoeForCausalLM"
     SIZES: ClassVar = {
@@ -46,16 +44,5 @@ class Qwen3Moe(CausalLM):
     }
 
     def layer(self, config: Qwen3MoeConfig, index: int) -> DecoderLayer:
-        bias = config.attention_bias
-        attention = QKNormAttention(config, qkv_bias=bias, o_bias=bias, window=config.window(index))
-        if not config.is_sparse(index):
-            return DecoderLayer(config, attention, GatedMLP(config))
-        experts = MoE(config, normalize=config.norm_topk_prob, **config.expert_sizes)
-        return DecoderLayer(config, attention, experts)
-
-    def weight_rules(self) -> tuple[Rule, ...]:
-        return (*packed_projections(self.config), *stacked_experts("mlp.experts", "gate_proj", "up_proj", "down_proj"))
-
-    def other_weight_rules(self) -> tuple[tuple[Rule, ...], ...]:
-        """The names that transformers 5 has in memory, where experts are stacked as they are here."""
-        return (packed_projections(self.config),)
+        attention = QKNormAttention(config, **config.attention_biases, window=config.window(index))
+        return DecoderLayer(config, attention, experts_or_mlp(config, index, normalize=config.norm_topk_prob))

@@ -12,8 +12,7 @@ from ligermodels.configs.hybrid import SMALL_HEADS, GatedDeltaConfig
 from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.gated_delta import GroupedGatedDeltaNet, delta_or_attention
-from ligermodels.layers.mlp import GatedMLP
-from ligermodels.layers.moe import MoE
+from ligermodels.layers.moe import experts_or_mlp
 from ligermodels.weights.mapping import (
     Concat,
     KeptLayers,
@@ -51,18 +50,13 @@ class Qwen3Next(CausalLM):
     config: Qwen3NextConfig
     Config = Qwen3NextConfig
     hub_class = "Qwen3NextForCausalLM"
-    SIZES: ClassVar = {
-        "tiny": tiny(BASE) | TINY,
-        "80b-a3b": preset(HUB, 2048, 5120, 48, 16, 2),
-    }
+    SIZES: ClassVar = {"tiny": tiny(BASE) | TINY, "80b-a3b": preset(HUB, 2048, 5120, 48, 16, 2)}
 
     def layer(self, config: Qwen3NextConfig, index: int) -> DecoderLayer:
         mixer = delta_or_attention(config, index, GroupedGatedDeltaNet)
-        if not config.is_sparse(index):
-            return DecoderLayer(config, mixer, GatedMLP(config))
-        shared = config.shared_expert_intermediate_size
-        experts = MoE(config, normalize=config.norm_topk_prob, shared_intermediate_size=shared, **config.expert_sizes)
-        return DecoderLayer(config, mixer, experts)
+        shared, normalize = config.shared_expert_intermediate_size, config.norm_topk_prob
+        mlp = experts_or_mlp(config, index, normalize=normalize, shared_intermediate_size=shared)
+        return DecoderLayer(config, mixer, mlp)
 
     def other_weight_rules(self) -> tuple[tuple[Rule, ...], ...]:
         """The names that transformers 5 has in memory, where experts are stacked as they are here."""

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ligermodels.configs.base import preset
-from ligermodels.configs.qwen3_vl import QWEN3_VL_TEXT, TINY_QWEN3_VL, Qwen3VLTextConfig
-from ligermodels.configs.qwen_vl import VISION_TOKENS
+from ligermodels.configs.qwen_vl import QWEN3_VL_TEXT, TINY_QWEN3_VL, VISION_TOKENS, Qwen3VLTextConfig
 from ligermodels.layers.attention import QKNormAttention
 from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.mlp import GatedMLP
@@ -43,5 +42,4 @@ class Qwen3VL(VisionLanguageModel):
     }
 
     def layer(self, config: Qwen3VLConfig, index: int) -> DecoderLayer:
-        bias = config.attention_bias
-        return DecoderLayer(config, QKNormAttention(config, qkv_bias=bias, o_bias=bias), GatedMLP(config))
+        return DecoderLayer(config, QKNormAttention(config, **config.attention_biases), GatedMLP(config))

@@ -5,12 +5,10 @@ from typing import ClassVar
 
 from ligermodels.configs.base import preset
 from ligermodels.configs.features import SparseStepConfig
-from ligermodels.configs.qwen3_vl import QWEN3_VL_TEXT, TINY_QWEN3_VL, TINY_TEXT, Qwen3VLTextConfig
-from ligermodels.configs.qwen_vl import VISION_TOKENS
+from ligermodels.configs.qwen_vl import QWEN3_VL_TEXT, TINY_QWEN3_VL, TINY_TEXT, VISION_TOKENS, Qwen3VLTextConfig
 from ligermodels.layers.attention import QKNormAttention
 from ligermodels.layers.block import DecoderLayer
-from ligermodels.layers.mlp import GatedMLP
-from ligermodels.layers.moe import MoE
+from ligermodels.layers.moe import experts_or_mlp
 from ligermodels.vision.multimodal import VisionLanguageModel
 from ligermodels.vision.qwen3_vl import QWEN3_NAMES, Qwen3Placer, qwen3_tower
 from ligermodels.vision.tower import PatchMerger
@@ -59,12 +57,8 @@ class Qwen3VLMoe(VisionLanguageModel):
     }
 
     def layer(self, config: Qwen3VLMoeConfig, index: int) -> DecoderLayer:
-        bias = config.attention_bias
-        attention = QKNormAttention(config, qkv_bias=bias, o_bias=bias)
-        if not config.is_sparse(index):
-            return DecoderLayer(config, attention, GatedMLP(config))
-        experts = MoE(config, normalize=True, **config.expert_sizes)
-        return DecoderLayer(config, attention, experts)
+        attention = QKNormAttention(config, **config.attention_biases)
+        return DecoderLayer(config, attention, experts_or_mlp(config, index, normalize=True))
 
     def text_rules(self) -> tuple[Rule, ...]:
         """Experts are stacked, inputs before outputs."""

@@ -33,7 +33,6 @@ class SmolLM3Config(SlidingWindowConfig):
         self.check_one_per_layer("no_rope_layers")
 
     def has_rope(self, layer: int) -> bool:
-        """Whether this layer applies RoPE."""
         if self.no_rope_layers is not None:
             return bool(self.no_rope_layers[layer])
         return (layer + 1) % self.no_rope_layer_interval != 0
@@ -49,12 +48,9 @@ HUB = BASE | {"rope_theta": 5000000.0, "max_position_embeddings": 65536, "pad_to
 class SmolLM3(CausalLM):
     Config = SmolLM3Config
     hub_class = "SmolLM3ForCausalLM"
-    SIZES: ClassVar = {
-        "tiny": tiny(BASE) | {"pad_token_id": None},
-        "3b": preset(HUB, 2048, 11008, 36, 16, 4),
-    }
+    SIZES: ClassVar = {"tiny": tiny(BASE) | {"pad_token_id": None}, "3b": preset(HUB, 2048, 11008, 36, 16, 4)}
 
     def layer(self, config: SmolLM3Config, index: int) -> DecoderLayer:
-        bias, rope = config.attention_bias, FULL_ATTENTION if config.has_rope(index) else None
-        attention = Attention(config, qkv_bias=bias, o_bias=bias, window=config.window(index), rope=rope)
+        rope = FULL_ATTENTION if config.has_rope(index) else None
+        attention = Attention(config, **config.attention_biases, window=config.window(index), rope=rope)
         return DecoderLayer(config, attention, GatedMLP(config, bias=config.mlp_bias))

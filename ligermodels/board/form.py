@@ -25,7 +25,7 @@ from ligermodels.training.settings.config import FIELDS, TrainConfig, type_of
 from ligermodels.training.settings.fields import Named, help_text
 from ligermodels.training.settings.settings import parsed_value
 from ligermodels.training.settings.values import choices_of
-from ligermodels.weights.gguf.finding import all_parts, is_gguf
+from ligermodels.weights.gguf.names import all_parts, is_gguf
 
 NOT_IN_FORM = ("output", "resume", "allow_changes", "push_to_hub")  # the board chooses the folder, and uploads nothing
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")

@@ -18,7 +18,7 @@ from ligermodels.cli.parsing import (
 from ligermodels.errors import InputError
 from ligermodels.hub.names import refuse_mistyped
 from ligermodels.units import MAX_SHARD_SIZE, byte_size, counted, size_in_bytes
-from ligermodels.weights.gguf.finding import GGUF_TYPES, SUFFIX, is_gguf
+from ligermodels.weights.gguf.names import GGUF_TYPES, SUFFIX, is_gguf
 
 
 def add_export_command(commands: Commands) -> None:

@@ -77,7 +77,6 @@ class Config:
 
     @property
     def logit_scale(self) -> float:
-        """Multiplies the logits."""
         return 1.0
 
     @property
@@ -218,6 +217,11 @@ class Config:
     def key_value_size(self) -> int:
         """Width of all key heads together, and of all value heads."""
         return self.num_key_value_heads * self.head_dim
+
+    @property
+    def attention_biases(self) -> dict[str, Any]:
+        """Both biases of attention, as `Attention` takes them."""
+        return {"qkv_bias": self.attention_bias, "o_bias": self.attention_bias}
 
     @property
     def activation(self) -> str:

@@ -32,7 +32,6 @@ class SlidingWindowConfig(Config):
         return SLIDING_ATTENTION if self.is_sliding(layer) else FULL_ATTENTION
 
     def window(self, layer: int) -> int | None:
-        """The window of this layer; None for full attention."""
         return (self.sliding_window or None) if self.layer_type(layer) == SLIDING_ATTENTION else None
 
     def validate(self) -> None:
@@ -222,7 +221,6 @@ class GroupedRoutingConfig(Config):
     }
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether this layer has experts."""
         return layer >= self.first_k_dense_replace
 
     def validate(self) -> None:
@@ -295,6 +293,5 @@ class SparseStepConfig(MoEConfig):
     experts_optional = True
 
     def is_sparse(self, layer: int) -> bool:
-        """Whether this layer has experts."""
         selected = layer not in (self.mlp_only_layers or ()) and (layer + 1) % self.decoder_sparse_step == 0
         return selected and self.num_experts > 0

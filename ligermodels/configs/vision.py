@@ -123,7 +123,6 @@ class SiglipConfig(PictureConfig):
 
     @property
     def feature_side(self) -> int:
-        """Features along a side of a picture."""
         return isqrt(self.mm_tokens_per_image)
 
     def validate(self) -> None:
@@ -136,6 +135,29 @@ class SiglipConfig(PictureConfig):
             raise ConfigError(
                 f"config.json: mm_tokens_per_image {self.mm_tokens_per_image} must be the square of a number that "
                 f"divides the {self.table_side} patches of a side"
+            )
+
+
+@dataclass(kw_only=True)
+class Idefics3VisionConfig(PictureConfig):
+    """scale_factor: the side of the square of patches that becomes one feature, a field of the whole config.json."""
+
+    hidden_size: int = 1152
+    num_attention_heads: int = 16
+    patch_size: int = 32
+    hidden_act: str = "gelu_pytorch_tanh"
+
+    @classmethod
+    def of_model(cls, raw: Mapping[str, Any]) -> Self:
+        scale = read_field("scale_factor", raw.get("scale_factor", 2), int)
+        return cls.from_dict({**vision_fields(raw), "spatial_merge_size": scale})
+
+    def validate(self) -> None:
+        super().validate()
+        if self.table_side % self.spatial_merge_size:
+            raise ConfigError(
+                f"config.json: scale_factor {self.spatial_merge_size} must divide the {self.table_side} patches along "
+                "a side of a tile"
             )
 
 
@@ -248,3 +270,59 @@ def vision_fields(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(vision, Mapping):
         raise ConfigError(f"config.json: vision_config is {vision!r}; must be an object")
     return vision
+
+
+PIXTRAL = "pixtral"  # model_type of the tower
+
+
+@dataclass(kw_only=True)
+class PixtralVisionConfig(AxialVisionConfig, FeatureLayerConfig):
+    """image_size: the longest side to which a processor resizes, in pixels."""
+
+    model_type: str = PIXTRAL
+    num_hidden_layers: int = 24
+    num_attention_heads: int = 16
+    hidden_size: int = 1024
+    intermediate_size: int = 4096
+    image_size: int = 1024
+    patch_size: int = 16
+    hidden_act: str = "gelu"
+
+    alternative_names: ClassVar = {"in_channels": "num_channels"}
+
+    @classmethod
+    def read_ropes(cls, raw: Mapping[str, Any]) -> dict[str, Rope]:
+        """In files "default" is another name of this family's one type. rope_theta may stand beside rope_parameters."""
+        given = object_or_empty("vision_config: rope_parameters", raw.get("rope_parameters"))
+        check_choice("vision_config: rope_type", given.get("rope_type", AXIAL), [AXIAL, "default"])
+        theta = given.get("rope_theta", raw.get("rope_theta", cls.default_rope_theta))
+        return {FULL_ATTENTION: Rope(rope_theta=read_field("rope_theta", theta, float), rope_type=AXIAL_SHARED)}
+
+    @property
+    def feature_side(self) -> int:
+        """Pixels along a side of what becomes one feature."""
+        return self.patch_size * self.spatial_merge_size
+
+    @property
+    def norm_eps(self) -> float:
+        """The files have no field for it."""
+        return 1e-5
+
+    def validate(self) -> None:
+        check_choice("vision_config: model_type", self.model_type, [PIXTRAL])
+        super().validate()
+        if self.head_dim * self.num_attention_heads != self.hidden_size:
+            raise ConfigError(
+                f"config.json: vision_config: {self.num_attention_heads} heads of size {self.head_dim} must make up "
+                f"hidden_size {self.hidden_size}"
+            )
+
+
+@dataclass(kw_only=True)
+class Mistral3VisionConfig(PixtralVisionConfig):
+    """Squares of patches become one feature each. spatial_merge_size is a field of the whole config.json."""
+
+    outer_fields = ("vision_feature_layer", "spatial_merge_size")
+
+    spatial_merge_size: int = 2
+    vision_feature_layer: int = -1

@@ -140,6 +140,9 @@ class LayerStates(Protocol):
         ...
 
 
+BlockCache = LayerCache | LayerStates | None  # of a block; None without a cache
+
+
 class Cache(Protocol):
     """The cache of a model."""
 

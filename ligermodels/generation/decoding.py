@@ -14,29 +14,20 @@ from ligermodels.generation.paged_cache import PAGE_SIZE, pages_for
 from ligermodels.generation.sampling import Sampling, SamplingOptions
 from ligermodels.generation.texts import TextTokenizer, encode_prompts, model_stop_tokens
 
+PixelInputs = Sequence[Mapping[str, Any] | None] | None  # of each prompt
+
 
 @overload
 def generate(
-    model: GenerativeModel,
-    prompts: Tensor | Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    tokenizer: TextTokenizer | None = None,
-    stop_tokens: Collection[int] | None = None,
-    images: Sequence[Mapping[str, Any] | None] | None = None,
+    model: GenerativeModel, prompts: Tensor | Sequence[Sequence[int]], *, max_new_tokens: int,
+    tokenizer: TextTokenizer | None = None, stop_tokens: Collection[int] | None = None, images: PixelInputs = None,
     **sampling: Unpack[Sampling],
-) -> list[list[int]]: ...
+) -> list[list[int]]: ...  # fmt: skip
 @overload
 def generate(
-    model: GenerativeModel,
-    prompts: Sequence[str],
-    *,
-    max_new_tokens: int,
-    tokenizer: TextTokenizer,
-    stop_tokens: Collection[int] | None = None,
-    images: Sequence[Mapping[str, Any] | None] | None = None,
-    **sampling: Unpack[Sampling],
-) -> list[str]: ...
+    model: GenerativeModel, prompts: Sequence[str], *, max_new_tokens: int, tokenizer: TextTokenizer,
+    stop_tokens: Collection[int] | None = None, images: PixelInputs = None, **sampling: Unpack[Sampling],
+) -> list[str]: ...  # fmt: skip
 def generate(
     model: GenerativeModel,
     prompts: Tensor | Sequence[Sequence[int]] | Sequence[str],
@@ -44,7 +35,7 @@ def generate(
     max_new_tokens: int,
     tokenizer: TextTokenizer | None = None,
     stop_tokens: Collection[int] | None = None,
-    images: Sequence[Mapping[str, Any] | None] | None = None,
+    images: PixelInputs = None,
     **sampling: Unpack[Sampling],
 ) -> list[list[int]] | list[str]:
     """Generates a continuation of every prompt; returns what is new in each row.
@@ -76,31 +67,21 @@ def generate(
 
 @overload
 def stream(
-    model: GenerativeModel,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    *,
-    tokenizer: None = None,
-    images: Sequence[Mapping[str, Any] | None] | None = None,
-    **sampling: Unpack[Sampling],
-) -> Iterator[list[int]]: ...
+    model: GenerativeModel, prompts: Sequence[Sequence[int]], max_new_tokens: int, *, tokenizer: None = None,
+    images: PixelInputs = None, **sampling: Unpack[Sampling],
+) -> Iterator[list[int]]: ...  # fmt: skip
 @overload
 def stream(
-    model: GenerativeModel,
-    prompts: Sequence[str],
-    max_new_tokens: int,
-    *,
-    tokenizer: TextTokenizer,
-    images: Sequence[Mapping[str, Any] | None] | None = None,
-    **sampling: Unpack[Sampling],
-) -> Iterator[list[str]]: ...
+    model: GenerativeModel, prompts: Sequence[str], max_new_tokens: int, *, tokenizer: TextTokenizer,
+    images: PixelInputs = None, **sampling: Unpack[Sampling],
+) -> Iterator[list[str]]: ...  # fmt: skip
 def stream(
     model: GenerativeModel,
     prompts: Sequence[Sequence[int]] | Sequence[str],
     max_new_tokens: int,
     *,
     tokenizer: TextTokenizer | None = None,
-    images: Sequence[Mapping[str, Any] | None] | None = None,
+    images: PixelInputs = None,
     **sampling: Unpack[Sampling],
 ) -> Iterator[list[int]] | Iterator[list[str]]:
     """Yields what is new in every row, one step at a time. Arguments as those of `generate`.
@@ -126,7 +107,7 @@ def engine_for(
     stop_tokens: Collection[int] | None,
     sampling: Sampling,
     shown: Sequence[int] | None = None,
-    images: Sequence[Mapping[str, Any] | None] | None = None,
+    images: PixelInputs = None,
 ) -> Engine:
     """An engine with these requests, and a cache for all of them if the GPU has the memory; see `Engine.submit`."""
     options, images = SamplingOptions(**sampling), [None] * len(prompts) if images is None else images

@@ -17,12 +17,21 @@ from torch import Tensor
 from ligermodels.errors import InputError
 from ligermodels.generation.cache import GenerativeModel
 from ligermodels.generation.capacity import check_room, tokens_that_fit
-from ligermodels.generation.graphs import StepGraphs, ranks_of, rows_of_graph, uses_graphs
 from ligermodels.generation.image_features import CrossPrompt, PromptImages
 from ligermodels.generation.paged_cache import PagedCache
 from ligermodels.generation.prefill import PrefillStep, PromptPiece
 from ligermodels.generation.requests import GeneratedSample, Request, Sample
-from ligermodels.generation.rows import NO_TOKEN, Drawing, RowStates, decode_step, only_first
+from ligermodels.generation.rows import (
+    NO_TOKEN,
+    Drawing,
+    RowStates,
+    StepGraphs,
+    decode_step,
+    only_first,
+    ranks_of,
+    rows_of_graph,
+    uses_graphs,
+)
 from ligermodels.generation.sampling import Sampling, SamplingOptions
 from ligermodels.generation.texts import RowText, StopStrings, TextTokenizer, model_stop_tokens, token_ids
 

@@ -196,7 +196,6 @@ class PrefillStep:
 
 
 def key_plan(pieces: Sequence[PromptPiece], group: int, window: int | None, device: torch.device) -> KeyPlan:
-    """The plan of one group of layers for these pieces."""
     tables = [torch.tensor(piece.tables[group]) for piece in pieces]
     slots = torch.cat([written_slots(piece, pages) for piece, pages in zip(pieces, tables, strict=True)]).to(device)
     if not any(piece.start for piece in pieces):

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from ligermodels.adapters.lora_targets import adapter_layouts, insert_lora
-from ligermodels.adapters.modules_to_save import untie_head
+from ligermodels.adapters.lora_targets import adapter_layouts, insert_lora, untie_head
 from ligermodels.adapters.reading import (
     Adapter,
     AdapterSettings,

@@ -18,8 +18,8 @@ from ligermodels.layers.decoder import CausalLM
 from ligermodels.units import parameter_count
 from ligermodels.weights.config_file import CONFIG_FILE, DTYPE_KEYS, read_config
 from ligermodels.weights.files import INDEX_FILE, SINGLE_FILE, open_checkpoint
-from ligermodels.weights.gguf.finding import gguf_files
 from ligermodels.weights.gguf.folder import shown_file
+from ligermodels.weights.gguf.names import gguf_files
 from ligermodels.weights.loading import plan_loading
 from ligermodels.weights.stored import Checkpoint
 

@@ -17,8 +17,8 @@ from ligermodels.tokenizer.files import has_tokenizer
 from ligermodels.weights.config_file import CONFIG_FILE, GENERATION_CONFIG_FILE, end_of_text_ids
 from ligermodels.weights.exporting import hub_weights
 from ligermodels.weights.files import shortened
-from ligermodels.weights.gguf.finding import SUFFIX, is_gguf, names_of_parts
 from ligermodels.weights.gguf.folder import gguf_folder
+from ligermodels.weights.gguf.names import SUFFIX, is_gguf, names_of_parts
 from ligermodels.weights.gguf.tokenizer_metadata import TokenizerParts
 from ligermodels.weights.gguf.writing import known_type, prepare_gguf
 from ligermodels.weights.writing import atomic_path, write_on_first_rank

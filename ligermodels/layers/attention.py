@@ -7,22 +7,16 @@ from torch import Tensor, nn
 
 from ligermodels.configs.base import Config
 from ligermodels.configs.rope import FULL_ATTENTION
-from ligermodels.generation.cache import LayerCache, PerToken
-from ligermodels.kernels.attention.attention import packed_attention_name
+from ligermodels.generation.cache import LayerCache
 from ligermodels.kernels.attention.sigmoid_gate import sigmoid_gate
 from ligermodels.kernels.decoding.cache_write import CacheSlots, write_cache
-from ligermodels.layers.fused import (
-    apply_linear,
-    norm_then_linear,
-    qk_norm_then_rope,
-    rope_then_write,
-)
+from ligermodels.layers.fused import apply_linear, norm_then_linear, qk_norm_then_rope, rope_then_write
 from ligermodels.layers.inputs import Positions
-from ligermodels.layers.mixer import Mixer
+from ligermodels.layers.mixer import AttentionMixer
 from ligermodels.layers.norm import PreNorm, RMSNorm
 
 
-class Attention(Mixer):
+class Attention(AttentionMixer):
     """Grouped-query attention (GQA) with RoPE.
 
     Weights: qkv_proj [(Hq + 2 Hkv) D, H], the rows of all query heads first, then all keys, then all values;
@@ -36,7 +30,6 @@ class Attention(Mixer):
     sinks: whether each query head has a learnable score `sinks` [Hq] that joins its softmax without a value.
     """
 
-    name_in_block = "self_attn"
     query_parts = 1  # what the projection has of each query head: the query
     sinks: nn.Parameter | None
 
@@ -100,16 +93,6 @@ class Attention(Mixer):
     def packed_heads(self) -> tuple[int, ...]:
         """The heads that qkv_proj packs: of queries, keys and values."""
         return self.query_parts * self.num_heads, self.num_key_value_heads, self.num_key_value_heads
-
-    def kept(self) -> PerToken:
-        return PerToken(2 * self.num_key_value_heads * self.head_dim, self.window)
-
-    @property
-    def score_width(self) -> int:
-        return 2 * self.num_heads * self.head_dim
-
-    def implementation(self, device: torch.device, dtype: torch.dtype) -> str:
-        return packed_attention_name(device, dtype, self.head_dim, self.softcap)
 
     def split_and_rotate(self, qkv: Tensor, positions: Positions, slots: CacheSlots | None) -> tuple[Tensor, ...]:
         """Packed qkv [B, T, (Hq + 2 Hkv) D] -> q [B, T, Hq, D], k and v [B, T, Hkv, D]; RoPE is applied to q and k.

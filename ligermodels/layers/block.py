@@ -17,7 +17,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from ligermodels.configs.base import Config
-from ligermodels.generation.cache import LayerCache, LayerStates
+from ligermodels.generation.cache import BlockCache
 from ligermodels.layers.checkpointing.kept_tensors import ResultSize, keeping
 from ligermodels.layers.checkpointing.offloaded_inputs import OffloadedInputs
 from ligermodels.layers.fused import add_then_norm
@@ -70,7 +70,7 @@ class Block(nn.Module, ABC):
                 module.fused = not enabled
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | LayerStates | None = None
+        self, x: Tensor, residual: Tensor | None, positions: Positions, cache: BlockCache = None
     ) -> BlockOutput:
         """x, residual [B, T, H] -> (x, residual, router logits), of the same shapes."""
         if self.activation_checkpointing and torch.is_grad_enabled():
@@ -85,9 +85,7 @@ class Block(nn.Module, ABC):
             x = torch.ops.aten._unsafe_view(x, x.shape)
         return x, residual, router_logits
 
-    def forward_checkpointed(
-        self, x: Tensor, positions: Positions, cache: LayerCache | LayerStates | None
-    ) -> BlockOutput:
+    def forward_checkpointed(self, x: Tensor, positions: Positions, cache: BlockCache) -> BlockOutput:
         """`forward_block` of the residual stream x [B, T, H], which is all that is kept for backward beside `kept`."""
         outputs, read_later = checkpoint(
             self.forward_recomputed, x, positions, cache, use_reentrant=False,
@@ -105,7 +103,7 @@ class Block(nn.Module, ABC):
         return self.training and (own or any(isinstance(module, nn.Dropout) for module in modules))
 
     def forward_recomputed(
-        self, x: Tensor, positions: Positions, cache: LayerCache | LayerStates | None
+        self, x: Tensor, positions: Positions, cache: BlockCache
     ) -> tuple[BlockOutput, dict[str, KeysAndValues]]:
         """`forward_block`, and what it computes for later layers: what is recomputed must write to nothing outside."""
         if not self.mixer.is_read:
@@ -114,9 +112,7 @@ class Block(nn.Module, ABC):
         return self.forward_block(x, None, replace(positions, read_later=own), cache), own.of_type
 
     @abstractmethod
-    def forward_block(
-        self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | LayerStates | None
-    ) -> BlockOutput:
+    def forward_block(self, x: Tensor, residual: Tensor | None, positions: Positions, cache: BlockCache) -> BlockOutput:
         """The computation of the block, without activation checkpointing."""
 
 
@@ -128,9 +124,7 @@ class DecoderLayer(Block):
         self.input_layernorm = hidden_norm(config)
         self.post_attention_layernorm = hidden_norm(config)
 
-    def forward_block(
-        self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | LayerStates | None
-    ) -> BlockOutput:
+    def forward_block(self, x: Tensor, residual: Tensor | None, positions: Positions, cache: BlockCache) -> BlockOutput:
         x, residual = self.mixer(PreNorm(self.input_layernorm), x, residual, positions, cache)
         return self.mlp(PreNorm(self.post_attention_layernorm), x, residual)
 
@@ -142,9 +136,7 @@ class ScaledLayer(DecoderLayer):
         super().__init__(config, mixer, mlp)
         self.multiplier = multiplier
 
-    def forward_block(
-        self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | LayerStates | None
-    ) -> BlockOutput:
+    def forward_block(self, x: Tensor, residual: Tensor | None, positions: Positions, cache: BlockCache) -> BlockOutput:
         x, residual = self.mixer(PreNorm(self.input_layernorm), x, residual, positions, cache)
         x, residual, router_logits = self.mlp(PreNorm(self.post_attention_layernorm), x * self.multiplier, residual)
         return x * self.multiplier, residual, router_logits
@@ -157,9 +149,7 @@ class DropoutLayer(DecoderLayer):
         super().__init__(config, mixer, mlp)
         self.dropout = dropout
 
-    def forward_block(
-        self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | LayerStates | None
-    ) -> BlockOutput:
+    def forward_block(self, x: Tensor, residual: Tensor | None, positions: Positions, cache: BlockCache) -> BlockOutput:
         x, residual = self.mixer(PreNorm(self.input_layernorm), x, residual, positions, cache)
         x = F.dropout(x, self.dropout, self.training)
         x, residual, router_logits = self.mlp(PreNorm(self.post_attention_layernorm), x, residual)
@@ -173,9 +163,7 @@ class ParallelLayer(Block):
         super().__init__(mixer, mlp)
         self.input_layernorm = hidden_norm(config)
 
-    def forward_block(
-        self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | LayerStates | None
-    ) -> BlockOutput:
+    def forward_block(self, x: Tensor, residual: Tensor | None, positions: Positions, cache: BlockCache) -> BlockOutput:
         normed, residual = add_then_norm(self.input_layernorm, x, residual)
         attended, _ = self.mixer(None, normed, None, positions, cache)
         x, _, router_logits = self.mlp(None, normed, None)
@@ -190,9 +178,7 @@ class SandwichLayer(DecoderLayer):
         self.pre_feedforward_layernorm = hidden_norm(config)
         self.post_feedforward_layernorm = hidden_norm(config)
 
-    def forward_block(
-        self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | LayerStates | None
-    ) -> BlockOutput:
+    def forward_block(self, x: Tensor, residual: Tensor | None, positions: Positions, cache: BlockCache) -> BlockOutput:
         x, residual = self.mixer(PreNorm(self.input_layernorm), x, residual, positions, cache)
         x = self.post_attention_layernorm(x)
         x, residual, router_logits = self.mlp(PreNorm(self.pre_feedforward_layernorm), x, residual)
@@ -208,9 +194,7 @@ class PostNormLayer(Block):
         self.post_attention_layernorm = hidden_norm(config)
         self.post_feedforward_layernorm = hidden_norm(config)
 
-    def forward_block(
-        self, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerCache | LayerStates | None
-    ) -> BlockOutput:
+    def forward_block(self, x: Tensor, residual: Tensor | None, positions: Positions, cache: BlockCache) -> BlockOutput:
         x, residual = self.mixer(None, x, residual, positions, cache)
         x = self.post_attention_layernorm(x)
         x, residual, router_logits = self.mlp(None, x, residual)

@@ -18,7 +18,12 @@ from ligermodels.kernels.activations.plain_activation import plain_activation
 from ligermodels.kernels.attention.qk_norm_rope import qk_norm_rope
 from ligermodels.kernels.attention.qkv_heads import split_all_heads, split_heads
 from ligermodels.kernels.attention.rope import rope_
-from ligermodels.kernels.decoding.cache_write import CacheSlots, write_cache
+from ligermodels.kernels.decoding.cache_write import (
+    CacheSlots,
+    qk_norm_rope_write_cache,
+    rope_write_cache_,
+    write_cache,
+)
 from ligermodels.kernels.decoding.few_rows_experts import FEW_TOKENS, few_rows_experts
 from ligermodels.kernels.decoding.few_rows_linear import (
     FEW_ROWS,
@@ -26,7 +31,6 @@ from ligermodels.kernels.decoding.few_rows_linear import (
     few_rows_linear,
     few_rows_norm_linear,
 )
-from ligermodels.kernels.decoding.rope_cache_write import qk_norm_rope_write_cache, rope_write_cache_
 from ligermodels.kernels.dispatch import is_traced, runs_kernels
 from ligermodels.kernels.linear.linear import (
     LowRank,

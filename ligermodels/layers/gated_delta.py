@@ -130,4 +130,4 @@ def delta_or_attention(config: GatedDeltaConfig, index: int, delta: type[GatedDe
     """What mixes the tokens of block `index`: linear attention, or attention with an output gate."""
     if config.is_linear(index):
         return delta(config)
-    return GatedQKNormAttention(config, qkv_bias=config.attention_bias, o_bias=config.attention_bias)
+    return GatedQKNormAttention(config, **config.attention_biases)

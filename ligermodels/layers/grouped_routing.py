@@ -1,21 +1,48 @@
-"""Models whose experts are chosen within groups by sigmoid scores, with GLM-4.5's names, which DeepSeek-V3 has too.
+"""Models with routed experts, of which the Hub has every expert's projections apart; no family is known here.
 
-The first layers are dense. The layers that predict further tokens, behind the last layer, are kept, not computed. Must
-not know any family: each one subclasses `GroupedRoutingLM` and says what its attention is.
+Those that choose experts within groups by sigmoid scores have GLM-4.5's names, which DeepSeek-V3 has too. Their first
+layers are dense. The layers that predict further tokens, behind the last layer, are kept, not computed. Each family
+subclasses `GroupedRoutingLM` and says what its attention is.
 """
+
+from typing import ClassVar
 
 from ligermodels.configs.features import GroupedRoutingConfig
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.moe import MoE, SigmoidRouter
-from ligermodels.weights.mapping import KeptLayers, Rename, Rule, packed_gate_up, packed_qkv, stacked_experts
+from ligermodels.weights.mapping import (
+    KeptLayers,
+    Rename,
+    Rule,
+    packed_gate_up,
+    packed_projections,
+    packed_qkv,
+    stacked_experts,
+)
 
 
-class GroupedRoutingLM(CausalLM):
+class ExpertsLM(CausalLM):
+    """Experts one by one in files, in a layout whose other rules are `shared_rules`."""
+
+    expert_names: ClassVar = ("mlp.experts", "gate_proj", "up_proj", "down_proj")
+
+    def shared_rules(self) -> tuple[Rule, ...]:
+        """The rules of everything but the routed experts."""
+        return packed_projections(self.config)
+
+    def weight_rules(self) -> tuple[Rule, ...]:
+        return (*self.shared_rules(), *stacked_experts(*self.expert_names))
+
+    def other_weight_rules(self) -> tuple[tuple[Rule, ...], ...]:
+        """The names that transformers 5 has in memory, where experts are stacked as they are here."""
+        return (self.shared_rules(),)
+
+
+class GroupedRoutingLM(ExpertsLM):
     config: GroupedRoutingConfig
 
     def feed_forward(self, config: GroupedRoutingConfig, index: int) -> GatedMLP | MoE:
-        """The feed-forward layer of block `index`."""
         if not config.is_sparse(index):
             return GatedMLP(config)
         router = SigmoidRouter(
@@ -29,21 +56,12 @@ class GroupedRoutingLM(CausalLM):
         )  # fmt: skip
 
     def attention_rule(self) -> Rule:
-        """How the packed projection of attention is built."""
         return packed_qkv(self.config)
 
     def shared_rules(self) -> tuple[Rule, ...]:
-        """The rules of everything but the routed experts."""
         hub, ours = "model.layers.{}.mlp.shared_experts", "model.layers.{}.mlp.shared_expert"
         shared = Rename(hub, ours, (packed_gate_up("mlp.shared_expert"),))
         return self.attention_rule(), packed_gate_up(), shared
-
-    def weight_rules(self) -> tuple[Rule, ...]:
-        return (*self.shared_rules(), *stacked_experts("mlp.experts", "gate_proj", "up_proj", "down_proj"))
-
-    def other_weight_rules(self) -> tuple[tuple[Rule, ...], ...]:
-        """The names that transformers 5 has in memory, where experts are stacked as they are here."""
-        return (self.shared_rules(),)
 
     def kept_layers(self) -> KeptLayers:
         """Names the layers that predict further tokens."""

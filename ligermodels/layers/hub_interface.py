@@ -70,7 +70,6 @@ class HubInterface(nn.Module):
         self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **options)
 
     def activation_checkpointing_disable(self) -> None:
-        """Undoes `checkpoint_activations`."""
         for block in self.blocks:
             block.keep_activations()
 

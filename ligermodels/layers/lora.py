@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels.kernels.linear.linear import Columns, LowRank, low_rank_update
-from ligermodels.kernels.moe.grouped_low_rank import GroupedLowRank
+from ligermodels.kernels.moe.grouped_gemm import GroupedLowRank
 from ligermodels.kernels.quant.quantised_weight import Weight
 from ligermodels.weights.module import LowRankModule
 from ligermodels.weights.sharding import copy_local_shard

@@ -6,7 +6,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ligermodels.generation.cache import Kept
+from ligermodels.generation.cache import Kept, PerToken
+from ligermodels.kernels.attention.attention import packed_attention_name
 from ligermodels.layers.inputs import Positions
 from ligermodels.layers.norm import PreNorm
 from ligermodels.layers.packed import PackingModule
@@ -31,12 +32,7 @@ class Mixer(PackingModule, ABC):
 
     @abstractmethod
     def forward(
-        self,
-        norm: PreNorm | None,
-        x: Tensor,
-        residual: Tensor | None,
-        positions: Positions,
-        cache: Any,
+        self, norm: PreNorm | None, x: Tensor, residual: Tensor | None, positions: Positions, cache: Any
     ) -> tuple[Tensor, Tensor]:
         """x, residual [B, T, H] -> (output [B, T, H], residual stream x + residual [B, T, H]).
 
@@ -66,6 +62,25 @@ class Mixer(PackingModule, ABC):
     @abstractmethod
     def implementation(self, device: torch.device, dtype: torch.dtype) -> str:
         """What computes packed documents there, for reports."""
+
+
+class AttentionMixer(Mixer):
+    """Base class of attention over the earlier tokens' keys and values, in heads of D elements."""
+
+    name_in_block = "self_attn"
+    head_dim: int
+    num_key_value_heads: int
+    softcap: float | None = None
+
+    @property
+    def score_width(self) -> int:
+        return 2 * self.num_heads * self.head_dim
+
+    def kept(self) -> PerToken:
+        return PerToken(2 * self.num_key_value_heads * self.head_dim, self.window)
+
+    def implementation(self, device: torch.device, dtype: torch.dtype) -> str:
+        return packed_attention_name(device, dtype, self.head_dim, self.softcap)
 
 
 def mean_attended_keys(length: int, window: int | None) -> float:

@@ -13,10 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from ligermodels.configs.base import Config
+from ligermodels.configs.features import SparseStepConfig
 from ligermodels.kernels.collectives import sum_gradient
 from ligermodels.kernels.linear.fp32_linear import fp32_linear
-from ligermodels.kernels.moe.expert_exchange import experts_on_ranks
 from ligermodels.kernels.moe.experts import experts, route, route_by_sigmoid
+from ligermodels.kernels.moe.permute import experts_on_ranks
 from ligermodels.kernels.quant.quantised_weight import QuantisedWeight, WeightLayout
 from ligermodels.layers.fused import add_then_norm, routed_experts
 from ligermodels.layers.lora import GroupedUpdate, reset_lora
@@ -306,3 +307,8 @@ def load_balancing_loss(
     tokens = mean(counted.mean(0)).clamp(min=torch.finfo(counted.dtype).tiny)  # a rank may have padding alone
     chosen, probability = (mean((counted * values).mean(0)) / tokens for values in (chosen, probability))
     return num_experts * (chosen * probability).sum()
+
+
+def experts_or_mlp(config: SparseStepConfig, index: int, **options: Any) -> MoE | GatedMLP:
+    """The feed-forward layer of block `index`. options: of `MoE`, beside its sizes."""
+    return MoE(config, **options, **config.expert_sizes) if config.is_sparse(index) else GatedMLP(config)

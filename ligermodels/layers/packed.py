@@ -241,7 +241,6 @@ def add_parts(parent: PackingModule, name: str, rows: dict[str, slice]) -> None:
 
 
 def take_apart_trained(model: nn.Module) -> None:
-    """Takes those packed linears apart of which a parameter is trained."""
     for module in model.modules():
         if isinstance(module, PackedLinear) and any(parameter.requires_grad for parameter in module.parameters()):
             module.take_apart()

@@ -1,4 +1,4 @@
-"""Layers whose memory of earlier tokens is a state: their sequences, and the ops on them with and without a cache.
+"""Layers whose memory of earlier tokens is a state: their sequences, the ops on them, gated short convolutions.
 
 Such a layer numbers its states from 0. Without a cache a state is zero where a row or packed document starts.
 """
@@ -8,14 +8,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ligermodels.generation.cache import LayerStates, StateCall, StateStep
+from ligermodels.configs.hybrid import ShortConvConfig
+from ligermodels.generation.cache import LayerStates, PerRow, StateCall, StateStep
 from ligermodels.kernels.linear_attention.causal_conv import causal_conv, causal_conv_state
 from ligermodels.kernels.linear_attention.causal_conv_step import causal_conv_step_
-from ligermodels.kernels.linear_attention.gated_delta_rule import gated_delta_rule
-from ligermodels.kernels.linear_attention.gated_delta_step import gated_delta_step_
-from ligermodels.kernels.linear_attention.mamba2_scan import mamba2_scan
-from ligermodels.kernels.linear_attention.mamba2_step import mamba2_step_
+from ligermodels.kernels.linear_attention.gated_delta_rule import gated_delta_rule, gated_delta_step_
+from ligermodels.kernels.linear_attention.mamba2_scan import mamba2_scan, mamba2_step_
+from ligermodels.layers.attention import QKNormAttention
+from ligermodels.layers.fused import apply_linear, norm_then_linear
 from ligermodels.layers.inputs import Positions
+from ligermodels.layers.mixer import Mixer
+from ligermodels.layers.norm import PreNorm
 
 
 class Uncached(NamedTuple):
@@ -106,3 +109,34 @@ def state_space(
     if not isinstance(call, Uncached):
         call.store(number, after)
     return y.view(*shape, -1)
+
+
+class ShortConv(Mixer):
+    """Weights: in_proj [3 H, H], the rows of B, C, u; conv over H channels; out_proj [H, H]; biases in all or none."""
+
+    name_in_block = "conv"
+
+    def __init__(self, config: ShortConvConfig) -> None:
+        super().__init__()
+        self.hidden_size = hidden = config.hidden_size
+        self.in_proj = nn.Linear(hidden, 3 * hidden, bias=config.conv_bias)
+        self.conv = CausalConv(hidden, config.conv_L_cache, 0, activation=None, bias=config.conv_bias)
+        self.out_proj = nn.Linear(hidden, hidden, bias=config.conv_bias)
+
+    def forward(
+        self, norm: PreNorm | None, x: Tensor, residual: Tensor | None, positions: Positions, cache: LayerStates | None
+    ) -> tuple[Tensor, Tensor]:
+        projected, residual = norm_then_linear(norm, self.in_proj, x, residual)
+        b, c, u = projected.chunk(3, -1)
+        return apply_linear(self.out_proj, c * self.conv(b * u, begin(x, positions, cache))), residual
+
+    def kept(self) -> PerRow:
+        return PerRow(self.hidden_size * (self.conv.weight.shape[2] - 1))
+
+    def implementation(self, device: torch.device, dtype: torch.dtype) -> str:
+        return "short convolution"
+
+
+def conv_or_attention(config: ShortConvConfig, index: int) -> Mixer:
+    """What mixes the tokens of block `index`."""
+    return ShortConv(config) if config.is_conv(index) else QKNormAttention(config)

@@ -7,7 +7,7 @@ for each token); the caller divides it by the number of units in the step. docs/
 from ligermodels.losses.advantages import group_advantages, reward_table, rloo_advantages
 from ligermodels.losses.divergences import divergence, top_k_divergence
 from ligermodels.losses.judged import JudgedLoss, kto, kto_kl_sum, kto_z
-from ligermodels.losses.pairs import PairLoss, pair_sums
+from ligermodels.losses.pairs import PairLoss, RewardLoss, pair_sums, reward
 from ligermodels.losses.policy import bnpo, cispo, dapo, dr_grpo, gmpo, grpo, luspo, rloo, sapo, vespo
 from ligermodels.losses.policy_weights import (
     clipped_tokens,
@@ -22,47 +22,12 @@ from ligermodels.losses.policy_weights import (
 )
 from ligermodels.losses.preference import dpo
 from ligermodels.losses.reference_free import cpo, orpo, simpo
-from ligermodels.losses.reward_model import RewardLoss, reward
 from ligermodels.losses.segments import per_token, segment_means, segment_sums
 
 __all__ = [
-    "JudgedLoss",
-    "PairLoss",
-    "RewardLoss",
-    "bnpo",
-    "cispo",
-    "clipped_tokens",
-    "cpo",
-    "dapo",
-    "divergence",
-    "dpo",
-    "dr_grpo",
-    "entropy_sum",
-    "gmpo",
-    "group_advantages",
-    "grpo",
-    "importance_ratios",
-    "kl_penalty",
-    "kto",
-    "kto_kl_sum",
-    "kto_z",
-    "luspo",
-    "next_entropy_coef",
-    "off_policy_mask",
-    "orpo",
-    "pair_sums",
-    "per_token",
-    "reward",
-    "reward_table",
-    "rloo",
-    "rloo_advantages",
-    "sampler_log_weights",
-    "sampler_weights",
-    "sapo",
-    "segment_means",
-    "segment_sums",
-    "simpo",
-    "top_entropy_mask",
-    "top_k_divergence",
-    "vespo",
-]
+    "JudgedLoss", "PairLoss", "RewardLoss", "bnpo", "cispo", "clipped_tokens", "cpo", "dapo", "divergence", "dpo",
+    "dr_grpo", "entropy_sum", "gmpo", "group_advantages", "grpo", "importance_ratios", "kl_penalty", "kto",
+    "kto_kl_sum", "kto_z", "luspo", "next_entropy_coef", "off_policy_mask", "orpo", "pair_sums", "per_token",
+    "reward", "reward_table", "rloo", "rloo_advantages", "sampler_log_weights", "sampler_weights", "sapo",
+    "segment_means", "segment_sums", "simpo", "top_entropy_mask", "top_k_divergence", "vespo",
+]  # fmt: skip

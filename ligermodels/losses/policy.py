@@ -286,7 +286,6 @@ def _clipped_terms(
     delta: float | None = None,
     **added: Unpack[Added],
 ) -> Tensor:
-    """The terms of tokens of `grpo`, from their ratios."""
     terms = _clipped(ratios, _of_tokens(advantages, cu_seqlens, ratios), epsilon, epsilon_high, delta)
     return _total(terms, **added)
 

@@ -25,14 +25,14 @@ from ligermodels.layers.moe import LoRAExperts, MoE
 from ligermodels.memory.blocks import (
     beside_recomputed,
     beside_saved,
+    loss_bytes,
     saved_beside_rows,
     saved_by_block,
     saved_by_exchanges,
     saved_by_patch,
     saved_of_updates,
 )
-from ligermodels.memory.head import loss_bytes
-from ligermodels.vision.cross_attention import CrossAttention
+from ligermodels.vision.mllama import CrossAttention
 from ligermodels.vision.multimodal import ImageParts
 from ligermodels.weights.module import QuantisedModule, named_weights
 
@@ -173,7 +173,7 @@ def training_memory(
     patches: of the images of a micro-batch.
     context: number of ranks that share the tokens of a micro-batch (context parallelism).
     expert_ranks: number of ranks over which routed experts are distributed (expert parallelism).
-    head_op: the op of the head and its loss, as for `memory.head.loss_bytes`.
+    head_op: the op of the head and its loss, as for `memory.blocks.loss_bytes`.
     low_memory_loss: as that of `LMHead`.
     step_in_backward: parameters are updated, and their gradients freed, during backward.
     micro_batches: of a step of one rank. From the second one on, all gradients exist beside all activations.
@@ -293,7 +293,6 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def distributed_experts(model: nn.Module) -> set[Tensor]:
-    """The parameters that expert parallelism distributes."""
     layers = (module.experts for module in model.modules() if isinstance(module, MoE))
     bases = (experts.base_layer if isinstance(experts, LoRAExperts) else experts for experts in layers)
     return {parameter for experts in bases for parameter in experts.parameters()}

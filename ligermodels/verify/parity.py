@@ -178,7 +178,6 @@ class Example:
 
     @property
     def our_inputs(self) -> dict[str, Tensor]:
-        """The arguments of our model for images."""
         return self.images | ({"token_type_ids": self.token_types(self.ids)} if self.sees_prompt_ahead else {})
 
     @property
@@ -219,7 +218,6 @@ def hub_layouts(model: CausalLM) -> list[HubLayout]:
 
 
 def our_gradients(model: nn.Module, layout: HubLayout) -> Measured:
-    """The gradients of our model, by Hub name."""
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             yield from split(parameter.grad, layout[name])
@@ -314,7 +312,6 @@ def bf16_checks(ours: Errors, plain: Errors, routed: bool) -> Iterator[Check]:
 
 
 def greedy_check(ours: list[int], theirs: list[int], new_tokens: int) -> Check:
-    """The check that greedy decoding gives the same tokens."""
     equal = next((place for place, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1]), new_tokens)
     return Check(
         "greedy tokens", equal == new_tokens, f"the first {equal} of {new_tokens} are equal",

@@ -1,4 +1,4 @@
-"""Pictures of one size: which tokens stand for each, and the names and the blocks of the towers that encode them.
+"""Pictures of one size: which tokens stand for each, and the names of the towers that encode them.
 
 Every picture has the same number of tokens.
 """
@@ -9,41 +9,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels.configs.vision import PictureConfig
 from ligermodels.errors import InputError
-from ligermodels.layers.attention import Attention
-from ligermodels.layers.block import DecoderLayer
-from ligermodels.layers.mlp import MLP
-from ligermodels.vision.hub_names import WrappedNames
-from ligermodels.vision.image_placer import Images, PixelPlacer
+from ligermodels.vision.hub_names import PackedNames, WrappedNames
+from ligermodels.vision.image_placer import Documents, Images, PixelPlacer, TokenGrid, place_images
 from ligermodels.vision.patch_positions import Grid, PatchLayout, class_token_layout
-from ligermodels.vision.token_places import Documents, TokenGrid, place_images
-from ligermodels.weights.mapping import Concat, Rename, Rule
 
 LAYER = "encoder.layers.{}"
-# Names below the tower: ours -> those on the Hub.
-TOWER_NAMES = {
-    "class_embedding": "embeddings.class_embedding",
-    "patch_embed": "embeddings.patch_embedding",
-    "pos_embed": "embeddings.position_embedding",
-    "first_norm": "pre_layrnorm",
-    "norm": "post_layernorm",
-    "blocks.{}.input_layernorm": f"{LAYER}.layer_norm1",
-    "blocks.{}.post_attention_layernorm": f"{LAYER}.layer_norm2",
-    "blocks.{}.self_attn.o_proj": f"{LAYER}.self_attn.out_proj",
-    "blocks.{}.mlp.up_proj": f"{LAYER}.mlp.fc1",
-    "blocks.{}.mlp.down_proj": f"{LAYER}.mlp.fc2",
+# Names of a tower of CLIP's kind: ours -> those on the Hub, below the tower.
+PICTURE_TOWER: PackedNames = {
+    "visual.class_embedding": "embeddings.class_embedding",
+    "visual.patch_embed": "embeddings.patch_embedding",
+    "visual.pos_embed": "embeddings.position_embedding",
+    "visual.first_norm": "pre_layrnorm",
+    "visual.norm": "post_layernorm",
+    "visual.blocks.{}.input_layernorm": f"{LAYER}.layer_norm1",
+    "visual.blocks.{}.post_attention_layernorm": f"{LAYER}.layer_norm2",
+    "visual.blocks.{}.self_attn.qkv_proj": tuple(f"{LAYER}.self_attn.{part}_proj" for part in "qkv"),
+    "visual.blocks.{}.self_attn.o_proj": f"{LAYER}.self_attn.out_proj",
+    "visual.blocks.{}.mlp.up_proj": f"{LAYER}.mlp.fc1",
+    "visual.blocks.{}.mlp.down_proj": f"{LAYER}.mlp.fc2",
 }
-
-
-def picture_tower_rules(hub: str) -> tuple[Rule, ...]:
-    """The rules of `visual`, a tower of CLIP's kind whose name on the Hub is `hub`."""
-    heads = tuple(f"{hub}.{LAYER}.self_attn.{part}_proj" for part in "qkv")
-    renamed = (Rename(f"{hub}.{theirs}", f"visual.{ours}") for ours, theirs in TOWER_NAMES.items())
-    return Concat("visual.blocks.{}.self_attn.qkv_proj", heads), *renamed
-
-
-PICTURE_NAMES = WrappedNames(picture_tower_rules, LAYER, ("vision_tower.vision_model", "vision_tower"))
+PICTURE_NAMES = WrappedNames(PICTURE_TOWER, LAYER, ("vision_tower.vision_model", "vision_tower"))
 
 
 class PicturePlacer(PixelPlacer):
@@ -99,16 +85,6 @@ class ClipPlacer(PicturePlacer):
             "image_processor_type": self.image_processor_type, "size": {"shortest_edge": side},
             "crop_size": {"height": side, "width": side},
         }, text  # fmt: skip
-
-
-def picture_blocks(config: PictureConfig) -> list[DecoderLayer]:
-    """The computed blocks of a tower of CLIP's kind."""
-
-    def block() -> DecoderLayer:
-        attention = Attention(config, qkv_bias=True, o_bias=True, rope=None)
-        return DecoderLayer(config, attention, MLP(config, bias=True))
-
-    return [block() for _ in range(config.computed_blocks)]
 
 
 def picture_patches(pixels: Tensor, patch: int, side: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Names of checkpoints that hold a text model with an image side, computed or kept."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -35,6 +35,17 @@ class TextPartModel(CausalLM):
         return self.layouts()[1:]
 
 
+PackedNames = Mapping[str, str | tuple[str, ...]]  # a name here -> the Hub's, or those of the parts that it packs
+
+
+def renaming(names: PackedNames, outer: str) -> tuple[Rule, ...]:
+    """The rules of these names, with `outer` before those of the Hub."""
+    return tuple(
+        Rename(outer + hub, ours) if isinstance(hub, str) else Concat(ours, tuple(outer + part for part in hub))
+        for ours, hub in names.items()
+    )
+
+
 class ImageNames(Protocol):
     """The names of a checkpoint of a text model with an image side."""
 
@@ -54,25 +65,16 @@ class ImageNames(Protocol):
 class NamesBesideText:
     """Names of a tower and a projector that stand beside the text model.
 
-    image_names: our names of tower and projector -> the Hub's, or those of its parts.
+    image_names: of tower and projector.
     places: for each layout the name of the text model, and what is before the names of tower and projector.
     """
 
-    image_names: Mapping[str, str | tuple[str, ...]]
+    image_names: PackedNames
     places: tuple[tuple[str, str], ...]
 
     def layouts(self, text_rules: tuple[Rule, ...]) -> tuple[tuple[Rule, ...], ...]:
         return tuple(
-            (
-                Rename(text, "model", text_rules),
-                *(
-                    Rename(outer + hub, ours)
-                    if isinstance(hub, str)
-                    else Concat(ours, tuple(outer + part for part in hub))
-                    for ours, hub in self.image_names.items()
-                ),
-            )
-            for text, outer in self.places
+            (Rename(text, "model", text_rules), *renaming(self.image_names, outer)) for text, outer in self.places
         )
 
     def kept_tensors(self, vision: VisionConfig) -> tuple[str, ...]:
@@ -83,15 +85,15 @@ class NamesBesideText:
 class WrappedNames:
     """Names of a text model, a tower and a projector inside a wrapper.
 
-    tower_rules: returns the rules of `visual`, whose name on the Hub it is given.
-    block: the pattern of the names of the tower's blocks, below the tower.
+    tower: names below the tower on the Hub.
+    block: the pattern of the names of its blocks there.
     towers: the Hub's names of the tower: that of published checkpoints, then those that transformers 5 writes for a new
     model.
     projector_rules: the rules of the projector in the Hub's layout, under its name here.
     kept: name patterns, below the tower, of tensors that the features do not depend on, beside those of later blocks.
     """
 
-    tower_rules: Callable[[str], tuple[Rule, ...]]
+    tower: PackedNames
     block: str
     towers: tuple[str, ...] = ("vision_tower",)
     projector_rules: tuple[Rule, ...] = ()
@@ -108,7 +110,7 @@ class WrappedNames:
             Rename(text, "model", text_rules),
             *(() if outer else (Rename("language_model.lm_head", "lm_head"),)),
             Rename(f"{outer}multi_modal_projector", "projector", self.projector_rules),
-            *self.tower_rules(outer + tower),
+            *renaming(self.tower, f"{outer}{tower}."),
         )
 
     def kept_tensors(self, vision: VisionConfig) -> tuple[str, ...]:

@@ -27,7 +27,6 @@ class Grid(NamedTuple):
         return self.t * self.h * self.w
 
     def merged(self, side: int) -> "Grid":
-        """The grid of features, each of side × side patches."""
         return Grid(self.t, self.h // side, self.w // side)
 
 

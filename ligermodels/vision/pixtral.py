@@ -10,48 +10,35 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ligermodels.configs.pixtral import PixtralVisionConfig
+from ligermodels.configs.vision import PixtralVisionConfig
 from ligermodels.errors import InputError
-from ligermodels.layers.attention import Attention
-from ligermodels.layers.block import DecoderLayer
 from ligermodels.layers.fused import add_then_norm, apply_linear
 from ligermodels.layers.mlp import GatedMLP
 from ligermodels.layers.norm import RMSNorm
 from ligermodels.vision.fixed_size import picture_patches
-from ligermodels.vision.hub_names import WrappedNames
-from ligermodels.vision.image_placer import Images, PixelPlacer
+from ligermodels.vision.hub_names import PackedNames, WrappedNames
+from ligermodels.vision.image_placer import Documents, Images, PixelPlacer, TokenGrid, place_images
 from ligermodels.vision.patch_positions import Grid
-from ligermodels.vision.token_places import Documents, TokenGrid, place_images
-from ligermodels.vision.tower import LinearProjector, VisionTower
-from ligermodels.weights.mapping import Concat, Rename, Rule
+from ligermodels.vision.tower import LinearProjector, VisionTower, vision_blocks
 
 PIXTRAL_BLOCK = "transformer.layers.{}"
 # Names of the tower: ours -> those on the Hub, below the tower.
-PIXTRAL_TOWER = {
+PIXTRAL_TOWER: PackedNames = {
     "visual.patch_embed": "patch_conv",
     "visual.first_norm": "ln_pre",
     "visual.blocks.{}.input_layernorm": f"{PIXTRAL_BLOCK}.attention_norm",
     "visual.blocks.{}.post_attention_layernorm": f"{PIXTRAL_BLOCK}.ffn_norm",
+    "visual.blocks.{}.self_attn.qkv_proj": tuple(f"{PIXTRAL_BLOCK}.attention.{part}_proj" for part in "qkv"),
     "visual.blocks.{}.self_attn.o_proj": f"{PIXTRAL_BLOCK}.attention.o_proj",
+    "visual.blocks.{}.mlp.gate_up_proj": tuple(f"{PIXTRAL_BLOCK}.feed_forward.{x}_proj" for x in ("gate", "up")),
     "visual.blocks.{}.mlp.down_proj": f"{PIXTRAL_BLOCK}.feed_forward.down_proj",
 }
+PIXTRAL_NAMES = WrappedNames(PIXTRAL_TOWER, PIXTRAL_BLOCK)
 
 
 def pixtral_tower(config: PixtralVisionConfig) -> VisionTower:
-    blocks = [DecoderLayer(config, Attention(config), GatedMLP(config)) for _ in range(config.computed_blocks)]
+    blocks = vision_blocks(config, GatedMLP, bias=False)
     return VisionTower(config, blocks, first_norm=True, joined=config.joined_blocks)
-
-
-def pixtral_tower_rules(hub: str) -> tuple[Rule, ...]:
-    """The rules of `visual`, a tower whose name on the Hub is `hub`."""
-    heads = tuple(f"{hub}.{PIXTRAL_BLOCK}.attention.{part}_proj" for part in "qkv")
-    gate_up = tuple(f"{hub}.{PIXTRAL_BLOCK}.feed_forward.{part}_proj" for part in ("gate", "up"))
-    renamed = (Rename(f"{hub}.{theirs}", ours) for ours, theirs in PIXTRAL_TOWER.items())
-    packed = {"self_attn.qkv_proj": heads, "mlp.gate_up_proj": gate_up}
-    return *(Concat(f"visual.blocks.{{}}.{ours}", theirs) for ours, theirs in packed.items()), *renamed
-
-
-PIXTRAL_NAMES = WrappedNames(pixtral_tower_rules, PIXTRAL_BLOCK)
 
 
 class PixtralPlacer(PixelPlacer):

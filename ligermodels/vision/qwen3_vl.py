@@ -7,14 +7,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ligermodels.configs.qwen3_vl import Qwen3VisionConfig
-from ligermodels.layers.attention import Attention
-from ligermodels.layers.block import DecoderLayer
+from ligermodels.configs.qwen_vl import Qwen3VisionConfig
 from ligermodels.layers.mlp import MLP
 from ligermodels.vision.hub_names import NamesBesideText
 from ligermodels.vision.image_placer import GridPlacer
 from ligermodels.vision.patch_positions import Grid, PatchLayout, patch_layout
-from ligermodels.vision.tower import VisionTower
+from ligermodels.vision.tower import VisionTower, vision_blocks
 
 BLOCK, MERGER = "visual.blocks.{}", "visual.merger"
 # Ours -> those on the Hub, without the feed-forward layers.
@@ -56,9 +54,5 @@ class Qwen3Placer(GridPlacer):
 
 
 def qwen3_tower(config: Qwen3VisionConfig) -> VisionTower:
-    blocks = [
-        DecoderLayer(config, Attention(config, qkv_bias=True, o_bias=True), MLP(config, bias=True))
-        for _ in range(config.num_hidden_layers)
-    ]
     table, tapped = config.num_position_embeddings, config.deepstack_visual_indexes
-    return VisionTower(config, blocks, patch_bias=True, table=table, tapped=tapped)
+    return VisionTower(config, vision_blocks(config, MLP, bias=True), patch_bias=True, table=table, tapped=tapped)

@@ -11,25 +11,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ligermodels.configs.idefics3 import Idefics3VisionConfig
-from ligermodels.configs.vision import VisionConfig
+from ligermodels.configs.vision import Idefics3VisionConfig
 from ligermodels.errors import InputError
 from ligermodels.kernels.attention.shared_keys import SharedKeys
 from ligermodels.layers.fused import apply_linear
-from ligermodels.vision.fixed_size import PicturePlacer, picture_patches, picture_tower_rules
-from ligermodels.vision.image_placer import Images
-from ligermodels.vision.patch_positions import (
-    Grid,
-    PatchLayout,
-    TableReads,
-    make_spans,
-    offsets_from,
-    patch_positions,
-)
-from ligermodels.vision.token_places import Documents, TokenGrid, place_images
-from ligermodels.weights.mapping import Rename, Rule
+from ligermodels.vision.fixed_size import PICTURE_TOWER, PicturePlacer, picture_patches
+from ligermodels.vision.hub_names import NamesBesideText, PackedNames
+from ligermodels.vision.image_placer import Documents, Images, TokenGrid, place_images
+from ligermodels.vision.patch_positions import Grid, PatchLayout, TableReads, make_spans, offsets_from, patch_positions
 
-TOWER, CONNECTOR, TEXT = "model.vision_model", "model.connector.modality_projection", "model.text_model"
+TILE_TOWER: PackedNames = {
+    ours: f"vision_model.{hub}" if isinstance(hub, str) else tuple(f"vision_model.{part}" for part in hub)
+    for ours, hub in PICTURE_TOWER.items()
+}
+TILE_NAMES = NamesBesideText(
+    {"projector": "connector.modality_projection", **TILE_TOWER}, (("model.text_model", "model."),)
+)
 
 
 class SquareProjector(nn.Module):
@@ -45,17 +42,6 @@ class SquareProjector(nn.Module):
     def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """The tower's normed output [1, P, E] -> features [N, D]."""
         return apply_linear(self.proj, x.view(-1, self.proj.in_features))
-
-
-class TileNames:
-    """The names of a checkpoint of Idefics 3."""
-
-    def layouts(self, text_rules: tuple[Rule, ...]) -> tuple[tuple[Rule, ...], ...]:
-        text = Rename(TEXT, "model", text_rules)
-        return ((text, Rename(CONNECTOR, "projector"), *picture_tower_rules(TOWER)),)
-
-    def kept_tensors(self, vision: VisionConfig) -> tuple[str, ...]:
-        return ()
 
 
 class TilePlacer(PicturePlacer):

@@ -18,15 +18,14 @@ from torch.utils._pytree import tree_map_only
 from ligermodels.configs.mllama import MllamaConfig
 from ligermodels.errors import InputError
 from ligermodels.generation.image_features import CrossFeatures, CrossPrompt, TileSpan, cross_features
-from ligermodels.layers.decoder import CausalLMOutput
+from ligermodels.layers.decoder import IGNORE_INDEX, CausalLMOutput
 from ligermodels.layers.packed import name_parts
+from ligermodels.vision.image_placer import Documents, documents_of
+from ligermodels.vision.mllama import TiledVisionTower, TileLayout, tile_layout
 from ligermodels.vision.multimodal import ImageParts, is_trained
-from ligermodels.vision.tiled_vision import TiledVisionTower, TileLayout, tile_layout
-from ligermodels.vision.token_places import Documents, documents_of
 from ligermodels.weights.sharding import is_sharded
 
 TILE_INPUTS = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask", "cross_attention_mask")
-UNSUPERVISED = -100
 Tiles = tuple[int, ...]
 SQUARE_RATIO = 6  # of aspect_ratio_ids: two rows of two tiles
 
@@ -107,7 +106,7 @@ class TiledVisionLanguageModel(ImageParts):
         pixels = {name: x for name, x in zip(TILE_INPUTS, every, strict=True) if x is not None}
         input_ids, inputs = self.with_features(input_ids, images, pixels, **inputs)
         if labels is not None:  # the image token has no row of the head
-            labels = labels.masked_fill(labels >= self.config.vocab_size, UNSUPERVISED)
+            labels = labels.masked_fill(labels >= self.config.vocab_size, IGNORE_INDEX)
         return super().forward(input_ids, labels, **inputs)
 
     def with_features(
@@ -279,7 +278,7 @@ class TiledVisionLanguageModel(ImageParts):
             places = documents.places[first:stop]
             row = int(places[0]) // documents.shape[1]
             blind = tuple(tiles[row].flatten().tolist()) if every else ()
-            inside = spans_of_mask(as_mask(mask.flatten(0, 1)[places]), tiles[row].flatten().tolist(), blind)
+            inside = spans_of_mask(mask.flatten(0, 1)[places].flatten(1) > 0, tiles[row].flatten().tolist(), blind)
             spans += [moved(span, int(places[span.first])) for span in inside]
             last.append(inside[-1].tiles)
         return spans, last
@@ -309,8 +308,3 @@ def spans_of_mask(mask: Tensor, tiles: Sequence[int], blind: Tiles) -> list[Tile
 
 def moved(span: TileSpan, place: int) -> TileSpan:
     return span._replace(first=place)
-
-
-def as_mask(values: Tensor) -> Tensor:
-    """The columns [T, images, tiles] of a mask as [T, images tiles], bool."""
-    return values.flatten(1) > torch.zeros((), dtype=values.dtype)

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from ligermodels.configs.rope import FULL_ATTENTION
 from ligermodels.configs.vision import VisionConfig
 from ligermodels.kernels.dispatch import widen
-from ligermodels.layers.block import Block
+from ligermodels.layers.attention import Attention
+from ligermodels.layers.block import Block, DecoderLayer
 from ligermodels.layers.fused import activation_then_linear, add_then_norm, apply_linear
 from ligermodels.layers.inputs import Positions, Sequences
+from ligermodels.layers.mlp import MLP, GatedMLP
 from ligermodels.layers.norm import LayerNorm, hidden_norm
 from ligermodels.layers.rope import rotary_embedding
 from ligermodels.vision.patch_positions import PatchLayout
@@ -101,6 +103,17 @@ class VisionTower(nn.Module):
         if self.norm is not None:
             x, residual = add_then_norm(self.norm, x, residual)[0], None
         return TowerOutput(x, residual, [states[index] for index in sorted(self.tapped)])
+
+
+def vision_blocks(
+    config: VisionConfig, mlp: type[GatedMLP] | type[MLP], *, bias: bool, rope: str | None = FULL_ATTENTION
+) -> list[DecoderLayer]:
+    """The computed blocks of a tower. bias: in all linears or in none. rope: as that of `Attention`."""
+
+    def block() -> DecoderLayer:
+        return DecoderLayer(config, Attention(config, qkv_bias=bias, o_bias=bias, rope=rope), mlp(config, bias=bias))
+
+    return [block() for _ in range(config.computed_blocks)]
 
 
 class PatchMerger(nn.Module):

@@ -1,15 +1,17 @@
-"""What an export copies byte for byte from the checkpoint that a model was loaded from.
+"""Which safetensors files an export has, and what it copies byte for byte from the checkpoint that was loaded.
 
-Two kinds of tensors: those that the model does not compute, and those that are stored in another dtype than most, as
-long as the parameter still has their values. Quantised tensors are of the second kind: their scales are not unique, so
-a changed one cannot be quantised as before. If one of them has changed, none is copied, because readers expect one
-format for a whole model.
+The files are those of that checkpoint's folder, or files of our own. Tensors come in the order of the model, so that
+each parameter is gathered once, and are written to their places. Two kinds of tensors are copied: those that the model
+does not compute, and those that are stored in another dtype than most, as long as the parameter still has their values.
+Quantised tensors are of the second kind: their scales are not unique, so a changed one cannot be quantised as before.
+If one of them has changed, none is copied, because readers expect one format for a whole model.
 """
 
 import warnings
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,13 +19,15 @@ from torch import Tensor
 from ligermodels.configs.quantisation import Scaled
 from ligermodels.distributed import from_first, is_first, raise_on_all
 from ligermodels.errors import CheckpointError, InputError, printable
-from ligermodels.weights.files import open_checkpoint
+from ligermodels.units import MAX_SHARD_SIZE, size_in_bytes
+from ligermodels.weights.files import INDEX_FILE, SINGLE_FILE, header_bytes, open_checkpoint, read_weight_map
 from ligermodels.weights.loading import read_scales
 from ligermodels.weights.mapping import Piece
 from ligermodels.weights.quantised import Scale, by_element, companions, needs_scale, quantised
+from ligermodels.weights.reading import MAX_JSON_BYTES, read_bytes, safe_file
 from ligermodels.weights.stored import StoredTensor
 from ligermodels.weights.streaming import BUFFER_BYTES, Transfer, open_data_files, run_transfers
-from ligermodels.weights.writing import Blocks, Entry, failure
+from ligermodels.weights.writing import Blocks, Entry, block_bytes, failure, safetensors_header, write_json
 
 
 def source_tensors(source: str | Path | None, names: Iterable[str]) -> dict[str, StoredTensor]:
@@ -109,9 +113,101 @@ def bits(block: Tensor) -> Tensor:
 
 
 def stored_blocks(stored: StoredTensor, name: str) -> Blocks:
-    """The bytes of a stored tensor, block by block."""
     with open_data_files({stored.file}) as files:
         for start in range(0, stored.nbytes, BUFFER_BYTES):
             block = torch.empty(min(BUFFER_BYTES, stored.nbytes - start), dtype=torch.uint8, device="cpu")
             files[stored.file].read(name, [(stored.begin + start, block.numel())], block)
             yield block
+
+
+class ShardFile(NamedTuple):
+    """A file to write. begins: where each of its tensors begins, in bytes from the start of the file."""
+
+    name: str
+    header: bytes
+    begins: Mapping[str, int]
+
+
+def write_shards(
+    folder: Path, entries: Sequence[Entry], tensors: Iterator[Blocks], source: str | Path | None,
+    max_shard_size: int | None,
+) -> None:  # fmt: skip
+    """Writes one safetensors file, or several with their index: those of `source` if their tensors have these names,
+    dtypes and shapes, byte for byte where the values are the same.
+
+    entries: one for each of the `tensors`, in the same order. max_shard_size: None for that of the source's files.
+    """
+    files = own_files(entries, max_shard_size or size_in_bytes(MAX_SHARD_SIZE))
+    of_source, index_source = files_of_source(source, entries, max_shard_size), None
+    if of_source and (max_shard_size is None or len(of_source) == len(files)):
+        files, index_source = of_source, source
+    weight_map = {name: file.name for file in files for name in file.begins}
+    if set(weight_map.values()) != {SINGLE_FILE}:
+        write_shard_index(folder, entries, weight_map, index_source)
+    places = {name: begin for file in files for name, begin in file.begins.items()}
+    for file in files:
+        (folder / file.name).write_bytes(file.header)
+    for entry, blocks in zip(entries, tensors, strict=False):
+        with (folder / weight_map[entry.name]).open("r+b") as stream:
+            stream.seek(places[entry.name])
+            for block in blocks:
+                stream.write(block_bytes(block))
+
+
+def files_of_source(source: str | Path | None, entries: Iterable[Entry], limit: int | None) -> list[ShardFile]:
+    """The files of the folder; none if their tensors have other names, dtypes or shapes, or if one is too large."""
+    try:
+        checkpoint = None if source is None else open_checkpoint(source)
+    except CheckpointError:  # a folder that has no weights, or has them no more
+        return []
+    if checkpoint is None or checkpoint.converted:
+        return []
+    stored = checkpoint.tensors
+    if {Entry(name, of.dtype, of.shape) for name, of in stored.items()} != set(entries):
+        return []
+    groups: dict[Path, dict[str, int]] = defaultdict(dict)
+    sizes: dict[Path, int] = defaultdict(int)
+    for name, of in stored.items():
+        groups[of.file][name] = of.begin
+        sizes[of.file] += of.nbytes
+    if limit is not None and any(sizes[file] > limit and len(begins) > 1 for file, begins in groups.items()):
+        return []
+    return [ShardFile(file.name, header_bytes(file), begins) for file, begins in groups.items()]
+
+
+def own_files(entries: Iterable[Entry], max_shard_size: int) -> list[ShardFile]:
+    """Files with the tensors in the order in which the safetensors library writes them."""
+    shards = split_into_shards(sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.name)), max_shard_size)
+    if len(shards) == 1:
+        return [ShardFile(SINGLE_FILE, *safetensors_header(shards[0]))]
+    return [
+        ShardFile(f"model-{number:05d}-of-{len(shards):05d}.safetensors", *safetensors_header(shard))
+        for number, shard in enumerate(shards, start=1)
+    ]
+
+
+def write_shard_index(
+    folder: Path, entries: Sequence[Entry], weight_map: Mapping[str, str], source: str | Path | None
+) -> None:
+    """Writes the index; copies that of `source` if it says the same."""
+    if source is not None and read_weight_map(Path(source)) == weight_map:
+        (folder / INDEX_FILE).write_bytes(read_bytes(safe_file(Path(source), INDEX_FILE), MAX_JSON_BYTES))
+        return
+    metadata = {
+        "total_parameters": sum(torch.Size(entry.shape).numel() for entry in entries),
+        "total_size": sum(entry.nbytes for entry in entries),
+    }
+    write_json(folder / INDEX_FILE, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
+
+
+def split_into_shards(entries: Sequence[Entry], max_shard_size: int) -> list[list[Entry]]:
+    """Groups consecutive entries into shards of at most `max_shard_size` bytes; a larger entry is a shard by itself."""
+    shards: list[list[Entry]] = [[]]
+    filled = 0
+    for entry in entries:
+        if shards[-1] and filled + entry.nbytes > max_shard_size:
+            shards.append([])
+            filled = 0
+        shards[-1].append(entry)
+        filled += entry.nbytes
+    return shards

@@ -27,7 +27,7 @@ from ligermodels.kernels.quant.fp8 import FP8_BLOCK
 from ligermodels.units import size_in_bytes
 from ligermodels.weights.bitsandbytes import quantisation_config, tensors_of
 from ligermodels.weights.config_file import CONFIG_FILE, GENERATION_CONFIG_FILE, both_spellings, read_config, with_dtype
-from ligermodels.weights.copying import source_tensors, unchanged_tensors, with_copies
+from ligermodels.weights.copying import source_tensors, unchanged_tensors, with_copies, write_shards
 from ligermodels.weights.files import INDEX_FILE
 from ligermodels.weights.loading import float_dtype
 from ligermodels.weights.mapping import BASE_LAYER, Piece, Rule, foreign_adapters, plan_pieces
@@ -35,7 +35,6 @@ from ligermodels.weights.module import HubModule, LowRankModule
 from ligermodels.weights.quantised import fp8_config, fp8_tensors_of, quantised
 from ligermodels.weights.reading import safe_file
 from ligermodels.weights.sharding import full_tensor, reshard
-from ligermodels.weights.shards import write_shards
 from ligermodels.weights.stored import StoredTensor
 from ligermodels.weights.writing import Blocks, Entry, write_folder, write_json
 

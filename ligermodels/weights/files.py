@@ -17,8 +17,8 @@ from typing import Any, TypeGuard
 import torch
 
 from ligermodels.errors import CheckpointError, shorten
-from ligermodels.weights.gguf.finding import gguf_files
 from ligermodels.weights.gguf.header import read_gguf_header
+from ligermodels.weights.gguf.names import gguf_files
 from ligermodels.weights.gguf.tensors import open_gguf
 from ligermodels.weights.reading import (
     DOWNLOAD_AGAIN,

@@ -23,7 +23,6 @@ from ligermodels.configs.quantisation import Mxfp4, Nf4Weights, Scaled, read_qua
 from ligermodels.distributed import is_first
 from ligermodels.errors import CheckpointError, InputError, printable
 from ligermodels.weights.bitsandbytes import REMEDY, StoredNf4, largest_value, refuse_undeclared, split_off
-from ligermodels.weights.boxes import boxes_of, split_dimensions
 from ligermodels.weights.files import open_checkpoint, shortened
 from ligermodels.weights.mapping import KeptLayers, Piece, Rule, plan_pieces
 from ligermodels.weights.module import HubModule, StoredWeight
@@ -40,7 +39,7 @@ from ligermodels.weights.quantised import (
 )
 from ligermodels.weights.reading import DOWNLOAD_AGAIN
 from ligermodels.weights.sharding import copy_local_shard
-from ligermodels.weights.stored import FP4_DTYPE, Checkpoint, StoredTensor
+from ligermodels.weights.stored import FP4_DTYPE, Checkpoint, StoredTensor, boxes_of, split_dimensions
 from ligermodels.weights.streaming import Transfer, bit_equal, read_tensors, refuse_not_finite, run_transfers
 
 # Buffers that old checkpoints contain. Every reader recomputes them from the configuration.

@@ -22,7 +22,7 @@ from torch import Tensor
 from ligermodels.configs.base import Config
 from ligermodels.configs.features import LatentAttentionConfig
 from ligermodels.configs.hybrid import GatedDeltaConfig
-from ligermodels.weights.boxes import Shape
+from ligermodels.weights.stored import Shape
 
 # A linear that LoRA wraps becomes the wrapper's `base_layer`. Rules use the names without it.
 BASE_LAYER = ".base_layer."
@@ -50,7 +50,6 @@ class Piece:
 
     @property
     def box_shape(self) -> Shape:
-        """The shape of the box."""
         return tuple(side.stop - side.start for side in self.index)
 
     @property
@@ -60,16 +59,13 @@ class Piece:
 
     @property
     def inverse_order(self) -> tuple[int, ...]:
-        """The order that undoes `order`."""
         return tuple(sorted(range(len(self.order)), key=self.order.__getitem__))
 
     def to_box(self, stored: Tensor) -> Tensor:
-        """The Hub tensor -> the box of the parameter."""
         permuted = stored.reshape(self.view).permute(self.order) if self.view else stored
         return permuted.reshape(self.box_shape)
 
     def from_box(self, box: Tensor) -> Tensor:
-        """The box of the parameter -> the Hub tensor."""
         permuted = box.reshape(self.box_view).permute(self.inverse_order) if self.view else box
         return permuted.reshape(self.shape)
 

@@ -134,7 +134,6 @@ class HubModule(nn.Module):
         }
 
     def fp32_parameters(self) -> list[nn.Parameter]:
-        """The parameters among `fp32_tensors`."""
         return [tensor for tensor in self.fp32_tensors().values() if isinstance(tensor, nn.Parameter)]
 
     def written_dtype(self, tensor: str, dtype: torch.dtype) -> torch.dtype:
@@ -235,7 +234,6 @@ class Fp32Module(nn.Module):
 
 
 def quantised_bytes(model: nn.Module) -> list[nn.Parameter]:
-    """The bytes of all quantised weights."""
     owners = (module for module in model.modules() if isinstance(module, QuantisedModule))
     return [owner.get_parameter(name + BYTES) for owner in owners for name in owner.quantised_weights()]
 

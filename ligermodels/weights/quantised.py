@@ -133,7 +133,6 @@ def scale_name(tensor: str) -> str:
 
 
 def scale_of(values: Tensor, scheme: Scaled) -> Scale:
-    """The scale with these stored values."""
     return Mxfp4Scale(values) if isinstance(scheme, Mxfp4) else Fp8Scale(values.float(), scheme.block)
 
 

@@ -10,9 +10,8 @@ from transformers import AutoConfig
 
 import ligermodels
 from ligermodels.architectures import ARCHITECTURES
-from ligermodels.configs.pixtral import PixtralVisionConfig
 from ligermodels.configs.rope import FULL_ATTENTION
-from ligermodels.configs.vision import ClipConfig
+from ligermodels.configs.vision import ClipConfig, PixtralVisionConfig
 from tests.cases import CASES
 from tests.configs.small_configs import SIZES, SIZES_OF, VISION, raw, read, reference_windows, windows
 

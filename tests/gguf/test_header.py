@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from ligermodels.errors import CheckpointError, InputError
-from ligermodels.weights.gguf.finding import gguf_files
 from ligermodels.weights.gguf.header import read_gguf_header
+from ligermodels.weights.gguf.names import gguf_files
 from tests.gguf.files import ARRAY, FLOAT32, STRING, UINT32, entry, string, tensor, whole_file
 
 HUGE = 2**60

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ligermodels.errors import CheckpointError, InputError
-from ligermodels.weights.gguf.finding import GGUF_TYPES
 from ligermodels.weights.gguf.header import GgufHeader, TensorInfo
+from ligermodels.weights.gguf.names import GGUF_TYPES
 from ligermodels.weights.gguf.tensors import open_gguf
 from ligermodels.weights.gguf.writing import PlannedFile, encode, encoding
 from ligermodels.weights.streaming import Transfer, read_tensors, run_transfers

@@ -12,8 +12,7 @@ import ligermodels
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.tokenizer.built_in_templates import BUILT_IN_TEMPLATES
 from ligermodels.weights.gguf.header import GgufHeader, as_read
-from ligermodels.weights.gguf.pre_tokenizers import PRE_TOKENIZERS
-from ligermodels.weights.gguf.tokenizer import Vocabulary, split_json, tokenizer_files
+from ligermodels.weights.gguf.tokenizer import PRE_TOKENIZERS, Vocabulary, split_json, tokenizer_files
 from ligermodels.weights.gguf.tokenizer_metadata import PROBE_TEXTS, TokenizerParts, splitting, tokenizer_metadata
 from tests.gguf.files import family_model, write_model
 from tests.interop.folders import new_tokenizer

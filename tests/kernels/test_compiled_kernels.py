@@ -29,7 +29,7 @@ MAX_STACK_OF = {
     (86, "ligermodels.kernels.linear_attention.delta_chunks._prepare_kernel"): 160,
     (86, "ligermodels.kernels.linear_attention.delta_gradients._gate_gradient_kernel"): 40,
     (86, "ligermodels.kernels.linear_attention.delta_gradients._qkv_gradient_kernel"): 304,
-    (86, "ligermodels.kernels.linear_attention.mamba2_states._forward_scan_kernel"): 152,
+    (86, "ligermodels.kernels.linear_attention.mamba2_chunks._forward_scan_kernel"): 152,
     (86, "ligermodels.kernels.linear_attention.mamba2_outputs._output_kernel"): 72,
     (86, "ligermodels.kernels.linear_attention.mamba2_outputs._head_gradient_kernel"): 80,
     # Their programs of four warps take 14 and 34 % less time than those of eight, which spill nothing (measured:

@@ -15,7 +15,7 @@ from ligermodels.generation.paged_cache import PAGE_SIZE
 from ligermodels.kernels.losses import linear_logprobs_loss, logprob_chunks
 from ligermodels.kernels.losses.linear_logprobs import linear_logprobs
 from ligermodels.kernels.losses.logits_chunks import low_memory_buffer
-from ligermodels.memory import head as head_memory
+from ligermodels.memory import blocks as head_memory
 from ligermodels.memory.blocks import beside_recomputed, recomputed_by_mlp, saved_by_block
 from ligermodels.memory.model import (
     count_parameters,

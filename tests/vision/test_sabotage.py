@@ -7,12 +7,12 @@ from tests.sabotage import Sabotage
 from tests.vision.test_parity import check_image_parity
 
 POSITIONS = "ligermodels.vision.patch_positions"
-PLACES = "ligermodels.vision.token_places"
+PLACES = "ligermodels.vision.image_placer"
 SIGLIP = "ligermodels.vision.siglip"
 PICTURES = "ligermodels.vision.fixed_size"
 TILES = "ligermodels.vision.siglip_tiles"
 FEATURES = "ligermodels.generation.image_features"
-PREFIX = "ligermodels.vision.prefix_lm"
+PREFIX = "ligermodels.vision.siglip"
 PIXTRAL = "ligermodels.vision.pixtral"
 LINEARS = "ligermodels.vision.tower:LinearProjector"
 TOWER = "ligermodels.vision.tower:VisionTower.forward"
@@ -22,7 +22,7 @@ BREAKS = {
     "rows and columns of patches swapped": Sabotage(
         f"{POSITIONS}:patch_positions", "squares.flatten(1)", "squares.flatten(1).flip(0)", "qwen2_vl"
     ),
-    "window order not undone": Sabotage(f"{PLACES}:PlacedImages.reordered", "places[order]", "places", "qwen2_5_vl"),
+    "window order not undone": Sabotage(f"{PLACES}:GridPlacer.prepare", "places[order]", "places", "qwen2_5_vl"),
     "windows too high": Sabotage(f"{POSITIONS}:window_order", "split(window, 0)", "split(window + 1, 0)", "qwen2_5_vl"),
     "windows ignored": Sabotage(TOWER, "if index in self.windowed", "if False", "qwen2_5_vl"),
     "windows in layers of full attention": Sabotage(TOWER, "if index in self.windowed", "if True", "qwen2_5_vl"),

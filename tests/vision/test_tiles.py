@@ -281,7 +281,7 @@ def test_images_that_do_not_fit_the_tokens_are_refused(fault):
         ligermodels.create(CASES["mllama"])(**batch)
 
 
-TOWER, CROSS = "ligermodels.vision.tiled_vision", "ligermodels.vision.cross_attention"
+TOWER, CROSS = "ligermodels.vision.mllama", "ligermodels.vision.mllama"
 BREAKS = {
     "states before blocks": Sabotage(f"{TOWER}:TiledVisionTower.forward", "is_tap and self.taps_after", "False", ""),
     "states not interleaved": Sabotage(

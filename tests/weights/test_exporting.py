@@ -19,10 +19,10 @@ from ligermodels.adapters.lora_targets import add_lora
 from ligermodels.errors import InputError
 from ligermodels.units import size_in_bytes
 from ligermodels.weights import exporting, writing
+from ligermodels.weights.copying import split_into_shards
 from ligermodels.weights.exporting import export_weights, hub_weights
 from ligermodels.weights.files import INDEX_FILE, SINGLE_FILE, CheckpointError, open_checkpoint
 from ligermodels.weights.loading import load_weights
-from ligermodels.weights.shards import split_into_shards
 from ligermodels.weights.writing import Entry
 from tests.weights.tiny import INNER, RAW, Tiny, TinyConfig, hub_state, randomized
 

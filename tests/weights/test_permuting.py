@@ -6,11 +6,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from ligermodels.weights.boxes import runs_of_range
 from ligermodels.weights.exporting import export_weights
 from ligermodels.weights.loading import load_weights
 from ligermodels.weights.mapping import Concat, Permute, Rename, plan_pieces
 from ligermodels.weights.module import HubModule
+from ligermodels.weights.stored import runs_of_range
 from ligermodels.weights.writing import write_json
 from tests.weights.test_loading import as_shard
 from tests.weights.tiny import RAW, TinyConfig, randomized

@@ -37,7 +37,6 @@ def plain_activation_reference(x: Tensor, activation: str) -> Tensor:
 
 @triton.jit
 def _value_and_slope(x, ACTIVATION: tl.constexpr):
-    """The activation and its derivative at `x`."""
     if ACTIVATION == "quick_gelu":  # silu with a factor: act(x) = silu(c x) / c, act'(x) = silu'(c x)
         y, slope = activate(QUICK_GELU * x, "silu")
         y = y / QUICK_GELU

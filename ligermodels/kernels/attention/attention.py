@@ -10,7 +10,7 @@ Documents of equal length are computed as rows. Implementations:
 - queries that see different numbers of keys ahead of them, on a GPU: compiled FlexAttention (head dimension 16 and up);
 - everything else in half precision on a GPU: FlashAttention 4 if it is installed and can run there
   (flash_attention.py); otherwise the next two;
-- everything but a softcap in half precision on a GPU: FlashAttention 2 (flash_attention_2.py);
+- everything but a softcap in half precision on a GPU: FlashAttention 2 (flash_attention.py);
 - a softcap, and sinks in fp32, on a GPU: compiled FlexAttention (head dimension 16 and up);
 - packed documents on the CPU: one document after the other, because a mask of the whole row needs quadratic memory;
 - a key-value cache, fp32 on the GPU, and everything else on the CPU: SDPA with a dense mask, or the reference
@@ -28,10 +28,13 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ligermodels.kernels.attention.attention_mask import Mask, dense_mask
-from ligermodels.kernels.attention.flash_attention import HEAD_DIMS, flash_attention, head_dims, runs_flash_attention
-from ligermodels.kernels.attention.flash_attention_2 import (
+from ligermodels.kernels.attention.flash_attention import (
+    HEAD_DIMS,
     MAX_FLASH_HEAD_DIM,
+    flash_attention,
     flash_attention_2,
+    head_dims,
+    runs_flash_attention,
     runs_flash_attention_2,
 )
 from ligermodels.kernels.attention.flex_attention import MIN_FLEX_HEAD_DIM, flex_attention, runs_wide_heads

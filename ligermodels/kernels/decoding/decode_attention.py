@@ -38,7 +38,7 @@ from ligermodels.kernels.dispatch import (
     shape_of,
     widen,
 )
-from ligermodels.kernels.launch import Launcher, cdiv, kernel, multiprocessors
+from ligermodels.kernels.launch import Launcher, as_rows, cdiv, kernel, multiprocessors
 from ligermodels.kernels.losses.softmax_sweep import LOG2_E, apply_softcap
 from ligermodels.kernels.pdl import launch_dependents, pdl_constants, wait_for_previous_kernel
 
@@ -294,7 +294,7 @@ def _launch(
     (rows, heads, size), kv_heads, max_blocks = q.shape, keys.shape[1], block_table.shape[1]
     if not rows:
         return out
-    q, block_table, lengths = _with_dense_heads(q), _with_dense_rows(block_table), lengths.contiguous()
+    q, block_table, lengths = _with_dense_heads(q), as_rows(block_table), lengths.contiguous()
     capacity, columns = max_blocks * page_size, out.shape[2]
     values = keys if values is None else values
     programs = rows * kv_heads * cdiv(heads // kv_heads, query_rows(heads // kv_heads, size, columns))
@@ -323,10 +323,6 @@ def _launch(
 def _with_dense_heads(x: Tensor) -> Tensor:
     """x [rows, heads, D] with each row contiguous and any stride between rows; a view where possible."""
     return x if x.stride(-1) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
-
-
-def _with_dense_rows(x: Tensor) -> Tensor:
-    return x if x.stride(1) == 1 else x.contiguous()
 
 
 def _fake(q, keys, values, block_table, lengths, sinks, scale, window, softcap, page_size, value_size):

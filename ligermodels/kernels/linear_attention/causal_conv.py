@@ -16,15 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import libdevice
 
-from ligermodels.kernels.dispatch import (
-    Node,
-    check_floats,
-    check_shape,
-    register_op,
-    runs_kernels,
-    shape_of,
-    widen,
-)
+from ligermodels.kernels.dispatch import Node, check_floats, check_shape, register_op, runs_kernels, shape_of, widen
 from ligermodels.kernels.launch import PTX, Launcher, as_rows_with_stride, cdiv, kernel
 from ligermodels.kernels.linear_attention.document_chunks import (
     SPAN,

@@ -229,7 +229,6 @@ def compute_gradients(
 def _gradients(
     shape: DeltaShape, itemsize: int, wide: bool, qkv_grad: bool, g_grad: bool, beta_grad: bool
 ) -> tuple[Launcher, Launcher]:
-    """The launchers of the gradients of gates and of qkv."""
     columns, warps = GATE_GRADIENT_TILES[wide][itemsize]
     gates = _gate_gradient_kernel.bind(
         QKV_GRAD=qkv_grad, G_GRAD=g_grad, BETA_GRAD=beta_grad, **shape.constants(),

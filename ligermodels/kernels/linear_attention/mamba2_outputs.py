@@ -1,7 +1,7 @@
 """Outputs and gradients of the Mamba-2 scan that depend on one chunk alone: all chunks in parallel.
 
 Symbols as in mamba2_scan.py. With S the state at a chunk's start and dS the gradient of the state at its end, both from
-mamba2_states.py, V = δ∘X and P = (C Bᵀ)∘Γ:
+mamba2_chunks.py, V = δ∘X and P = (C Bᵀ)∘Γ:
     Y = e^G∘(C S) + P V + D X
     dP = dY Vᵀ        W = Σ_h dP∘Γ, over the heads of a group
     dC = Σ_h (e^G∘dY) Sᵀ + W B        dB = Σ_h (r∘V) dSᵀ + WᵀC
@@ -238,7 +238,6 @@ def _outputs(shape: ScanShape, itemsize: int, wide: bool) -> tuple[Launcher, int
 def _gradients(
     shape: ScanShape, itemsize: int, wide: bool, x_grad: bool, delta_grad: bool, a_grad: bool, d_grad: bool
 ) -> tuple[Launcher, Launcher]:
-    """The launchers of the gradients of heads and of groups."""
     columns, warps = HEAD_GRADIENT_TILES[wide][itemsize]
     heads = _head_gradient_kernel.bind(
         X_GRAD=x_grad, DELTA_GRAD=delta_grad, A_GRAD=a_grad, D_GRAD=d_grad, **shape.constants(),

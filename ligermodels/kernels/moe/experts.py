@@ -51,13 +51,13 @@ from ligermodels.kernels.moe.expert_product import (
     experts_product,
     product_backward_from_saved,
 )
-from ligermodels.kernels.moe.grouped_gemm import grouped_weight_gradient
-from ligermodels.kernels.moe.grouped_low_rank import (
+from ligermodels.kernels.moe.grouped_gemm import (
     TENSORS,
     GroupedLowRank,
     Projection,
     group_linear_reference,
     grouped_low_gradient,
+    grouped_weight_gradient,
     low_rank_grouped_gemm,
     low_rank_grouped_input_gradient,
 )

@@ -178,7 +178,6 @@ def dense(weight: Tensor, layout: WeightLayout | None) -> Tensor:
 
 
 def dense_dtype(weight: Tensor, layout: WeightLayout | None) -> torch.dtype:
-    """The dtype of `dense(weight, layout)`."""
     return weight.dtype if layout is None else layout.dtype
 
 

@@ -101,7 +101,7 @@ class Objective(ABC):
 
     config holds the settings: those that need no data at first, all of them from `complete` on. data is what `open`
     opened, run what `prepare` got. head_op names the op of the head and its loss, for the plan
-    (`memory.head.loss_bytes`). takes_rows says whether a step takes rows, which micro-batches divide; else it takes
+    (`memory.blocks.loss_bytes`). takes_rows says whether a step takes rows, which micro-batches divide; else it takes
     groups, and a micro-batch is one row that is packed with them. is_capturable says whether `loss` reads nothing but
     the tensors of the micro-batch and its counts, and never waits for the device.
     """

@@ -31,15 +31,15 @@ from ligermodels.errors import InputError
 from ligermodels.kernels.optim.param_rounding import master_reference, split_reference
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.gated_delta import GatedDeltaNet
-from ligermodels.layers.gemma4 import LayerInputLayer, NormedHeadsAttention, ReadingAttention
+from ligermodels.layers.gemma import LayerInputLayer, NormedHeadsAttention, ReadingAttention
 from ligermodels.layers.latent_attention import LatentAttention
 from ligermodels.layers.lora import GroupedUpdate, LoRALinear
 from ligermodels.layers.mamba2 import Mamba2
 from ligermodels.layers.mlp import MLP, GatedMLP
 from ligermodels.layers.moe import Experts
-from ligermodels.layers.short_conv import ShortConv
+from ligermodels.layers.states import ShortConv
 from ligermodels.training.optimizers.adamw import AdamW, compiled_on_gpu, local_view, write_if_finite
-from ligermodels.vision.cross_attention import CrossAttention
+from ligermodels.vision.mllama import CrossAttention
 
 MOMENTUM = 0.95
 ITERATIONS = 5

@@ -21,7 +21,7 @@ from ligermodels import distributed
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
 from ligermodels.layers.decoder import CausalLM
-from ligermodels.layers.gemma4 import LayerInputDecoder
+from ligermodels.layers.gemma import LayerInputDecoder
 from ligermodels.memory.model import decoder_blocks
 from ligermodels.training.parallel.expert_parallel import distribute_experts
 from ligermodels.weights.mapping import is_lora_parameter

@@ -12,11 +12,10 @@ from ligermodels.layers.decoder import CausalLM
 from ligermodels.memory.model import decoder_blocks
 from ligermodels.training.data import Data
 from ligermodels.training.data.preferences import PreferenceData
-from ligermodels.vision.cross_attention import CrossAttention
+from ligermodels.vision.mllama import CrossAttention, tile_layout
 from ligermodels.vision.multimodal import ImageParts, VisionLanguageModel, is_trained
 from ligermodels.vision.patch_positions import Grid
 from ligermodels.vision.tiled_model import TiledVisionLanguageModel
-from ligermodels.vision.tiled_vision import tile_layout
 from ligermodels.weights.module import named_weights
 
 

@@ -21,7 +21,7 @@ from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.mixer import mean_attended_keys
 from ligermodels.layers.moe import MoE
 from ligermodels.memory.model import decoder_blocks
-from ligermodels.vision.cross_attention import CrossAttention
+from ligermodels.vision.mllama import CrossAttention
 from ligermodels.weights.module import named_weights
 
 # Dense TFLOP/s (bfloat16 with fp32 accumulation, tf32) by the driver's device name, from the vendors' data sheets and

@@ -18,7 +18,7 @@ from typing import Any, Literal, Self, TextIO
 from ligermodels.distributed import from_first, is_first, raise_on_all
 from ligermodels.errors import InputError, first_line
 from ligermodels.hub.names import ADAPTER, MODEL, SETTINGS_FILE
-from ligermodels.weights.gguf.finding import is_gguf
+from ligermodels.weights.gguf.names import is_gguf
 from ligermodels.weights.writing import (
     atomic_folder,
     failure,

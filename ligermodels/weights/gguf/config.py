@@ -9,9 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ligermodels.errors import CheckpointError
-from ligermodels.weights.gguf.fields import COMMON, FURTHER, Metadata, metadata_key
+from ligermodels.weights.gguf.fields import COMMON, FURTHER, Metadata, ReadValues, metadata_key, rope_scaling
 from ligermodels.weights.gguf.header import GgufHeader, import_gguf
-from ligermodels.weights.gguf.rope import ReadValues, rope_scaling
 from ligermodels.weights.gguf.tensors import head_count, stored_as
 from ligermodels.weights.gguf.tokenizer import Vocabulary
 
@@ -55,7 +54,6 @@ def hub_config(header: GgufHeader, vocabulary: Vocabulary, read_values: ReadValu
 
 
 def hub_generation_config(vocabulary: Vocabulary) -> dict[str, Any]:
-    """The content of generation_config.json."""
     ends = vocabulary.end_ids()
     return special_token_ids(vocabulary) | ({"eos_token_id": ends if len(ends) > 1 else ends[0]} if ends else {})
 

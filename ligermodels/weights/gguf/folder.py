@@ -19,8 +19,8 @@ from ligermodels.weights.config_file import CONFIG_FILE, GENERATION_CONFIG_FILE
 from ligermodels.weights.files import INDEX_FILE, SINGLE_FILE
 from ligermodels.weights.gguf.config import hub_config, hub_generation_config
 from ligermodels.weights.gguf.fields import metadata_key
-from ligermodels.weights.gguf.finding import all_parts, gguf_files, is_gguf
 from ligermodels.weights.gguf.header import GgufHeader, read_gguf_header
+from ligermodels.weights.gguf.names import all_parts, gguf_files, is_gguf
 from ligermodels.weights.gguf.tensors import one_tensor
 from ligermodels.weights.gguf.tokenizer import Vocabulary, tokenizer_files
 from ligermodels.weights.streaming import read_tensors

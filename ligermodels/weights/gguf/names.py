@@ -1,12 +1,18 @@
-"""How each architecture of GGUF stores a family: names of tensors, and what the converter changed in their values.
+"""Names in GGUF: of the files that are a model, of types of matrices, of tensors in each architecture.
 
-A name's pattern has `{}` for a number: the layer, then the expert. Patterns without `.weight` carry the rest of a name
-over. A pattern of a stack of experts has one `{}` more on the Hub's side: each expert is a tensor there.
-Source: llama.cpp's conversion scripts, https://github.com/ggml-org/llama.cpp/tree/master/conversion.
+A folder has one model: one file, or all parts of a split one (name-00001-of-00003.gguf). A tensor name's pattern has
+`{}` for a number: the layer, then the expert. Patterns without `.weight` carry the rest of a name over. A pattern of a
+stack of experts has one `{}` more on the Hub's side: each expert is a tensor there. What the converter changed in
+values stands beside the names. Source: llama.cpp's conversion scripts,
+https://github.com/ggml-org/llama.cpp/tree/master/conversion.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+
+from ligermodels.errors import CheckpointError
 
 LAYER, BLOCK = "model.layers.{}.", "blk.{}."
 ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
@@ -18,10 +24,7 @@ QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"
 GATED_MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 PACKED_MLP = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
 PRE_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
-POST_NORMS = {
-    "post_attention_norm": "post_attention_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
+POST_NORMS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
 SANDWICH_NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "pre_feedforward_layernorm"} | POST_NORMS
 
 
@@ -95,3 +98,46 @@ STORED = {
 # Families that are stored as "llama" too: with experts, and with a window, which llama.cpp does not apply.
 MIXTRAL = Stored("mixtral", names_in_layers(PRE_NORMS, PROJECTIONS, MIXTRAL_EXPERTS), interleaved=True)
 MISTRAL = Stored("mistral", LLAMA_NAMES, interleaved=True)
+
+
+# Those that the package `gguf` encodes.
+GGUF_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "mxfp4", "tq2_0", "tq1_0")
+SUFFIX = ".gguf"
+PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+
+
+def is_gguf(path: Path) -> bool:
+    return path.suffix.lower() == SUFFIX
+
+
+def gguf_files(folder: Path) -> list[Path]:
+    """The GGUF files of the one model that a folder has; none if it has no such files. Raises CheckpointError if they
+    are of several models, or if a part is missing."""
+    files = sorted(file for file in folder.glob("*") if is_gguf(file))
+    if not files:
+        return []
+    parts = all_parts(files[0])
+    others = [file.name for file in files if file not in parts]
+    if others:
+        raise CheckpointError(
+            f"{folder}: has several GGUF models, {', '.join([files[0].name, *others])}: pass the path of one of them"
+        )
+    return parts
+
+
+def all_parts(file: Path) -> list[Path]:
+    """The files of the model that a GGUF file belongs to, in order. Raises CheckpointError if one is missing."""
+    parts = [file.with_name(name) for name in names_of_parts(file.name)]
+    missing = next((part for part in parts if part != file and not part.exists()), None)
+    if missing is not None:
+        raise CheckpointError(f"{missing}: is missing, a part of the model of {file.name}; download all parts")
+    return parts
+
+
+def names_of_parts(name: str) -> list[str]:
+    """The names of all parts of the model that a file of this name belongs to, in order."""
+    found = PART.fullmatch(name)
+    if not found or found[2] > found[3]:
+        return [name]
+    stem, _, count = found.groups()
+    return [f"{stem}-{number:05d}-of-{count}{SUFFIX}" for number in range(1, int(count) + 1)]

@@ -16,13 +16,11 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import CheckpointError
-from ligermodels.weights.boxes import Shape
-from ligermodels.weights.gguf.fields import LARGEST_SIZE
+from ligermodels.weights.gguf.fields import LARGEST_SIZE, LLAMA3_FACTORS, LONG_FACTORS, SHORT_FACTORS
 from ligermodels.weights.gguf.header import GgufHeader, TensorInfo
 from ligermodels.weights.gguf.names import MISTRAL, MIXTRAL, STORED, Stored
-from ligermodels.weights.gguf.rope import LLAMA3_FACTORS, LONG_FACTORS, SHORT_FACTORS
 from ligermodels.weights.mapping import name_translator
-from ligermodels.weights.stored import Checkpoint, StoredTensor
+from ligermodels.weights.stored import Checkpoint, Shape, StoredTensor
 
 DECODED_ELEMENTS = 2**17  # at a time
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
@@ -182,7 +180,6 @@ def tensors_on_the_hub(
 
 
 def tensor_on_the_hub(header: GgufHeader, stored: Stored, hub: str, info: TensorInfo) -> StoredTensor:
-    """The tensor of the Hub with this name."""
     if stored.norm_offset and hub.endswith("norm.weight"):
         return in_order(info, stored.norm_offset)
     if stored.interleaved and ".self_attn.q_proj." in hub:

@@ -14,12 +14,12 @@ import tokenizers
 
 from ligermodels.errors import InputError, shorten
 from ligermodels.weights.gguf.header import GgufHeader, as_read
-from ligermodels.weights.gguf.pre_tokenizers import PRE_TOKENIZERS
 from ligermodels.weights.gguf.tokenizer import (
     CONTROL,
     PHI3_NAMES,
     PHI3_NOT_STRIPPING,
     PHI3_STRIPPING,
+    PRE_TOKENIZERS,
     PREFIX,
     SPECIAL_TOKEN_KEYS,
     TEMPLATE,

@@ -20,17 +20,15 @@ from ligermodels.configs.base import Config
 from ligermodels.configs.features import SlidingWindowConfig
 from ligermodels.configs.rope import FULL_ATTENTION, SLIDING_ATTENTION, Rope
 from ligermodels.errors import InputError, suggest
-from ligermodels.weights.boxes import Shape
 from ligermodels.weights.gguf.config import hub_config
-from ligermodels.weights.gguf.fields import COMMON, FURTHER
-from ligermodels.weights.gguf.finding import GGUF_TYPES
+from ligermodels.weights.gguf.fields import COMMON, FURTHER, rope_factors, rope_metadata
 from ligermodels.weights.gguf.header import GgufHeader, TensorInfo, as_read, import_gguf
-from ligermodels.weights.gguf.names import MISTRAL, MIXTRAL, STORED, Stored
-from ligermodels.weights.gguf.rope import rope_factors, rope_metadata
+from ligermodels.weights.gguf.names import GGUF_TYPES, MISTRAL, MIXTRAL, STORED, Stored
 from ligermodels.weights.gguf.tokenizer import Vocabulary
 from ligermodels.weights.gguf.tokenizer_metadata import TokenizerParts, tokenizer_metadata
 from ligermodels.weights.mapping import Rule, name_translator, plan_pieces
 from ligermodels.weights.module import HubModule
+from ligermodels.weights.stored import Shape
 
 TYPE_OF_DTYPE = {torch.float32: "f32", torch.float64: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 WITH_8_BITS = ("f32", "f16", "bf16", "q8_0")

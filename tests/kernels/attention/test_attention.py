@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ligermodels.kernels.attention import attention as module
-from ligermodels.kernels.attention import flash_attention_2, flex_attention
+from ligermodels.kernels.attention import flash_attention, flex_attention
 from ligermodels.kernels.attention.attention import attention, attention_reference, dense_mask, packed_attention_name
 from ligermodels.kernels.attention.attention_mask import Mask
 from tests.conftest import DEVICE
@@ -262,12 +262,12 @@ def test_sinks_of_flash_attention_2_have_the_gradients_of_one_more_column(monkey
         dk, dv = (torch.einsum("hts,thd->shd", *pair) for pair in ((dscores, q), (weights, dout)))
         return torch.einsum("hts,shd->thd", dscores, k), dk, dv
 
-    monkeypatch.setattr(flash_attention_2, "flash_2_forward", flash_2_forward)
-    monkeypatch.setattr(flash_attention_2, "flash_2_backward", flash_2_backward)
+    monkeypatch.setattr(flash_attention, "flash_2_forward", flash_2_forward)
+    monkeypatch.setattr(flash_attention, "flash_2_backward", flash_2_backward)
     pairs = pairs_by_hand(((0, 4, 9), (0, 4, 9)), True, None)
     inputs = [x.cpu().requires_grad_() for x in (*draw(1, 9, heads=4, kv_heads=4, size=8), torch.randn(4).double())]
     expected = by_hand(*inputs[:3], pairs, sinks=inputs[3])
-    out = flash_attention_2.flash_attention_2(*inputs, SCALE, Mask(cu_seqlens=offsets(0, 4, 9).cpu()), 0.0)
+    out = flash_attention.flash_attention_2(*inputs, SCALE, Mask(cu_seqlens=offsets(0, 4, 9).cpu()), 0.0)
     torch.testing.assert_close(out, expected)
     upstream = torch.randn_like(out)
     gradients = [torch.autograd.grad(x, inputs, upstream, retain_graph=True) for x in (out, expected)]
@@ -311,7 +311,7 @@ def test_arguments_that_contradict_each_other_raise(message):
 def test_flash_attention_2_is_left_out_where_it_would_ignore_a_window():
     def runs(right, longest, longest_k, size=64, dtype=torch.bfloat16):
         mask = Mask(right, right, longest=longest, longest_k=longest_k)
-        return flash_attention_2.runs_flash_attention_2(torch.empty(size, dtype=dtype), mask)
+        return flash_attention.runs_flash_attention_2(torch.empty(size, dtype=dtype), mask)
 
     assert not runs(6, 9, 5)
     assert runs(4, 9, 5) and runs(6, 5, 5) and runs(0, 9, 5) and runs(None, 9, 5)

@@ -3,8 +3,12 @@ import torch
 
 from ligermodels.kernels.attention.qk_norm_rope import qk_norm_rope
 from ligermodels.kernels.attention.rope import rope_
-from ligermodels.kernels.decoding.cache_write import CacheSlots, write_cache
-from ligermodels.kernels.decoding.rope_cache_write import qk_norm_rope_write_cache, rope_write_cache_
+from ligermodels.kernels.decoding.cache_write import (
+    CacheSlots,
+    qk_norm_rope_write_cache,
+    rope_write_cache_,
+    write_cache,
+)
 from tests.conftest import DEVICE, TENS_OF_GIB
 from tests.kernels.error_budget import DTYPES
 

@@ -1,7 +1,7 @@
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from ligermodels.kernels.decoding.penalties import count_tokens, penalize, penalize_reference, start_penalty_row
+from ligermodels.kernels.decoding.sample_filters import count_tokens, penalize, penalize_reference, start_penalty_row
 from tests.conftest import DEVICE
 
 

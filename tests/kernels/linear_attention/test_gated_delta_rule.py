@@ -6,8 +6,11 @@ import pytest
 import torch
 
 from ligermodels.kernels.linear_attention import document_chunks
-from ligermodels.kernels.linear_attention.gated_delta_rule import gated_delta_rule, gated_delta_rule_reference
-from ligermodels.kernels.linear_attention.gated_delta_step import gated_delta_step_
+from ligermodels.kernels.linear_attention.gated_delta_rule import (
+    gated_delta_rule,
+    gated_delta_rule_reference,
+    gated_delta_step_,
+)
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import DTYPES, check
 

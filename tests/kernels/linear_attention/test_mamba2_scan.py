@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from ligermodels.kernels.linear_attention import document_chunks
-from ligermodels.kernels.linear_attention.mamba2_scan import mamba2_scan, mamba2_scan_reference
-from ligermodels.kernels.linear_attention.mamba2_step import mamba2_step_
+from ligermodels.kernels.linear_attention.mamba2_scan import mamba2_scan, mamba2_scan_reference, mamba2_step_
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import DTYPES, check
 

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from ligermodels.kernels.collectives import all_to_all, mean_over_ranks, sum_gradient
-from ligermodels.kernels.moe.expert_exchange import experts_on_ranks
 from ligermodels.kernels.moe.experts import experts
+from ligermodels.kernels.moe.permute import experts_on_ranks
 from tests.conftest import DEVICE
 from tests.kernels.moe.test_experts import draw
 

@@ -5,7 +5,7 @@ import torch
 
 from ligermodels.kernels.dispatch import widen
 from ligermodels.kernels.moe.experts import experts, experts_reference
-from ligermodels.kernels.moe.grouped_low_rank import GroupedLowRank
+from ligermodels.kernels.moe.grouped_gemm import GroupedLowRank
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import DTYPES, FACTOR, check
 from tests.kernels.linear.test_linear import saved_bytes

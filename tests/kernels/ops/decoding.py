@@ -8,12 +8,17 @@ import torch.nn.functional as F
 from ligermodels.kernels.attention.qk_norm_rope import qk_norm_rope_reference
 from ligermodels.kernels.attention.qkv_heads import split_heads
 from ligermodels.kernels.attention.rope import rope_reference
-from ligermodels.kernels.decoding.cache_write import CacheSlots, write_cache, write_cache_reference
+from ligermodels.kernels.decoding.cache_write import (
+    CacheSlots,
+    qk_norm_rope_write_cache,
+    rope_write_cache_,
+    write_cache,
+    write_cache_reference,
+)
 from ligermodels.kernels.decoding.decode_attention import decode_attention, decode_attention_reference
 from ligermodels.kernels.decoding.few_rows_linear import few_rows_gated_linear, few_rows_linear, few_rows_norm_linear
-from ligermodels.kernels.decoding.penalties import penalize, penalize_reference
-from ligermodels.kernels.decoding.rope_cache_write import qk_norm_rope_write_cache, rope_write_cache_
 from ligermodels.kernels.decoding.sample import sample, sample_reference
+from ligermodels.kernels.decoding.sample_filters import penalize, penalize_reference
 from ligermodels.kernels.linear.linear import gated_linear_reference, norm_linear_reference
 from tests.conftest import DEVICE
 from tests.kernels.ops.attention import angles

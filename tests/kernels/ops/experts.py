@@ -8,7 +8,7 @@ import torch
 from ligermodels.kernels.decoding.few_rows_experts import few_rows_experts
 from ligermodels.kernels.dispatch import widen
 from ligermodels.kernels.moe.experts import experts, experts_reference
-from ligermodels.kernels.moe.grouped_low_rank import GroupedLowRank
+from ligermodels.kernels.moe.grouped_gemm import GroupedLowRank
 from tests.conftest import DEVICE
 from tests.kernels.ops.base import RANK, Case, Op, normal
 

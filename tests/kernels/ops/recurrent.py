@@ -8,10 +8,18 @@ import torch.nn.functional as F
 from ligermodels.kernels.dispatch import widen
 from ligermodels.kernels.linear_attention.causal_conv import causal_conv, causal_conv_reference
 from ligermodels.kernels.linear_attention.causal_conv_step import causal_conv_step_, causal_conv_step_reference
-from ligermodels.kernels.linear_attention.gated_delta_rule import gated_delta_rule, gated_delta_rule_reference
-from ligermodels.kernels.linear_attention.gated_delta_step import gated_delta_step_, gated_delta_step_reference
-from ligermodels.kernels.linear_attention.mamba2_scan import mamba2_scan, mamba2_scan_reference
-from ligermodels.kernels.linear_attention.mamba2_step import mamba2_step_, mamba2_step_reference
+from ligermodels.kernels.linear_attention.gated_delta_rule import (
+    gated_delta_rule,
+    gated_delta_rule_reference,
+    gated_delta_step_,
+    gated_delta_step_reference,
+)
+from ligermodels.kernels.linear_attention.mamba2_scan import (
+    mamba2_scan,
+    mamba2_scan_reference,
+    mamba2_step_,
+    mamba2_step_reference,
+)
 from tests.conftest import DEVICE
 from tests.kernels.ops.base import Case, Op, normal
 

@@ -1,11 +1,46 @@
-"""The fields of Mistral and of Ministral 3, which are also text models of multimodal checkpoints."""
+"""The fields of Gemma, Gemma 2, Mistral and Ministral 3, which are also text models of multimodal checkpoints."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ligermodels.configs.features import SlidingWindowConfig
+from ligermodels.configs.base import KERNEL_ACTIVATIONS
+from ligermodels.configs.features import SlidingWindowConfig, SoftcapConfig, UnitOffsetConfig
 from ligermodels.configs.rope import FULL_ATTENTION, QueryScale, Rope
+
+
+@dataclass(kw_only=True)
+class GemmaConfig(UnitOffsetConfig):
+    vocab_size: int = 256000
+    hidden_size: int = 3072
+    intermediate_size: int = 24576
+    num_hidden_layers: int = 28
+    num_attention_heads: int = 16
+    num_key_value_heads: int = 16
+    max_position_embeddings: int = 8192
+    hidden_act: str = "gelu_pytorch_tanh"
+
+    @property
+    def activation(self) -> str:
+        """In Gemma's files "gelu" means the tanh approximation."""
+        return "gelu_tanh" if self.hidden_act == "gelu" else KERNEL_ACTIVATIONS[self.hidden_act]
+
+
+@dataclass(kw_only=True)
+class Gemma2Config(SoftcapConfig):
+    vocab_size: int = 256000
+    hidden_size: int = 2304
+    intermediate_size: int = 9216
+    num_hidden_layers: int = 26
+    num_attention_heads: int = 8
+    num_key_value_heads: int = 4
+    max_position_embeddings: int = 8192
+    attn_logit_softcapping: float | None = 50.0
+    final_logit_softcapping: float | None = 30.0
+
+    def is_sliding(self, layer: int) -> bool:
+        return layer % 2 == 0
+
 
 SCALED_YARN = {
     "rope_type": "yarn", "rope_theta": 1000000.0, "factor": 16.0, "original_max_position_embeddings": 16384,
