@@ -3,7 +3,6 @@
 folders.py      which files may be read, and what the folders hold
 series.py       the numbers of a metrics.jsonl: bounded memory, and fast to draw
 runs.py  library.py         a run: state, settings, texts, checkpoints; all runs, kept up to date by a thread
-published.py    runs of real models that are part of the package
 server.py       the HTTP server; which requests are answered
 actions.py      what each address answers
 form.py  processes.py       the form of TrainConfig; starting, stopping and resuming runs

@@ -21,8 +21,7 @@ from ligermodels.board.form import (
 )
 from ligermodels.board.library import Library
 from ligermodels.board.processes import Processes
-from ligermodels.board.published import PublishedRun, published_runs
-from ligermodels.board.runs import WatchedRun, saved_steps
+from ligermodels.board.runs import PublishedRun, WatchedRun, published_runs, saved_steps
 from ligermodels.board.series import MAX_NAMES, curve_text
 from ligermodels.board.server import Encoded, Events, PageRequest, Refusal, Route
 from ligermodels.board.workers import Answerer

@@ -1,17 +1,20 @@
-"""A run as its files tell of it: what is known of it, read anew where something has changed.
+"""A run as its files tell of it, read anew where something has changed; and runs that are part of the package.
 
 A run trains while a process holds the lock of its folder. One whose run.json says that it trains, with nobody at the
 lock, has died.
 """
 
 import fcntl
+import functools
 import json
 import math
 import shlex
 import tomllib
+from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.resources import files
 from typing import Any
 
 from ligermodels.board.folders import Place, descriptor_of, names_inside, open_inside, read_inside
@@ -27,6 +30,7 @@ MAX_TEXTS, MAX_TEXT_CHARACTERS = 200, 4000  # samples of a run that are shown; c
 MAX_COMPLETIONS = 64  # of a step
 SHOWN_LOSSES = ("loss", "validation_loss")
 TALLIED = ("tokens_per_second", "mfu", "peak_memory_gib", "reward", "rewards/margins")
+PUBLISHED_FILE = "published.json"
 
 
 @dataclass
@@ -219,3 +223,52 @@ def bounded_value(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value if isinstance(value, bool | int | float | None) else str(value)[:MAX_TEXT_CHARACTERS]
+
+
+@dataclass(frozen=True)
+class PublishedRun:
+    """A run of a real model, to look at beside one's own (docs/real-models.md), that answers as a `WatchedRun` does.
+
+    It is read once, from the package; nothing trains, resumes or talks to it.
+    """
+
+    id: str
+    name: str
+    settings: Mapping[str, Any]
+    metrics: MetricSeries = field(repr=False)
+
+    def summary(self) -> dict[str, Any]:
+        latest = self.metrics.latest()
+        return {
+            "id": self.id, "name": self.name, "state": "published", "step": self.metrics.last_step,
+            "steps": self.settings["steps"], "model": self.settings["model"], "objective": self.settings["objective"],
+            "eta": None, "newest": 0, "values": {name: latest.get(name) for name in TALLIED},
+            "losses": {name: loss_text(latest[name]) for name in SHOWN_LOSSES if name in latest},
+            "names": [*latest], "version": self.metrics.version, "read": 1, "warnings": 0,
+        }  # fmt: skip
+
+    def details(self) -> dict[str, Any]:
+        return self.summary() | {
+            "settings": self.settings, "checkpoints": [], "exports": [], "warnings": [], "error": None,
+            "resumable": False, "has_completions": False,
+        }  # fmt: skip
+
+    def samples(self) -> list[dict[str, Any]]:
+        return []
+
+
+@functools.cache
+def published_runs() -> dict[str, PublishedRun]:
+    """The runs by their ids, which no run of a folder has."""
+    content = json.loads(files("ligermodels.board").joinpath(PUBLISHED_FILE).read_bytes())
+    return {f"published:{run['name']}": published_run(run) for run in content}
+
+
+def published_run(run: Mapping[str, Any]) -> PublishedRun:
+    """A run of the file: its name, its settings, and its curves, {name: [[step, value], …]}."""
+    lines: dict[int, dict[str, float]] = defaultdict(dict)
+    for name, points in run["curves"].items():
+        for step, value in points:
+            lines[step][name] = value
+    metrics = MetricSeries.of({"step": step, **values} for step, values in sorted(lines.items()))
+    return PublishedRun(f"published:{run['name']}", run["name"], run["settings"], metrics)

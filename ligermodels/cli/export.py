@@ -5,9 +5,10 @@ import functools
 from pathlib import Path
 
 from ligermodels import hub
-from ligermodels.cli.flags import Commands, add_command
-from ligermodels.cli.parsing import (
+from ligermodels.cli.flags import (
+    Commands,
     add_adapter,
+    add_command,
     add_dtype,
     add_quantize,
     add_revision,

@@ -58,7 +58,7 @@ from ligermodels.training.data.run_tokenizer import (
     use_template,
 )
 from ligermodels.training.settings.config import TrainConfig
-from ligermodels.training.settings.values import token_range
+from ligermodels.training.settings.fields import token_range
 from ligermodels.units import counted
 from ligermodels.vision.multimodal import ImageParts
 from ligermodels.weights.config_file import CONFIG_FILE, end_of_text_ids, read_config, read_generation_config

@@ -16,7 +16,7 @@ import yaml
 from ligermodels.errors import InputError, first_line
 from ligermodels.hub.names import SETTINGS_FILE
 from ligermodels.training.settings.config import FIELDS, TrainConfig, type_of
-from ligermodels.training.settings.values import hint_of_key, parsed_item, text_of_value
+from ligermodels.training.settings.fields import hint_of_key, parsed_item, text_of_value
 from ligermodels.weights.reading import open_for_reading
 
 MAX_SETTINGS_BYTES = 40_000  # tomllib takes the square of the time for a key of many parts: five seconds for this many

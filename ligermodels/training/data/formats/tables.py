@@ -328,7 +328,7 @@ def load_hub_dataset(name: str) -> Any:
         raise InputError(f"--data {name}: must be hub:NAME, hub:NAME:SPLIT or hub:NAME:CONFIGURATION:SPLIT")
     split = options.pop() if options else "train"
     datasets = import_package("datasets", name)
-    from ligermodels.hub.answers import check_answers  # huggingface_hub, which files do not need
+    from ligermodels.hub.download import check_answers  # huggingface_hub, which files do not need
 
     check_answers()
     try:
