@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ligermodels.errors import CheckpointError, InputError, suggest
+from ligermodels.errors import CheckpointError, InputError, at_place, suggest
 from ligermodels.images.parts import (
     IMAGE_PART,
     Prefix,
@@ -198,10 +198,8 @@ class Processor:
         return self.plan_size(*image_size(image, place), place)
 
     def plan_size(self, height: int, width: int, place: str = "image") -> ImagePlan:
-        try:
+        with at_place(f"{place}:"):
             return self.images.plan(height, width)
-        except InputError as error:
-            raise InputError(f"{place}: {error}") from None
 
     def prepare(self, image: ImageSource, place: str = "image") -> Prepared:
         """Decodes an image: its plan and a model's pixels of it."""
@@ -227,11 +225,9 @@ class Processor:
             raise InputError(f"field {place}.content is {type(content).__name__}; must be a string or a list of parts")
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
         texts = [part["text"] for part in parts if not is_image_part(part)]
-        try:
+        with at_place(f"field {place}.content"):
             for text in texts:
                 self.placeholder.refuse(text)
-        except InputError as error:
-            raise InputError(f"field {place}.content {error}") from None
         if content is None:
             return message
         if len(texts) == len(parts) and self.takes_strings:
@@ -330,10 +326,8 @@ class Processor:
 
     def encode_completion(self, text: str) -> list[int]:
         """The tokens of the completion of a prefix, without that of the end. Raises InputError for an image token."""
-        try:
+        with at_place("completion:"):
             self.placeholder.refuse(text)
-        except InputError as error:
-            raise InputError(f"completion: {error}") from None
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def encode(
@@ -344,18 +338,12 @@ class Processor:
         if plans and self.placeholder.prefix:
             text, add_special_tokens = prefix_text(text, len(plans), self.placeholder.printed, bos or ""), False
         add = add_special_tokens and not (bos and bos in text)
-        try:
+        with at_place(f"{place}:"):
             ids = self.tokenizer.encode(self.placeholder.expand(text, plans), add_special_tokens=add)
-        except InputError as error:
-            raise InputError(f"{place}: {error}") from None
-        self.check_count(ids, plans, place)
-        return ids
-
-    def check_count(self, ids: Sequence[int], plans: Sequence[ImagePlan], place: str) -> None:
-        """Raises InputError if the image tokens are not as many as the features of the images."""
         tokens, features = ids.count(self.feature_id), sum(plan.features for plan in plans)
         if tokens != features:
             raise InputError(f"{place}: has {tokens} image tokens for images of {features} features")
+        return ids
 
 
 def image_tokens(read_processor: Callable[[], Processor]) -> Mapping[int, str]:
