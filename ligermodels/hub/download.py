@@ -218,11 +218,8 @@ def failure_reason(
         case _ if http_status(error) == 403:
             return f"the Hub refuses {token_source(token)}{hub_message(error)}; see {hub_page(name)}"
         case errors.LocalEntryNotFoundError():
-            return (
-                ("" if missing else absent_folder(name))
-                + not_cached(error, revision, missing)
-                + suggestion(name, known)
-            )
+            absent = "" if missing else absent_folder(name)
+            return f"{absent}{not_cached(error, revision, missing)}{suggestion(name, known)}"
     failed = f"{missing or 'it'} could not be downloaded"
     return f"{failed} ({type(error).__name__}: {first_line(error)}); complete files are kept: try again"
 

@@ -22,16 +22,12 @@ from typing import Any
 from ligermodels.errors import CheckpointError, InputError, first_line
 from ligermodels.weights.reading import read_json, read_text, safe_file
 
-TEMPLATE_FILE, TEMPLATE_FOLDER, TEMPLATE_JSON_FILE = (
-    "chat_template.jinja",
-    "additional_chat_templates",
-    "chat_template.json",
-)
+TEMPLATE_FILE, TEMPLATE_JSON_FILE = "chat_template.jinja", "chat_template.json"
+TEMPLATE_FOLDER = "additional_chat_templates"
 DEFAULT_TEMPLATE, TOOLS_TEMPLATE = "default", "tool_use"
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # three names of the same message field
-CONTINUE_MARK = (
-    "CONTINUE_FROM_HERE_5b1c0e9d "  # letters survive any filter; the space tells whether the message was stripped
-)
+# Letters survive any filter; the space tells whether the message was stripped.
+CONTINUE_MARK = "CONTINUE_FROM_HERE_5b1c0e9d "
 MAX_ERROR_CHARACTERS = 500
 MAX_TEMPLATE_BYTES = 10**6  # the largest on the Hub have 60 kB
 # Limits of the process that renders templates.

@@ -42,12 +42,7 @@ from ligermodels.tokenizer.files import (
     split_as_qwen2,
 )
 from ligermodels.training.data.formats.streams import print_status
-from ligermodels.weights.config_file import (
-    CONFIG_FILE,
-    GENERATION_CONFIG_FILE,
-    end_of_text_ids,
-    read_generation_config,
-)
+from ligermodels.weights.config_file import CONFIG_FILE, GENERATION_CONFIG_FILE, end_of_text_ids, read_generation_config
 from ligermodels.weights.exporting import replace_tokenizer
 from ligermodels.weights.reading import read_text
 from ligermodels.weights.writing import write_json

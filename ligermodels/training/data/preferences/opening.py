@@ -26,12 +26,7 @@ from ligermodels.tokenizer import Tokenizer
 from ligermodels.training.data.embedded.embedded import EMBEDDED_GROUPS, VALIDATION_QUESTIONS, Question
 from ligermodels.training.data.formats.records import BadLines, GroupRecord, Record, TeacherRecord
 from ligermodels.training.data.formats.sources import TOKEN_SUFFIXES, read_records, suffix_of
-from ligermodels.training.data.formats.specs import (
-    BUILT_IN_SOURCES,
-    describe_sources,
-    open_validation,
-    parse_sources,
-)
+from ligermodels.training.data.formats.specs import BUILT_IN_SOURCES, describe_sources, open_validation, parse_sources
 from ligermodels.training.data.formats.streams import ReadingProgress
 from ligermodels.training.data.opening import USED_TWICE, sample_pictures
 from ligermodels.training.data.preferences.formats import GroupFormats

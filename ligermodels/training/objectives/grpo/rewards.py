@@ -219,12 +219,7 @@ def arguments_of(function: RewardFunction, available: Mapping[str, Any]) -> dict
         taken = dict(available)
     else:
         taken = {p.name: available[p.name] for p in parameters if p.name in available}
-    needed = [
-        p
-        for p in parameters
-        if not p.has_default and p.kind not in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    ]
-    for parameter in needed:
+    for parameter in (p for p in parameters if not p.has_default and p.kind not in VARIABLE):
         if parameter.kind == inspect.Parameter.POSITIONAL_ONLY:
             raise InputError(f"--reward {function.spec}: takes {parameter.name} by position; take all by name")
         if parameter.name not in taken:
