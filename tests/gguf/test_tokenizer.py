@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 import ligermodels
 from ligermodels.errors import CheckpointError, InputError
-from ligermodels.tokenizer.built_in_templates import BUILT_IN_TEMPLATES
+from ligermodels.tokenizer.chat_template import BUILT_IN_TEMPLATES
 from ligermodels.weights.gguf.header import GgufHeader, as_read
 from ligermodels.weights.gguf.pre_tokenizers import PRE_TOKENIZERS
 from ligermodels.weights.gguf.tokenizer import Vocabulary, split_json, tokenizer_files

@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 
 from ligermodels.errors import InputError
 from ligermodels.hub.names import DEFAULT_SIZE, list_architectures
-from ligermodels.tokenizer.built_in_templates import BUILT_IN_TEMPLATES
+from ligermodels.tokenizer.chat_template import BUILT_IN_TEMPLATES
 from ligermodels.training.settings.fields import (
     ABOVE_ZERO,
     BELOW_HALF,
