@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from ligermodels.errors import CheckpointError, HubError, InputError
 from ligermodels.training import TrainConfig, train
 from ligermodels.training.checkpoints import files
-from ligermodels.training.data.embedded.embedded_stories import stories
+from ligermodels.training.data.embedded_stories import stories
 from ligermodels.training.objectives.sft import SFT
 from ligermodels.training.reporting.metrics import Validation
 from ligermodels.training.settings.settings import config_of_run

@@ -21,7 +21,7 @@ from ligermodels.layers.decoder import CausalLM
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.tokenizer.files import has_tokenizer
 from ligermodels.training.data.chat import tokenize_records
-from ligermodels.training.data.embedded.embedded import (
+from ligermodels.training.data.embedded import (
     EMBEDDED,
     EMBEDDED_GROUPS,
     EMBEDDED_VOCABULARY,
@@ -30,7 +30,7 @@ from ligermodels.training.data.embedded.embedded import (
     random_tokens,
     shape_texts,
 )
-from ligermodels.training.data.embedded.embedded_stories import vocabulary_texts
+from ligermodels.training.data.embedded_stories import vocabulary_texts
 from ligermodels.training.data.formats.record_formats import FieldNames, RecordFormats
 from ligermodels.training.data.formats.records import BadLines, Conversation, Record, empty_answers
 from ligermodels.training.data.formats.sources import (
