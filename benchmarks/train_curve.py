@@ -30,7 +30,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 
 from benchmarks import results
-from ligermodels.training.data.embedded.embedded_stories import stories
+from ligermodels.training.data.embedded_stories import stories
 
 MODELS = {
     "llama-3.2-1b": {

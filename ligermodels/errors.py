@@ -8,8 +8,8 @@ import difflib
 import errno
 import os
 import sys
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import TextIO
 
 SIGPIPE_EXIT_STATUS = 141  # what a shell reports for a process that SIGPIPE ended
@@ -29,6 +29,15 @@ class InputError(ValueError):
     def __init__(self, message: str) -> None:
         words = printable(shorten(message, MAX_MESSAGE_CHARACTERS)).split(" ")
         super().__init__(" ".join(shorten(word, MAX_WORD_CHARACTERS) for word in words))
+
+
+@contextmanager
+def at_place(place: str) -> Iterator[None]:
+    """Begins the message of an InputError that is raised inside with the place."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{place} {error}") from None
 
 
 class ConfigError(InputError):

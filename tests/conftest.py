@@ -194,7 +194,7 @@ def launch_server(tmp_path_factory):
 @pytest.fixture(scope="module")
 def launcher(launch_server, tmp_path_factory):
     """Starts runs of train.py, or of a module, in a folder of the file's own, with stories and conversations in it."""
-    from ligermodels.training.data.embedded.embedded_stories import conversations, stories
+    from ligermodels.training.data.embedded_stories import conversations, stories
 
     folder = tmp_path_factory.mktemp("runs")
     (folder / "own.txt").write_text("\n".join(text for text, _ in stories(3, 100)))

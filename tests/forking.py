@@ -83,7 +83,7 @@ def rank_environments(ranks):
 def shrink_embedded_data():
     """Runs get a few of the embedded stories and chats: to make all, and to answer questions about them, takes most of
     a short run. `python train.py`, which continuous integration runs, has them all."""
-    from ligermodels.training.data.embedded import embedded  # which the tests' own process need not import
+    from ligermodels.training.data import embedded  # which the tests' own process need not import
 
     embedded.TRAINING_STORIES, embedded.VALIDATION_STORIES = 200, 8
     embedded.TRAINING_CHATS, embedded.VALIDATION_CHATS = 200, 8

@@ -15,7 +15,7 @@ from benchmarks.real_models.gather import compact, thinned
 from benchmarks.real_models.measure import Sequences, of_chats, sums
 from benchmarks.real_models.publish import TARGET, published
 from benchmarks.real_models.recipes import SETS, Recipe
-from ligermodels.board.published import published_runs
+from ligermodels.board.runs import published_runs
 from ligermodels.board.series import MEAN
 from ligermodels.training import TrainConfig, train
 from tests.pages import ROOT

@@ -65,7 +65,7 @@ MAY_IMPORT = {
     "__init__": {"lazy_names"},
 }
 # The same of the rooms within a room; "" are the files beside them.
-DATA = {"settings", "data.formats", "data.rows", "data.embedded", "data"}
+DATA = {"settings", "data.formats", "data.rows", "data"}
 BELOW_PLANS = {*DATA, "data.preferences", "optimizers", "checkpoints", "reporting", "run", "parallel"}
 BELOW_OBJECTIVES = {*BELOW_PLANS, "planning"}
 MAY_IMPORT_WITHIN = {
@@ -86,8 +86,7 @@ MAY_IMPORT_WITHIN = {
         "settings": set(),
         "data.formats": {"settings"},
         "data.rows": {"settings", "data.formats"},
-        "data.embedded": {"settings", "data.formats", "data.rows"},
-        "data": {"settings", "data.formats", "data.rows", "data.embedded"},
+        "data": {"settings", "data.formats", "data.rows"},
         "data.preferences": DATA,
         "reward_function": {*DATA, "data.preferences"},
         "optimizers": set(),

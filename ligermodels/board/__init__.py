@@ -2,12 +2,11 @@
 
 folders.py      which files may be read, and what the folders hold
 series.py       the numbers of a metrics.jsonl: bounded memory, and fast to draw
-runs.py  library.py         a run: state, settings, texts, checkpoints; all runs, kept up to date by a thread
-published.py    runs of real models that are part of the package
+runs.py         a run: state, settings, texts, checkpoints; all runs, kept up to date by a thread
 server.py       the HTTP server; which requests are answered
 actions.py      what each address answers
-form.py  processes.py       the form of TrainConfig; starting, stopping and resuming runs
-workers.py  answers.py      the processes that plan runs and that chat
+form.py         the form of TrainConfig
+processes.py  answers.py    starting, stopping and resuming runs; the processes that plan runs and that chat
 static/         the page: HTML, CSS and ES modules, without a build step
 """
 
@@ -17,7 +16,7 @@ from typing import Any
 
 from ligermodels.board.actions import Actions
 from ligermodels.board.folders import open_folders
-from ligermodels.board.library import Library
+from ligermodels.board.runs import Library
 from ligermodels.board.server import Access, listen
 
 

@@ -19,21 +19,17 @@ from ligermodels.board.form import (
     refuse_links_outside,
     refuse_outside,
 )
-from ligermodels.board.library import Library
-from ligermodels.board.processes import Processes
-from ligermodels.board.published import PublishedRun, published_runs
-from ligermodels.board.runs import WatchedRun, saved_steps
+from ligermodels.board.processes import Answerer, Processes
+from ligermodels.board.runs import Library, PublishedRun, WatchedRun, published_runs, saved_steps
 from ligermodels.board.series import MAX_NAMES, curve_text
 from ligermodels.board.server import Encoded, Events, PageRequest, Refusal, Route
-from ligermodels.board.workers import Answerer
 from ligermodels.errors import InputError
 from ligermodels.generation.sampling import SamplingOptions
 from ligermodels.training.checkpoints.files import step_folder
 from ligermodels.training.planning.contradictions import refuse_contradictions
 from ligermodels.training.run.folder import CHECKPOINTS
 from ligermodels.training.settings.config import TrainConfig
-from ligermodels.training.settings.continuing import with_base_of_adapter
-from ligermodels.training.settings.settings import SETTINGS_FILE, as_json_value, config_of_run
+from ligermodels.training.settings.settings import SETTINGS_FILE, as_json_value, config_of_run, with_base_of_adapter
 from ligermodels.weights.adapter_config import ADAPTER_CONFIG_FILE
 from ligermodels.weights.config_file import CONFIG_FILE
 

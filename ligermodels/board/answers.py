@@ -13,7 +13,7 @@ import torch
 
 from ligermodels import hub
 from ligermodels.board.form import refuse_outside
-from ligermodels.board.workers import answer_questions
+from ligermodels.board.processes import answer_questions
 from ligermodels.generation.decoding import engine_for
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.tokenizer import Tokenizer

@@ -22,9 +22,8 @@ from ligermodels.training.data.formats.tables import COLON_OUTSIDE_BRACKETS, HUB
 from ligermodels.training.objectives.grpo.reward_specs import parse_reward
 from ligermodels.training.objectives.preference.references import parse_reference
 from ligermodels.training.settings.config import FIELDS, TrainConfig, type_of
-from ligermodels.training.settings.fields import Named, help_text
+from ligermodels.training.settings.fields import Named, choices_of, help_text
 from ligermodels.training.settings.settings import parsed_value
-from ligermodels.training.settings.values import choices_of
 from ligermodels.weights.gguf.names import all_parts, is_gguf
 
 NOT_IN_FORM = ("output", "resume", "allow_changes", "push_to_hub")  # the board chooses the folder, and uploads nothing

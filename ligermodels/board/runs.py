@@ -1,21 +1,30 @@
-"""A run as its files tell of it: what is known of it, read anew where something has changed.
+"""A run as its files tell of it, read anew where something has changed; runs that are part of the package; and all runs
+of the folders, kept up to date by a thread.
 
 A run trains while a process holds the lock of its folder. One whose run.json says that it trains, with nobody at the
 lock, has died.
 """
 
 import fcntl
+import functools
 import json
 import math
 import shlex
+import threading
+import time
 import tomllib
-from collections.abc import Mapping
+import traceback
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
-from ligermodels.board.folders import Place, descriptor_of, names_inside, open_inside, read_inside
+from ligermodels.board.folders import Place, descriptor_of, names_inside, open_inside, read_inside, walk
 from ligermodels.board.series import CHUNK_BYTES, MetricSeries, parsed_line
+from ligermodels.errors import first_line
 from ligermodels.training.checkpoints.files import STEP
 from ligermodels.training.reporting.metrics import COMPLETIONS_FILE, METRICS_FILE
 from ligermodels.training.run.folder import ADAPTER, CHECKPOINTS, LOCK, MODEL, STATUS_FILE
@@ -27,6 +36,12 @@ MAX_TEXTS, MAX_TEXT_CHARACTERS = 200, 4000  # samples of a run that are shown; c
 MAX_COMPLETIONS = 64  # of a step
 SHOWN_LOSSES = ("loss", "validation_loss")
 TALLIED = ("tokens_per_second", "mfu", "peak_memory_gib", "reward", "rewards/margins")
+PUBLISHED_FILE = "published.json"
+MAX_RUNS = 500  # the newest
+CHUNKS_IN_TURN = 1  # of a run, before the next run's are read
+PAUSE = 0.5  # seconds between two looks at the files
+SCAN_FACTOR = 20  # the folders are searched anew after this many times what it took
+WITHOUT = {CHECKPOINTS, MODEL, ADAPTER, "tensorboard", "wandb"}  # folders of a run that hold no runs
 
 
 @dataclass
@@ -219,3 +234,145 @@ def bounded_value(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value if isinstance(value, bool | int | float | None) else str(value)[:MAX_TEXT_CHARACTERS]
+
+
+@dataclass(frozen=True)
+class PublishedRun:
+    """A run of a real model, to look at beside one's own (docs/real-models.md), that answers as a `WatchedRun` does.
+
+    It is read once, from the package; nothing trains, resumes or talks to it.
+    """
+
+    id: str
+    name: str
+    settings: Mapping[str, Any]
+    metrics: MetricSeries = field(repr=False)
+
+    def summary(self) -> dict[str, Any]:
+        latest = self.metrics.latest()
+        return {
+            "id": self.id, "name": self.name, "state": "published", "step": self.metrics.last_step,
+            "steps": self.settings["steps"], "model": self.settings["model"], "objective": self.settings["objective"],
+            "eta": None, "newest": 0, "values": {name: latest.get(name) for name in TALLIED},
+            "losses": {name: loss_text(latest[name]) for name in SHOWN_LOSSES if name in latest},
+            "names": [*latest], "version": self.metrics.version, "read": 1, "warnings": 0,
+        }  # fmt: skip
+
+    def details(self) -> dict[str, Any]:
+        return self.summary() | {
+            "settings": self.settings, "checkpoints": [], "exports": [], "warnings": [], "error": None,
+            "resumable": False, "has_completions": False,
+        }  # fmt: skip
+
+    def samples(self) -> list[dict[str, Any]]:
+        return []
+
+
+@functools.cache
+def published_runs() -> dict[str, PublishedRun]:
+    """The runs by their ids, which no run of a folder has."""
+    content = json.loads(files("ligermodels.board").joinpath(PUBLISHED_FILE).read_bytes())
+    return {f"published:{run['name']}": published_run(run) for run in content}
+
+
+def published_run(run: Mapping[str, Any]) -> PublishedRun:
+    """A run of the file: its name, its settings, and its curves, {name: [[step, value], …]}."""
+    lines: dict[int, dict[str, float]] = defaultdict(dict)
+    for name, points in run["curves"].items():
+        for step, value in points:
+            lines[step][name] = value
+    metrics = MetricSeries.of({"step": step, **values} for step, values in sorted(lines.items()))
+    return PublishedRun(f"published:{run['name']}", run["name"], run["settings"], metrics)
+
+
+class Library:
+    """The runs of some folders. A context manager: inside, a thread keeps it up to date. Requests read what is there;
+    `wait` lets them wait for more."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self.folders = list(folders)
+        self.runs: dict[str, WatchedRun] = {}
+        self.version = 0
+        self.changed = threading.Condition()
+        self.over = threading.Event()
+        self.hurry = threading.Event()  # a request wants the folders to be searched now
+        self.thread = threading.Thread(target=self.work, name="runs", daemon=True)
+
+    def __enter__(self) -> "Library":
+        self.scan()
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.over.set()
+        self.hurry.set()
+        self.thread.join()
+        self.notify([])
+
+    def work(self) -> None:
+        next_scan = 0.0
+        while not self.over.is_set():
+            begin = time.monotonic()
+            if begin >= next_scan or self.hurry.is_set():
+                self.hurry.clear()
+                self.scan()
+                next_scan = time.monotonic() + max(2.0, SCAN_FACTOR * (time.monotonic() - begin))
+            if not self.read():
+                self.hurry.wait(PAUSE)
+
+    def scan(self) -> None:
+        """Finds the runs that are there."""
+        found = [
+            WatchedRun(f"{number}:{place.relative}", place.name, place)
+            for number, root in enumerate(self.folders)
+            for place, names in walk(root, WITHOUT)
+            if {METRICS_FILE, SETTINGS_FILE} & set(names)
+        ]
+        for run in found:
+            run.note_newest()
+        newest = sorted(found, key=lambda run: run.newest, reverse=True)[:MAX_RUNS]
+        runs = {run.id: self.runs.get(run.id, run) for run in newest}
+        if runs.keys() != self.runs.keys():
+            self.runs = runs
+            self.notify([])
+
+    def read(self) -> bool:
+        """Reads some of what every run has written; returns whether anything is left to read."""
+        pending = False
+        for run in list(self.runs.values()):
+            if self.update(run):
+                self.notify([run])
+                pending |= run.metrics.pending
+        return pending
+
+    def update(self, run: WatchedRun) -> bool:
+        """Reads some of what a run has written. One that cannot be read, whatever it holds, keeps no other waiting."""
+        if run.fault is not None:
+            return False
+        try:
+            return run.update(CHUNKS_IN_TURN)
+        except Exception as error:
+            traceback.print_exc()
+            run.fault = f"cannot be read: {type(error).__name__}: {first_line(error)}"
+            return True
+
+    def notify(self, runs: Sequence[WatchedRun]) -> None:
+        with self.changed:
+            self.version += 1
+            for run in runs:
+                run.changed = self.version
+            self.changed.notify_all()
+
+    def look_again(self) -> None:
+        """Has the folders searched at once."""
+        self.hurry.set()
+
+    def wait(self, version: int, seconds: float) -> int:
+        """Waits until there is more than at `version`; returns the version there is."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.version > version or self.over.is_set(), seconds)
+            return self.version
+
+    def newer_than(self, version: int) -> list[dict[str, Any]]:
+        """The summaries of runs that have changed since."""
+        return [run.summary() for run in list(self.runs.values()) if run.changed > version]

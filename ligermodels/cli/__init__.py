@@ -10,14 +10,7 @@ from importlib import import_module
 from ligermodels import __version__
 from ligermodels.cli.console import directed, warnings_in_a_line
 from ligermodels.cli.flags import UNUSABLE_INPUT, Parser
-from ligermodels.errors import (
-    InputError,
-    exhausted_memory,
-    first_line,
-    print_to_stderr,
-    printable,
-    silence_closed,
-)
+from ligermodels.errors import InputError, exhausted_memory, first_line, print_to_stderr, printable, silence_closed
 
 SPINS = "1000"  # some microseconds: most threads of a short operation arrive within them
 INTERRUPTED = 130  # the exit status that a shell reports for SIGINT

@@ -3,8 +3,7 @@
 import argparse
 from pathlib import Path
 
-from ligermodels.cli.flags import Commands, add_command, whole_number
-from ligermodels.cli.parsing import print_line
+from ligermodels.cli.flags import Commands, add_command, print_line, whole_number
 
 PORT = 6543
 

@@ -5,9 +5,10 @@ import functools
 from pathlib import Path
 
 from ligermodels import hub
-from ligermodels.cli.flags import Commands, add_command
-from ligermodels.cli.parsing import (
+from ligermodels.cli.flags import (
+    Commands,
     add_adapter,
+    add_command,
     add_dtype,
     add_quantize,
     add_revision,
@@ -31,9 +32,7 @@ def add_export_command(commands: Commands) -> None:
         "source", help="a folder, a GGUF file or a Hub id, of a model or of an adapter, which names its base"
     )
     parser.add_argument(
-        "output",
-        type=Path,
-        help=f"a folder that is empty or does not exist yet, or a {SUFFIX} file; see --overwrite",
+        "output", type=Path, help=f"a folder that is empty or does not exist yet, or a {SUFFIX} file; see --overwrite"
     )
     add_dtype(parser, "dtype of the written weights (default: the stored dtype)")
     parser.add_argument(
@@ -42,9 +41,7 @@ def add_export_command(commands: Commands) -> None:
         f"(default: {MAX_SHARD_SIZE})",
     )
     parser.add_argument(
-        "--gguf-type",
-        choices=GGUF_TYPES,
-        help=f"of the matrices of a {SUFFIX} file (default: by the stored dtype)",
+        "--gguf-type", choices=GGUF_TYPES, help=f"of the matrices of a {SUFFIX} file (default: by the stored dtype)"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace the model that is in the output")
     add_adapter(parser, "to merge into the weights")

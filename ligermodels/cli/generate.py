@@ -9,15 +9,19 @@ from numbers import Real
 
 from ligermodels.aliases import GENERATE_ALIASES, flag_of
 from ligermodels.cli.console import add_output_flags
-from ligermodels.cli.flags import Commands, add_command, number, positive, whole_number
-from ligermodels.cli.parsing import (
+from ligermodels.cli.flags import (
     IMAGE_COMMAND,
+    Commands,
     add_adapter,
+    add_command,
     add_device,
     add_dtype,
     add_quantize,
     add_revision,
     given_prompt,
+    number,
+    positive,
+    whole_number,
 )
 from ligermodels.errors import InputError
 from ligermodels.generation.sampling import CACHE_TOKENS, RULES, Sampling, SamplingOptions

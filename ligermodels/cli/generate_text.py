@@ -11,16 +11,16 @@ import torch
 
 from ligermodels import hub
 from ligermodels.cli.console import TokenCount
-from ligermodels.cli.flags import UNUSABLE_INPUT
-from ligermodels.cli.generate_images import PromptInputs, PromptReader, message_content
-from ligermodels.cli.parsing import (
+from ligermodels.cli.flags import (
     IMAGE_COMMAND,
+    UNUSABLE_INPUT,
     chosen_device,
     lines_of_stdin,
     load_with_adapter,
     print_warnings,
     resolve_model,
 )
+from ligermodels.cli.generate_images import PromptInputs, PromptReader, message_content
 from ligermodels.errors import InputError, print_to_stderr, printable
 from ligermodels.generation.capacity import tokens_that_fit
 from ligermodels.generation.decoding import engine_for

@@ -5,8 +5,7 @@ import argparse
 from pathlib import Path
 
 from ligermodels.cli.console import add_output_flags
-from ligermodels.cli.flags import Commands, add_command, add_for_gpu, positive
-from ligermodels.cli.parsing import add_dtype, add_revision
+from ligermodels.cli.flags import Commands, add_command, add_dtype, add_for_gpu, add_revision, positive
 from ligermodels.errors import InputError
 from ligermodels.hub.names import architecture_list, refuse_mistyped
 

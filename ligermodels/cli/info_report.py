@@ -12,7 +12,7 @@ import torch
 
 from ligermodels.adapters.lora_targets import add_lora
 from ligermodels.adapters.quantising import quantisable, quantise
-from ligermodels.cli.parsing import print_line
+from ligermodels.cli.flags import print_line
 from ligermodels.configs.features import MoEConfig
 from ligermodels.distributed import planned_world
 from ligermodels.errors import InputError

@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from ligermodels.aliases import TRAIN_ALIASES, flag_of
 from ligermodels.cli.console import Console, add_output_flags
-from ligermodels.cli.flags import NAMES_OF_VALUES, UNUSABLE_INPUT, Commands, add_for_gpu
-from ligermodels.cli.parsing import print_line
+from ligermodels.cli.flags import NAMES_OF_VALUES, UNUSABLE_INPUT, Commands, add_for_gpu, print_line
 from ligermodels.errors import InputError
 from ligermodels.hub.names import architecture_list
 from ligermodels.training.planning.contradictions import refuse_contradictions
 from ligermodels.training.settings.config import FIELDS, TrainConfig, type_of
-from ligermodels.training.settings.fields import help_text
+from ligermodels.training.settings.fields import choices_of, help_text, parsed_item
 from ligermodels.training.settings.settings import config_from_file, config_of_run
-from ligermodels.training.settings.values import choices_of, parsed_item
 
 if TYPE_CHECKING:
     from ligermodels.training import TrainResult

@@ -5,8 +5,7 @@ import time
 from pathlib import Path
 
 from ligermodels.cli.console import add_output_flags
-from ligermodels.cli.flags import Commands, add_command, positive
-from ligermodels.cli.parsing import add_device, chosen_device, print_line
+from ligermodels.cli.flags import Commands, add_command, add_device, chosen_device, positive, print_line
 from ligermodels.hub.names import refuse_mistyped
 from ligermodels.units import counted, duration
 

@@ -4,22 +4,26 @@ huggingface_hub manages the cache (HF_HOME) and the token (HF_TOKEN, or `hf auth
 (HF_HUB_OFFLINE), shows progress, locks files against other processes and resumes broken connections. It renames a file
 to its final name only when it is complete, so a killed process keeps complete files and loses partial ones.
 This module decides which files are downloaded and in which order, and explains failures to the user. Remote code is
-never downloaded. It knows file names, but no file content except the shards that an index names.
+never downloaded. It knows file names, but no file content except the shards that an index names. It checks what a Hub
+answers: the library joins commit hashes and ETags to the cache's folder as they come, and HF_ENDPOINT may name any
+server: one that answers with `../../x` would write outside of the cache.
 """
 
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from huggingface_hub import HfApi, constants, errors, get_token, snapshot_download
+from huggingface_hub import HfApi, constants, errors, get_token, set_client_factory, snapshot_download
+from huggingface_hub.utils import _http
 from tqdm import tqdm
 
 from ligermodels.adapters.writing import ADAPTER_FILE
 from ligermodels.errors import HubError, InputError, first_line
-from ligermodels.hub.answers import check_answers
 from ligermodels.hub.names import local_folder, suggestion
 from ligermodels.weights.adapter_config import ADAPTER_CONFIG_FILE
 from ligermodels.weights.config_file import CONFIG_FILE, GENERATION_CONFIG_FILE
@@ -34,6 +38,9 @@ RETRIED_STATUSES = (408, 429, 500, 502, 503, 504)  # HTTP statuses after which a
 RETRY_PAUSES = (1.0, 2.0, 4.0, 8.0)  # seconds before each further attempt
 
 T = TypeVar("T")
+COMMIT = re.compile(r"[0-9a-f]{40}")
+PLAIN_NAME = re.compile(r"[\w-]+(\.[\w-]+)*", re.ASCII)
+ETAG = re.compile(rf'(W/)?"?({PLAIN_NAME.pattern})"?', re.ASCII)
 
 
 class SilentProgress(tqdm):
@@ -211,11 +218,8 @@ def failure_reason(
         case _ if http_status(error) == 403:
             return f"the Hub refuses {token_source(token)}{hub_message(error)}; see {hub_page(name)}"
         case errors.LocalEntryNotFoundError():
-            return (
-                ("" if missing else absent_folder(name))
-                + not_cached(error, revision, missing)
-                + suggestion(name, known)
-            )
+            absent = "" if missing else absent_folder(name)
+            return f"{absent}{not_cached(error, revision, missing)}{suggestion(name, known)}"
     failed = f"{missing or 'it'} could not be downloaded"
     return f"{failed} ({type(error).__name__}: {first_line(error)}); complete files are kept: try again"
 
@@ -277,3 +281,62 @@ def hub_message(error: BaseException) -> str:
     """The Hub's own message in parentheses, or an empty string."""
     refusal = hub_refusal(error)
     return f" ({first_line(refusal.server_message)})" if refusal and refusal.server_message else ""
+
+
+def check_answers() -> None:
+    """Has the client of huggingface_hub check answers, in the whole process, whoever has made the client."""
+    if not isinstance(_http._GLOBAL_CLIENT_FACTORY, CheckedClients):
+        set_client_factory(CheckedClients(_http._GLOBAL_CLIENT_FACTORY))
+
+
+@dataclass(frozen=True)
+class CheckedClients:
+    """Makes HTTP clients as `make` does, which raise HubError for an answer that could lead out of the cache."""
+
+    make: Callable[[], Any]
+
+    def __call__(self) -> Any:
+        client = self.make()
+        send = client.send
+
+        def checked_send(request: Any, *, stream: bool = False, **how: Any) -> Any:
+            response = send(request, stream=stream, **how)
+            check_headers(response)
+            if not stream:  # the content of a file is streamed
+                check_content(response)
+            return response
+
+        client.send = checked_send
+        return client
+
+
+def check_headers(response: Any) -> None:
+    """Raises HubError for the headers of a file that name no commit, or an ETag that is no plain name."""
+    commit = response.headers.get(constants.HUGGINGFACE_HEADER_X_REPO_COMMIT)
+    if commit is None:
+        return  # no answer about a file
+    check(COMMIT, "commit", commit)
+    for name in (constants.HUGGINGFACE_HEADER_X_LINKED_ETAG, "ETag"):
+        etag = response.headers.get(name)
+        if etag and not response.is_error:
+            check(ETAG, "ETag", etag)
+
+
+def check_content(response: Any) -> None:
+    """Raises HubError for the description of a repository, or a list of its files, whose hashes are none."""
+    try:
+        value = response.json()
+    except ValueError:
+        return
+    if isinstance(value, dict) and value.get("sha") is not None:
+        check(COMMIT, "commit", value["sha"])
+    for entry in value if isinstance(value, list) else ():
+        stored = entry.get("lfs") if isinstance(entry, dict) else None
+        for name in ("oid", "sha256"):
+            if isinstance(stored, dict) and stored.get(name) is not None:
+                check(PLAIN_NAME, "hash of a file", stored[name])
+
+
+def check(pattern: re.Pattern[str], what: str, value: Any) -> None:
+    if not isinstance(value, str) or not pattern.fullmatch(value):
+        raise HubError(f"{constants.ENDPOINT}: answers with {value!r} for a {what}; is HF_ENDPOINT a Hub?")

@@ -4,6 +4,16 @@ A folder has its template in chat_template.jinja, and further ones in additional
 tokenizer_config.json, as one template or a list; otherwise in chat_template.json. Templates run in a process with
 limits of time, memory and output (`template_worker.py`). It is started with the first template, serves one request at a
 time for all threads, and is restarted after it has ended.
+
+BUILT_IN_TEMPLATES are for tokenizers that have none, by name: the formats that models on the Hub were trained on. Each
+renders system, user and assistant messages as the template of its format does, and marks what the assistant writes, up
+to the token that ends its turn, by {% generation %}. None supports tools.
+
+    chatml    Qwen, SmolLM, OLMo 3                    llama3    Llama 3
+    gemma     Gemma 3; Gemma 1 and 2, with system     granite   Granite 3.0; later ones add a system message
+    phi3      Phi 3                                   tulu      Tülu, OLMo 2
+    zephyr    Zephyr 7B                               mistral   Mistral 7B v0.2, Mixtral 8x7B
+    llama2    Llama 2
 """
 
 import atexit
@@ -16,22 +26,19 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from ligermodels.errors import CheckpointError, InputError, first_line
 from ligermodels.weights.reading import read_json, read_text, safe_file
 
-TEMPLATE_FILE, TEMPLATE_FOLDER, TEMPLATE_JSON_FILE = (
-    "chat_template.jinja",
-    "additional_chat_templates",
-    "chat_template.json",
-)
+TEMPLATE_FILE, TEMPLATE_JSON_FILE = "chat_template.jinja", "chat_template.json"
+TEMPLATE_FOLDER = "additional_chat_templates"
 DEFAULT_TEMPLATE, TOOLS_TEMPLATE = "default", "tool_use"
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # three names of the same message field
-CONTINUE_MARK = (
-    "CONTINUE_FROM_HERE_5b1c0e9d "  # letters survive any filter; the space tells whether the message was stripped
-)
+# Letters survive any filter; the space tells whether the message was stripped.
+CONTINUE_MARK = "CONTINUE_FROM_HERE_5b1c0e9d "
 MAX_ERROR_CHARACTERS = 500
 MAX_TEMPLATE_BYTES = 10**6  # the largest on the Hub have 60 kB
 # Limits of the process that renders templates.
@@ -44,6 +51,15 @@ CHARACTERS = 10_000_000
 MEMORY_BYTES = 2**29
 OUT_OF_MEMORY = 3  # the worker's exit status if it cannot even read a request or write a reply
 MAX_REPLY_BYTES = 6 * CHARACTERS + 2**20  # a control character takes six bytes in JSON
+
+# What each template consists of: files of templates/. The first that fits a tokenizer is the one to propose for it.
+PARTS_OF_TEMPLATES = {
+    "chatml": ("refuse_tools", "chatml"), "llama3": ("refuse_tools", "llama3"),
+    "gemma": ("refuse_tools", "take_turns", "gemma"), "granite": ("refuse_tools", "granite"),
+    "phi3": ("refuse_tools", "three_roles", "phi3"), "tulu": ("refuse_tools", "three_roles", "tulu"),
+    "zephyr": ("refuse_tools", "three_roles", "zephyr"), "mistral": ("refuse_tools", "take_turns", "mistral"),
+    "llama2": ("refuse_tools", "take_turns", "llama2"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,6 +82,15 @@ class Rendered:
 
     text: str
     spans: tuple[tuple[int, int], ...]
+
+
+def built_in_template(parts: Sequence[str]) -> str:
+    files = resources.files("ligermodels.tokenizer").joinpath("templates")
+    sources = (files.joinpath(f"{name}.jinja").read_text(encoding="utf-8") for name in parts)
+    return "".join(sources).removesuffix("\n")
+
+
+BUILT_IN_TEMPLATES = {name: built_in_template(parts) for name, parts in PARTS_OF_TEMPLATES.items()}
 
 
 def read_templates(folder: Path, config_file: Path, config: Any) -> dict[str, ChatTemplate]:

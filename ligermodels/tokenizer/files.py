@@ -32,14 +32,7 @@ from tokenizers.models import BPE
 
 from ligermodels.errors import CheckpointError, InputError, first_line
 from ligermodels.tokenizer.chat_template import ChatTemplate, read_templates
-from ligermodels.weights.reading import (
-    DOWNLOAD_AGAIN,
-    read_bytes,
-    read_json,
-    refuse_text,
-    safe_file,
-    without_escapes,
-)
+from ligermodels.weights.reading import DOWNLOAD_AGAIN, read_bytes, read_json, refuse_text, safe_file, without_escapes
 
 TOKENIZER_FILE, TOKENIZER_CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 VOCABULARY_FILE, MERGES_FILE = "vocab.json", "merges.txt"
@@ -60,10 +53,8 @@ MAX_COMPONENT_BYTES = 2**22  # of the JSON of a component; the largest, a Senten
 MAX_TOKEN_CHARACTERS = 2**12  # the library copies the text of a token for each of its occurrences
 MAX_ADDED_TOKEN_BYTES = 2**22  # the library makes an automaton of added tokens that has 70 times their bytes
 # Added tokens as tokenizer.json has them, and letters that are written as escapes: no program writes names so.
-ADDED_TOKEN, ESCAPED_LETTER = (
-    re.compile(rb'"content"\s*:\s*"[^"]*"'),
-    re.compile(rb"\\u00(?:[46][1-9a-f]|[57][0-9a])", re.IGNORECASE),
-)
+ADDED_TOKEN = re.compile(rb'"content"\s*:\s*"[^"]*"')
+ESCAPED_LETTER = re.compile(rb"\\u00(?:[46][1-9a-f]|[57][0-9a])", re.IGNORECASE)
 MAX_FACTOR = 8  # two replacements that may each insert a character between any two, and one that doubles the text
 MAX_ADDED = 1000
 COMPONENTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
@@ -184,19 +175,14 @@ def longest_gap(data: bytes) -> int:
 def from_vocabulary(folder: Path, config: JsonFields) -> tokenizers.Tokenizer:
     """Byte-level BPE from vocab.json and merges.txt, with the pre-tokenizer of GPT-2 or Qwen 2."""
     if not ((folder / VOCABULARY_FILE).exists() and (folder / MERGES_FILE).exists()):
-        others = [
-            name
-            for name in ("tokenizer.model", "tekken.json", VOCABULARY_FILE, MERGES_FILE)
-            if (folder / name).exists()
-        ]
-        found = (
-            f", and {others[0]} alone is not read: {HOW_TO_CONVERT}" if others else "; copy the tokenizer's files there"
-        )
+        known = "tokenizer.model", "tekken.json", VOCABULARY_FILE, MERGES_FILE
+        other = next((name for name in known if (folder / name).exists()), None)
+        found = f", and {other} alone is not read: {HOW_TO_CONVERT}" if other else "; copy the tokenizer's files there"
         raise CheckpointError(f"{folder / TOKENIZER_FILE}: is missing{found}")
     kind = config.get("tokenizer_class", str, "")
     if kind.removesuffix("Fast") not in ("GPT2Tokenizer", "Qwen2Tokenizer"):
-        known = f"without {TOKENIZER_FILE} only GPT2Tokenizer and Qwen2Tokenizer are read from {VOCABULARY_FILE}"
-        raise config.error("tokenizer_class", kind, f"{known}: {HOW_TO_CONVERT}")
+        rule = f"without {TOKENIZER_FILE} only GPT2Tokenizer and Qwen2Tokenizer are read from {VOCABULARY_FILE}"
+        raise config.error("tokenizer_class", kind, f"{rule}: {HOW_TO_CONVERT}")
     vocabulary, _ = read_vocabulary(folder, VOCABULARY_FILE, b",[{"), read_vocabulary(folder, MERGES_FILE, b"\n")
     if longest_gap(vocabulary) > MAX_TOKEN_CHARACTERS:
         raise CheckpointError(f"{folder / VOCABULARY_FILE}: a token has more than {MAX_TOKEN_CHARACTERS} characters")
@@ -316,10 +302,8 @@ def parse_token(file: JsonFields, field: str, value: Any, **defaults: bool) -> A
         flags = {flag: token[flag] for flag in TOKEN_FLAGS if flag in token}
         if 0 < len(content) <= MAX_TOKEN_CHARACTERS and all(isinstance(flag, bool) for flag in flags.values()):
             return AddedToken(content, **(flags | defaults))
-    rule = (
-        f"must be a token's text of at most {MAX_TOKEN_CHARACTERS} characters, or an object with its content and flags"
-    )
-    raise file.error(field, value, rule)
+    of_text = f"must be a token's text of at most {MAX_TOKEN_CHARACTERS} characters"
+    raise file.error(field, value, f"{of_text}, or an object with its content and flags")
 
 
 def add_bos_and_eos(tokenizer: tokenizers.Tokenizer, config: JsonFields, named: dict[str, str]) -> None:

@@ -51,7 +51,7 @@ from ligermodels.training.reporting.loggers import check_logger_packages
 from ligermodels.training.run.publishing import check_hub_access
 from ligermodels.training.run.resuming import refuse_finished, refuse_other_settings
 from ligermodels.training.settings.config import RunConfig, TrainConfig
-from ligermodels.training.settings.continuing import with_base_of_adapter
+from ligermodels.training.settings.settings import with_base_of_adapter
 from ligermodels.units import memory_size
 from ligermodels.weights.files import open_checkpoint
 from ligermodels.weights.loading import most_common_dtype

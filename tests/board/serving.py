@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from ligermodels.board.actions import Actions
 from ligermodels.board.folders import open_folders
-from ligermodels.board.library import Library
+from ligermodels.board.runs import Library
 from ligermodels.board.server import Access, Server
 
 

@@ -12,7 +12,7 @@ import pytest
 from ligermodels.board.folders import Place
 from ligermodels.board.processes import Processes
 from ligermodels.errors import InputError
-from ligermodels.training.data.embedded.embedded_stories import stories
+from ligermodels.training.data.embedded_stories import stories
 from ligermodels.weights.writing import lock_file
 from tests.board.serving import serving, write_run
 

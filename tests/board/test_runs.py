@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from ligermodels.board.folders import Place
-from ligermodels.board.library import Library
-from ligermodels.board.runs import WatchedRun
+from ligermodels.board.runs import Library, WatchedRun
 from ligermodels.training.reporting.metrics import Metrics, Validation
 from ligermodels.training.run.folder import RunStatus
 from ligermodels.weights.writing import lock_file
@@ -214,7 +213,7 @@ def test_a_run_that_breaks_the_reader_says_so_and_others_go_on(tmp_path, monkeyp
 
 
 def test_only_the_newest_runs_are_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr("ligermodels.board.library.MAX_RUNS", 3)
+    monkeypatch.setattr("ligermodels.board.runs.MAX_RUNS", 3)
     for number in range(5):
         write_run(tmp_path / f"run-{number}")
     library = Library([tmp_path])

@@ -21,6 +21,7 @@ from ligermodels.training.optimizers.schedules import SCHEDULES
 from ligermodels.training.planning.contradictions import refuse_contradictions
 from ligermodels.training.reporting.loggers import LOGGERS, check_logger_packages
 from ligermodels.training.settings.config import FIELDS, type_of
+from ligermodels.training.settings.fields import choices_of
 from ligermodels.training.settings.settings import (
     config_from_file,
     differences,
@@ -28,7 +29,6 @@ from ligermodels.training.settings.settings import (
     settings,
     write_settings,
 )
-from ligermodels.training.settings.values import choices_of
 
 # Flags are a promise: scripts and the train.toml of old runs name them.
 FLAGS = {

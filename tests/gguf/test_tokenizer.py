@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 import ligermodels
 from ligermodels.errors import CheckpointError, InputError
-from ligermodels.tokenizer.built_in_templates import BUILT_IN_TEMPLATES
+from ligermodels.tokenizer.chat_template import BUILT_IN_TEMPLATES
 from ligermodels.weights.gguf.header import GgufHeader, as_read
 from ligermodels.weights.gguf.tokenizer import PRE_TOKENIZERS, Vocabulary, split_json, tokenizer_files
 from ligermodels.weights.gguf.tokenizer_metadata import PROBE_TEXTS, TokenizerParts, splitting, tokenizer_metadata

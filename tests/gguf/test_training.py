@@ -4,7 +4,7 @@ import torch
 
 import ligermodels
 from ligermodels.training import TrainConfig, train
-from ligermodels.training.data.embedded import embedded
+from ligermodels.training.data import embedded
 from tests.gguf.files import write_model
 from tests.interop.folders import new_tokenizer, tiny_model
 

@@ -15,7 +15,7 @@ from PIL import Image
 from transformers import image_processing_backends as backends
 from transformers.utils.import_utils import is_torchvision_available
 
-from ligermodels.images.placeholders import IMAGE_FAMILIES
+from ligermodels.images.inputs import IMAGE_FAMILIES
 from ligermodels.images.resizing import TORCH_HAS_LANCZOS
 from ligermodels.images.settings import ImageSettings
 from ligermodels.tokenizer.files import JsonFields

@@ -12,8 +12,8 @@ from transformers.models.smolvlm import processing_smolvlm
 
 import ligermodels
 from ligermodels.errors import CheckpointError, InputError
-from ligermodels.images import placeholders
-from ligermodels.images.placeholders import IMAGE_FAMILIES
+from ligermodels.images import inputs as module
+from ligermodels.images.inputs import IMAGE_FAMILIES
 from ligermodels.images.processors import ImagePlan
 from ligermodels.images.resizing import Size
 from ligermodels.images.settings import ImageSettings
@@ -142,7 +142,7 @@ def test_the_text_of_tiles_is_that_of_transformers(grid):
     expected = processing_smolvlm.get_image_prompt_string(
         *grid, 5, "<fake_token_around_image>", "<image>", "<global-img>"
     )
-    assert placeholders.smolvlm(5).text(ImagePlan(Size(9, 9), grid, 5)) == expected
+    assert module.smolvlm(5).text(ImagePlan(Size(9, 9), grid, 5)) == expected
 
 
 def test_qwen_has_a_token_for_each_merged_patch(tmp_path):
@@ -291,8 +291,8 @@ def test_faults_of_files_are_named(fault, tmp_path):
 
 
 def test_the_images_of_a_text_are_refused_before_their_text_is_made(monkeypatch):
-    placeholder = placeholders.repeated("<|image_pad|>")
-    monkeypatch.setattr(placeholders, "MAX_FEATURES_OF_TEXT", 12)
+    placeholder = module.repeated("<|image_pad|>")
+    monkeypatch.setattr(module, "MAX_FEATURES_OF_TEXT", 12)
     plans = [ImagePlan(Size(8, 8), (2, 2), 4)] * 3
     assert placeholder.expand("<|image_pad|>" * 3, plans) == "<|image_pad|>" * 12
     with pytest.raises(InputError, match="4 images take 16 image tokens, more than 12; use fewer or smaller images"):

@@ -13,7 +13,7 @@ from ligermodels.architectures import ARCHITECTURES
 from ligermodels.hub.models import read_preset_or_config
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.tokenizer import Tokenizer
-from ligermodels.training.data.embedded.embedded_stories import vocabulary_texts
+from ligermodels.training.data.embedded_stories import vocabulary_texts
 from ligermodels.training.data.run_tokenizer import save_tokenizer, train_tokenizer
 from tests.cases import CASES
 

@@ -31,7 +31,7 @@ from torch import Tensor
 import ligermodels
 from ligermodels.configs.rope import FULL_ATTENTION
 from ligermodels.layers.decoder import CausalLM
-from ligermodels.training.data.embedded.embedded_stories import vocabulary_texts
+from ligermodels.training.data.embedded_stories import vocabulary_texts
 from ligermodels.training.data.run_tokenizer import save_tokenizer
 from tests.interop.folders import VOCABULARY, export_with_tokenizer, new_tokenizer, tiny_model
 

@@ -15,7 +15,7 @@ import torch
 
 import ligermodels
 from ligermodels.training.checkpoints.files import checkpoint_step, committed_steps, verify_files
-from ligermodels.training.data.embedded.embedded_stories import stories, vocabulary_texts
+from ligermodels.training.data.embedded_stories import stories, vocabulary_texts
 from ligermodels.training.data.run_tokenizer import save_tokenizer, train_tokenizer
 from ligermodels.training.optimizers.update_check import CHANGED, CHANGED_EXACTLY, SIZE
 from ligermodels.training.reporting.metrics import METRICS_FILE

@@ -7,12 +7,8 @@ from transformers import AutoTokenizer
 
 from ligermodels.errors import InputError
 from ligermodels.tokenizer import Tokenizer
-from ligermodels.tokenizer.built_in_templates import (
-    BUILT_IN_TEMPLATES,
-    OWN_TOKENS,
-    fitting_templates,
-    missing_tokens,
-)
+from ligermodels.tokenizer.chat_template import BUILT_IN_TEMPLATES
+from ligermodels.training.data.run_tokenizer import OWN_TOKENS, fitting_templates, missing_tokens
 from tests.tokenizer.folders import write_folder
 
 SYSTEM, HI = {"role": "system", "content": "Be terse."}, {"role": "user", "content": "Hi!"}

@@ -13,8 +13,7 @@ from ligermodels.errors import InputError
 from ligermodels.training import TrainConfig, plan
 from ligermodels.training.data.reader import read_tokenizer_and_end
 from ligermodels.training.data.run_tokenizer import GENERATION_CONFIG
-from ligermodels.training.settings.continuing import with_base_of_adapter
-from ligermodels.training.settings.settings import read_settings
+from ligermodels.training.settings.settings import read_settings, with_base_of_adapter
 from tests.training.launching import records
 
 DATA = ["--data", "own.txt", "--batch-size", "2", "--sequence-length", "64"]

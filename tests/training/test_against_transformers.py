@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import ligermodels
-from ligermodels.training.data.embedded.embedded_stories import conversations, vocabulary_texts
+from ligermodels.training.data.embedded_stories import conversations, vocabulary_texts
 from ligermodels.training.data.run_tokenizer import train_tokenizer
 from tests.training.loops import MAX_GRAD_NORM, chat_documents, one_by_one, packed, padded, run, split_into_steps, train
 

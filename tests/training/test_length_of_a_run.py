@@ -9,12 +9,12 @@ from safetensors.torch import load_file
 from ligermodels.errors import CheckpointError, HubError, InputError
 from ligermodels.training import TrainConfig, train
 from ligermodels.training.checkpoints import files
-from ligermodels.training.data.embedded.embedded_stories import stories
+from ligermodels.training.data.embedded_stories import stories
 from ligermodels.training.objectives.sft import SFT
 from ligermodels.training.reporting.metrics import Validation
 from ligermodels.training.settings.settings import config_of_run
-from tests.hub.test_upload import replace_client
 from tests.training.launching import loop, losses, records, weights
+from tests.training.run.test_publishing import replace_client
 
 # Within the warmup the learning rate does not depend on the number of steps.
 TINY = {"model": "llama", "data": "own.txt", "batch_size": 1, "sequence_length": 32, "warmup": 100, "eval_every": 1}

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import ligermodels
-from ligermodels.training.data.embedded import embedded_stories
-from ligermodels.training.data.embedded.embedded_stories import conversation_question, conversations, stories
+from ligermodels.training.data import embedded_stories
+from ligermodels.training.data.embedded_stories import conversation_question, conversations, stories
 from ligermodels.training.data.run_tokenizer import train_tokenizer
 from ligermodels.training.objectives.evaluation import count_correct_answers
 from tests.training.loops import chat_documents, padded, split_into_steps, text_documents, train

@@ -21,7 +21,7 @@ import ligermodels
 from ligermodels import load_tokenizer
 from ligermodels.cli import main
 from ligermodels.training import TrainConfig, plan, train
-from ligermodels.training.data.embedded.embedded_stories import stories
+from ligermodels.training.data.embedded_stories import stories
 from ligermodels.training.optimizers.schedules import learning_rate
 from tests.training.launching import TRAIN, losses, records, weights
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import ligermodels
 from ligermodels.training import TrainConfig, train
-from ligermodels.training.data.embedded.embedded_stories import stories
+from ligermodels.training.data.embedded_stories import stories
 from ligermodels.training.objectives.sft import SFT
 from ligermodels.training.settings.settings import config_of_run
 from tests.training.launching import ROOT, TRAIN, losses, records, weights

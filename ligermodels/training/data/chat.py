@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 from tokenizers import Encoding
 
-from ligermodels.errors import InputError
+from ligermodels.errors import InputError, at_place
 from ligermodels.images.inputs import Processor, refuse_image_tokens
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.tokenizer.chat_template import Rendered, choose_template
@@ -147,10 +147,8 @@ def completion_with_images(record: Completion, end: int, processor: ReadProcesso
 
 def processor_for(record: Conversation | Completion, processor: ReadProcessor) -> Processor:
     """Returns the processor for a record with images. Raises InputError naming the place if the model reads none."""
-    try:
+    with at_place(f"{record.place}:"):
         return processor()
-    except InputError as error:
-        raise InputError(f"{record.place}: {error}") from None
 
 
 def completion_document(record: Completion, encoding: Encoding, end: int) -> Document:
@@ -171,11 +169,8 @@ def conversation_documents(
                 f"{without.place}: {tokenizer.file.parent} has no chat template for messages; "
                 f"{template_advice(tokenizer)}"
             )
-        rendered = (
-            bad_lines.attempt(render_with_images, conversation, tokenizer, special, end, processor) or []
-            for conversation in batch
-        )
-        chats = list(itertools.chain.from_iterable(rendered))
+        calls = ((conversation, tokenizer, special, end, processor) for conversation in batch)
+        chats = list(itertools.chain.from_iterable(bad_lines.usable(render_with_images, calls)))
         texts = [chat.text for chat in chats if isinstance(chat, RenderedChat)]
         encodings = iter(tokenizer.encode_with_offsets(texts, add_special_tokens=False))
         for chat in chats:
@@ -219,10 +214,8 @@ def render_with_images(
     prefix = as_prefix(conversation, reader)
     if prefix is not None:
         return [prefix_document(prefix, end, reader)]
-    try:
+    with at_place(f"{conversation.place}:"):
         images = ImageChats(reader, plan_images(conversation.images, reader))
-    except InputError as error:
-        raise InputError(f"{conversation.place}: {error}") from None
     return [chat._replace(images=images) for chat in render_conversation(conversation, images, special)]
 
 
@@ -236,7 +229,7 @@ def render_conversation(
     messages, place = conversation.messages, conversation.place
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     supervised = [index for index in answers if messages[index].get("weight", 1)]
-    try:
+    with at_place(f"{place}:"):
         if not supervised:
             raise InputError("field messages: no assistant message with a weight other than 0: nothing is supervised")
         whole = render(conversation, messages, tokenizer)
@@ -249,8 +242,6 @@ def render_conversation(
                     "field messages: a weight of 0 needs a chat template with one {% generation %} block per answer"
                 )
             spans = tuple(span for index, span in zip(answers, spans, strict=True) if index in supervised)
-    except InputError as error:
-        raise InputError(f"{place}: {error}") from None
     return [RenderedChat(whole.text, spans, True, place)]
 
 
@@ -387,10 +378,8 @@ def chat_document(chat: RenderedChat, encoding: Encoding, end: int) -> Document:
     images: Sequence[DocumentImage] = ()
     if chat.images is not None:
         supervised = chat.images.unsupervised(ids, supervised)
-        try:
+        with at_place(f"{chat.place}:"):
             images = chat.images.locate(ids)
-        except InputError as error:
-            raise InputError(f"{chat.place}: {error}") from None
     if not chat.complete:
         ids, supervised = [*ids, end], [*supervised, True]
     if not any(supervised[1:]):

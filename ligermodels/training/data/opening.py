@@ -15,7 +15,7 @@ import numpy as np
 from ligermodels.errors import InputError
 from ligermodels.images.inputs import Processor
 from ligermodels.tokenizer import Tokenizer
-from ligermodels.training.data.embedded.embedded import EMBEDDED_VOCABULARY, Question
+from ligermodels.training.data.embedded import EMBEDDED_VOCABULARY, Question
 from ligermodels.training.data.formats.specs import (
     RANDOM,
     SourceSpec,

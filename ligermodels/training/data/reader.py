@@ -6,13 +6,14 @@ Texts are tokenised once, into the user's cache, and memory-mapped from there by
 import functools
 import hashlib
 import itertools
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
-from ligermodels.errors import InputError
+from ligermodels.errors import InputError, at_place
 from ligermodels.images.inputs import Processor, image_tokens
 from ligermodels.images.processors import MAX_FEATURES, ImageProcessor
 from ligermodels.images.settings import IMAGE_PROCESSOR_FILE, PROCESSOR_FILE
@@ -20,7 +21,7 @@ from ligermodels.layers.decoder import CausalLM
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.tokenizer.files import has_tokenizer
 from ligermodels.training.data.chat import tokenize_records
-from ligermodels.training.data.embedded.embedded import (
+from ligermodels.training.data.embedded import (
     EMBEDDED,
     EMBEDDED_GROUPS,
     EMBEDDED_VOCABULARY,
@@ -29,7 +30,7 @@ from ligermodels.training.data.embedded.embedded import (
     random_tokens,
     shape_texts,
 )
-from ligermodels.training.data.embedded.embedded_stories import vocabulary_texts
+from ligermodels.training.data.embedded_stories import vocabulary_texts
 from ligermodels.training.data.formats.record_formats import FieldNames, RecordFormats
 from ligermodels.training.data.formats.records import BadLines, Conversation, Record, empty_answers
 from ligermodels.training.data.formats.sources import (
@@ -58,7 +59,7 @@ from ligermodels.training.data.run_tokenizer import (
     use_template,
 )
 from ligermodels.training.settings.config import TrainConfig
-from ligermodels.training.settings.values import token_range
+from ligermodels.training.settings.fields import token_range
 from ligermodels.units import counted
 from ligermodels.vision.multimodal import ImageParts
 from ligermodels.weights.config_file import CONFIG_FILE, end_of_text_ids, read_config, read_generation_config
@@ -68,6 +69,8 @@ MAX_IMAGE_SETTINGS_BYTES = 10**6
 MOST_IMAGE_TOKENS = 1024  # of an image, unless --image-tokens says otherwise; files allow 16,384
 # A new tokenizer is trained on the start of the data: so many characters for each entry, and at most so many.
 CHARACTERS_PER_ENTRY, MAX_CHARACTERS = 10**4, 10**8
+
+COUNTS = "counts.json"  # of a folder of the cache
 
 ReadRecords: TypeAlias = Callable[[BadLines, ReadingProgress], Iterator[Record]]
 
@@ -187,34 +190,39 @@ class SourceReader:
 
         key: what the records depend on. size: bytes to read, for the progress.
         """
-        folder = self.tokenized_folder(title, read, key, size)
-        self.skipped += int((folder / "skipped").read_text())
-        self.chats += int((folder / "chats").read_text())
-        self.empty_answers += int((folder / "empty_answers").read_text())
+        folder, counts = self.tokenized_folder(title, read, key, size)
+        self.chats += counts["chats"]
+        self.empty_answers += counts["empty_answers"]
         return open_store(folder)
 
-    def tokenized_folder(self, title: str, read: ReadRecords, key: dict[str, Any], size: int | None) -> Path:
-        """Returns the folder of the user's cache that `write` makes of records; arguments as for `tokenized_store`."""
+    def tokenized_folder(
+        self, title: str, read: ReadRecords, key: dict[str, Any], size: int | None
+    ) -> tuple[Path, dict[str, Any]]:
+        """Returns the folder of the user's cache that `write` makes of records, and its counts; arguments as above."""
 
         def fill(folder: Path) -> None:
             bad_lines = BadLines(self.config.allow_bad_lines)
             with ReadingProgress(f"Tokenising {title}", size) as progress:
-                self.write(read(bad_lines, progress), bad_lines, progress, folder)
+                counts = self.write(read(bad_lines, progress), bad_lines, progress, folder)
+            (folder / COUNTS).write_text(json.dumps({"skipped": bad_lines.skipped, **counts}))
 
         tokenizer, end = self.tokenizer
         key = key | {"tokenizer": tokenizer_hash(tokenizer), "end": end, "images": self.image_settings}
-        return cached_folder(key, fill)
+        folder = cached_folder(key, fill)
+        counts = json.loads((folder / COUNTS).read_text())
+        self.skipped += counts["skipped"]
+        return folder, counts
 
-    def write(self, records: Iterable[Record], bad_lines: BadLines, progress: ReadingProgress, folder: Path) -> None:
-        """Tokenises records, and writes their store and what was counted to an empty folder."""
-        counts = Counter[str]()
+    def write(
+        self, records: Iterable[Record], bad_lines: BadLines, progress: ReadingProgress, folder: Path
+    ) -> Mapping[str, Any]:
+        """Tokenises records, and writes their store to an empty folder; returns what was counted."""
+        counts = Counter(chats=0, empty_answers=0)
         documents = tokenize_records(
             counted_records(records, counts), *self.tokenizer, bad_lines, lambda: self.processor, self.image_tokens
         )
         write_store(progress.track(documents), self.vocab_size, folder)
-        (folder / "skipped").write_text(str(bad_lines.skipped))
-        for name in ("chats", "empty_answers"):
-            (folder / name).write_text(str(counts[name]))
+        return counts
 
     def token_file_stores(self, files: Sequence[Path]) -> list[TokenStore]:
         arrays, ends = [open_tokens(file) for file in files], [self.end_of_text(file) for file in files]
@@ -427,9 +435,7 @@ def limited_images(images: ImageProcessor, image_tokens: str | None) -> ImagePro
         return images.with_token_range(min(found[0], MOST_IMAGE_TOKENS), MOST_IMAGE_TOKENS)
     limits = token_range(image_tokens)
     assert limits is not None  # checked with the other settings
-    try:
+    with at_place(f"--image-tokens {image_tokens}:"):
         if limits[1] > MAX_FEATURES:
             raise InputError(f"an image has at most {MAX_FEATURES:,} tokens; lower it")
         return images.with_token_range(*limits)
-    except InputError as error:
-        raise InputError(f"--image-tokens {image_tokens}: {error}") from None

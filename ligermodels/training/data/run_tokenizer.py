@@ -25,8 +25,8 @@ from ligermodels.errors import InputError, suggest_closest
 from ligermodels.hub import load_tokenizer
 from ligermodels.images.settings import IMAGE_PROCESSOR_FILE, PROCESSOR_FILE
 from ligermodels.tokenizer import Tokenizer
-from ligermodels.tokenizer.built_in_templates import BUILT_IN_TEMPLATES, fitting_templates, missing_tokens
 from ligermodels.tokenizer.chat_template import (
+    BUILT_IN_TEMPLATES,
     DEFAULT_TEMPLATE,
     MAX_TEMPLATE_BYTES,
     TEMPLATE_FILE,
@@ -42,12 +42,7 @@ from ligermodels.tokenizer.files import (
     split_as_qwen2,
 )
 from ligermodels.training.data.formats.streams import print_status
-from ligermodels.weights.config_file import (
-    CONFIG_FILE,
-    GENERATION_CONFIG_FILE,
-    end_of_text_ids,
-    read_generation_config,
-)
+from ligermodels.weights.config_file import CONFIG_FILE, GENERATION_CONFIG_FILE, end_of_text_ids, read_generation_config
 from ligermodels.weights.exporting import replace_tokenizer
 from ligermodels.weights.reading import read_text
 from ligermodels.weights.writing import write_json
@@ -62,6 +57,15 @@ NAMED_TOKENS = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "pad_token":
 # the token that begins a text. To generate, padding needs an id.
 SPECIAL_IDS = {"bos_token_id": END_OF_TEXT_ID, "eos_token_id": [END_OF_TEXT_ID, END_OF_TURN_ID], "pad_token_id": None}
 GENERATION_CONFIG = SPECIAL_IDS | {"pad_token_id": END_OF_TEXT_ID}
+
+# The tokens of the built-in templates. Formats without tokens of their own end a turn by eos_token.
+OWN_TOKENS = {
+    "chatml": ("<|im_start|>", "<|im_end|>"),
+    "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "gemma": ("<start_of_turn>", "<end_of_turn>"),
+    "granite": ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"),
+    "phi3": ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
+}
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -215,6 +219,20 @@ def refuse_missing_tokens(name: str, tokenizer: Tokenizer, title: str) -> None:
         raise InputError(
             f"--chat-template {name}: {title} has no token {', '.join(missing)}; {template_advice(tokenizer)}"
         )
+
+
+def missing_tokens(name: str, tokenizer: Tokenizer) -> list[str]:
+    """The tokens of a built-in template that the tokenizer would not read as one token; "eos_token" if it has none."""
+    texts = OWN_TOKENS.get(name, ())
+    ids = {text: tokenizer.encode(text, add_special_tokens=False) for text in texts}
+    missing = [text for text in texts if ids[text] != [tokenizer.tokenizer.token_to_id(text)]]
+    needs_eos = "eos_token" in BUILT_IN_TEMPLATES[name] and tokenizer.eos_token is None
+    return [*missing, "eos_token"] if needs_eos else missing
+
+
+def fitting_templates(tokenizer: Tokenizer) -> list[str]:
+    """The names of the built-in templates that the tokenizer has all tokens for, the best first."""
+    return [name for name in BUILT_IN_TEMPLATES if not missing_tokens(name, tokenizer)]
 
 
 def template_advice(tokenizer: Tokenizer) -> str:

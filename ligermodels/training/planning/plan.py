@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -68,7 +68,7 @@ class DataSummary:
     images: ImageLoad = NO_IMAGES
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """The numbers of a run that is about to start.
 
@@ -88,14 +88,14 @@ class Plan:
     data: DataSummary
     micro_batch_size: int
     tokens_per_step: int
-    chosen: Sequence[str]
+    chosen: Sequence[str] = ()
     dtype: torch.dtype
     attention: str
     flops: int
     memory: TrainingMemory
     phases: Mapping[str, int]
     facts: Mapping[str, str]
-    advice: Sequence[str]
+    advice: Sequence[str] = ()
     checkpointing: Checkpointing
     blocks: int
     positions: int
@@ -350,45 +350,20 @@ class Plan:
 
 
 def make_plan(
-    model: CausalLM,
-    config: RunConfig,
-    world: World,
-    *,
-    data: DataSummary,
-    micro_batch_size: int,
-    checkpointing: Checkpointing,
-    memory: TrainingMemory,
-    tokens_per_step: int,
-    chosen: Sequence[str] = (),
-    phases: Mapping[str, int],
-    facts: Mapping[str, str],
-    advice: Sequence[str] = (),
+    model: CausalLM, config: RunConfig, world: World, data: DataSummary, memory: TrainingMemory, **known: Any
 ) -> Plan:
-    """Makes the plan of a run. The model has its LoRA and is not sharded yet; it may be on the meta device."""
+    """Makes the plan of a run. The model has its LoRA and is not sharded yet; it may be on the meta device. known are
+    the fields of the plan that are not computed here."""
     dtype = TORCH_DTYPES[config.dtype]
     trained = trained_parameters(model)
     states = memory.offloaded_states or memory.optimizer_states * dp_shard_size(world, config.dp_replicate)
     return Plan(
-        config=config,
-        world=world,
-        parameters=count_parameters(model),
-        trained=elements(trained),
-        data=data,
-        micro_batch_size=micro_batch_size,
-        tokens_per_step=tokens_per_step,
-        chosen=chosen,
-        dtype=dtype,
+        config=config, world=world, data=data, memory=memory, dtype=dtype, blocks=len(model.blocks),
+        parameters=count_parameters(model), trained=elements(trained), positions=model.config.max_position_embeddings,
         attention="" if world.planned_for else model.attention_implementation(world.device, dtype),
         flops=round(flops_per_token(model, config.sequence_length) + data.images.flops),
-        memory=memory,
-        phases=phases,
-        facts=facts,
-        advice=advice,
-        checkpointing=checkpointing,
-        blocks=len(model.blocks),
-        positions=model.config.max_position_embeddings,
-        checkpoint=sum(parameter.nbytes for parameter in trained) + states,
-    )
+        checkpoint=sum(parameter.nbytes for parameter in trained) + states, **known,
+    )  # fmt: skip
 
 
 def placement_text(config: RunConfig, checkpointed: int, blocks: int) -> str:

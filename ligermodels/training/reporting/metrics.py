@@ -14,7 +14,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
-from types import TracebackType
 from typing import Any, NamedTuple, Self, TextIO
 
 import torch
@@ -109,9 +108,7 @@ class Metrics:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.bar.close()
         if self.file:
             with suppress(OSError):  # the failed write was already reported

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self, TextIO
 
 from ligermodels.distributed import from_first, is_first, raise_on_all
@@ -151,9 +150,7 @@ class RunStatus:
         self.write()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, KeyboardInterrupt | SystemExit):  # of a signal before the first step
             self.end("stopped")
             self.say(f"Stopped. To resume:\n  {self.content['resume']}")

@@ -13,16 +13,31 @@ from typing import Any, Literal, Self
 
 from ligermodels.errors import InputError
 from ligermodels.hub.names import DEFAULT_SIZE, list_architectures
-from ligermodels.tokenizer.built_in_templates import BUILT_IN_TEMPLATES
+from ligermodels.tokenizer.chat_template import BUILT_IN_TEMPLATES
 from ligermodels.training.settings.fields import (
+    ABOVE_ZERO,
+    BELOW_HALF,
+    BELOW_ONE,
+    COUNT,
     DISTILL_ALONE,
     DPO_ALONE,
+    FINITE,
+    FRACTION,
+    FROM_0_TO_1,
+    FROM_A_MILLISECOND,
+    IMAGE_TOKENS,
+    LENGTH,
+    NORM,
+    NOT_NEGATIVE,
     ON_EXAMPLES,
     ON_GROUPS,
     ON_PAIRS,
     PAIR_POLICIES,
+    POSITIVE,
+    POSITIVE_FRACTION,
     REWARD_ALONE,
     RL,
+    SEED,
     SIMPO_ALONE,
     SUPERVISED,
     UNIT_SETTINGS,
@@ -32,26 +47,9 @@ from ligermodels.training.settings.fields import (
     OptionalPath,
     OptionalValues,
     Values,
-    setting,
-)
-from ligermodels.training.settings.values import (
-    ABOVE_ZERO,
-    BELOW_HALF,
-    BELOW_ONE,
-    COUNT,
-    FINITE,
-    FRACTION,
-    FROM_0_TO_1,
-    FROM_A_MILLISECOND,
-    IMAGE_TOKENS,
-    LENGTH,
-    NORM,
-    NOT_NEGATIVE,
-    POSITIVE,
-    POSITIVE_FRACTION,
-    SEED,
     checked_value,
     hint_of_key,
+    setting,
 )
 
 Offloaded = Literal["none", "optimizer", "activations"]

@@ -1,4 +1,5 @@
-"""A run's settings as a file: the one that `--config` reads, and the train.toml that a run leaves.
+"""A run's settings as a file, the one that `--config` reads, and the train.toml that a run leaves; and beside an
+adapter that it continues.
 
 It is TOML or YAML; its size is bounded, and so is the time that reading it takes. Its keys are the fields of
 TrainConfig. Here is which fields are not settings of a run, and which leave the result of training unchanged.
@@ -8,15 +9,19 @@ import json
 import os
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from ligermodels import hub
+from ligermodels.aliases import flag_of
 from ligermodels.errors import InputError, first_line
 from ligermodels.hub.names import SETTINGS_FILE
 from ligermodels.training.settings.config import FIELDS, TrainConfig, type_of
-from ligermodels.training.settings.values import hint_of_key, parsed_item, text_of_value
+from ligermodels.training.settings.fields import hint_of_key, parsed_item, text_of_value
+from ligermodels.weights.adapter_config import ADAPTER_CONFIG_FILE, read_adapter_config
 from ligermodels.weights.reading import open_for_reading
 
 MAX_SETTINGS_BYTES = 40_000  # tomllib takes the square of the time for a key of many parts: five seconds for this many
@@ -34,6 +39,14 @@ WITHOUT_EFFECT_ON_RESULT = (
 )
 # A run may be lengthened. Its number of steps is known, and compared, once the data are open: run/resuming.py.
 LENGTH_SETTINGS = ("steps", "epochs")
+# Settings that an adapter has already, by their fields in adapter_config.json.
+ADAPTER_FIELDS = {
+    "lora_rank": "r",
+    "lora_alpha": "lora_alpha",
+    "lora_dropout": "lora_dropout",
+    "lora_targets": "target_modules",
+    "modules_to_save": "modules_to_save",
+}
 
 
 def read_settings(file: Path) -> dict[str, Any]:
@@ -210,3 +223,38 @@ def shown_value(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     return "not set" if value is None else " ".join(value) if isinstance(value, list) else str(value)
+
+
+def with_base_of_adapter(config: TrainConfig) -> TrainConfig:
+    """The settings with the model that the adapter names as its base, unless they name one.
+
+    Raises InputError for settings that contradict the adapter, or if it names no base; HubError if it cannot be read.
+    """
+    if config.adapter is None:
+        return config
+    folder = hub.adapter_folder(config.adapter)
+    refuse_other_lora(config, folder)
+    if config.model is not None:
+        return config
+    base = hub.base_of_adapter(folder, "give it by --model")
+    return replace(config, model=base.name, revision=config.revision or base.revision)
+
+
+def refuse_other_lora(config: TrainConfig, folder: Path) -> None:
+    """Raises InputError if the settings describe another LoRA than that of the adapter in `folder`."""
+    adapter = read_adapter_config(folder)
+    for name, key in ADAPTER_FIELDS.items():
+        given, there = getattr(config, name), adapter.get(key)
+        if given != FIELDS[name].default and comparable(given) != comparable(there):
+            raise InputError(
+                f"{flag_of(name)} {shown(given)}: {folder / ADAPTER_CONFIG_FILE} has {key} {shown(there)}, "
+                "which --adapter continues: leave the flag out"
+            )
+
+
+def comparable(value: Any) -> Any:
+    return set(value or ()) if isinstance(value, list | tuple | None) else value
+
+
+def shown(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

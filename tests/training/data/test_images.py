@@ -289,7 +289,7 @@ def test_an_image_token_is_text_to_a_model_that_reads_no_images(folder, tmp_path
 
 
 def test_a_record_whose_images_take_too_many_tokens_is_named(folder, tmp_path, pictures, monkeypatch):
-    monkeypatch.setattr("ligermodels.images.placeholders.MAX_FEATURES_OF_TEXT", 3)
+    monkeypatch.setattr("ligermodels.images.inputs.MAX_FEATURES_OF_TEXT", 3)
     with pytest.raises(InputError, match=r"data.jsonl:1: 1 images take 4 image tokens, more than 3; use fewer"):
         opened(written(tmp_path, {"messages": asked([IMAGE, text("x")], "y"), "images": [pictures[0]]}), folder)
 

@@ -10,7 +10,7 @@ from ligermodels.architectures import ARCHITECTURES
 from ligermodels.errors import InputError
 from ligermodels.hub.models import read_preset_or_config
 from ligermodels.tokenizer import Tokenizer
-from ligermodels.training.data.embedded.embedded_stories import conversations, vocabulary_texts
+from ligermodels.training.data.embedded_stories import conversations, vocabulary_texts
 from ligermodels.training.data.reader import read_tokenizer_and_end
 from ligermodels.training.data.run_tokenizer import (
     SPECIAL_IDS,

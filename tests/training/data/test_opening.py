@@ -14,9 +14,8 @@ import torch
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
 from ligermodels.training import TrainConfig
-from ligermodels.training.data import count_supervised, open_data, reader, refuse_short_epoch
-from ligermodels.training.data.embedded import embedded
-from ligermodels.training.data.embedded.embedded_stories import stories
+from ligermodels.training.data import count_supervised, embedded, open_data, reader, refuse_short_epoch
+from ligermodels.training.data.embedded_stories import stories
 from ligermodels.training.data.formats.records import is_empty_answer
 from ligermodels.training.data.rows import packing, token_files
 from ligermodels.training.data.run_tokenizer import save_tokenizer, train_tokenizer

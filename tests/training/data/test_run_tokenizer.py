@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 
 from ligermodels.errors import InputError
 from ligermodels.tokenizer import Tokenizer
-from ligermodels.tokenizer.built_in_templates import BUILT_IN_TEMPLATES
+from ligermodels.tokenizer.chat_template import BUILT_IN_TEMPLATES
 from ligermodels.training import TrainConfig
 from ligermodels.training.data.reader import SourceReader
 from ligermodels.training.data.run_tokenizer import (

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import ligermodels
-from ligermodels.training.data.embedded.embedded_stories import vocabulary_texts
+from ligermodels.training.data.embedded_stories import vocabulary_texts
 from ligermodels.training.data.run_tokenizer import train_tokenizer
 from ligermodels.training.objectives import evaluation as module
 from ligermodels.training.objectives.evaluation import count_correct_answers

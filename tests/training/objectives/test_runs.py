@@ -14,7 +14,7 @@ from ligermodels.distributed import World
 from ligermodels.errors import InputError
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.training import TrainConfig, plan, train
-from ligermodels.training.data.embedded import embedded
+from ligermodels.training.data import embedded
 from ligermodels.training.objectives.preference.pairs import DPO
 from ligermodels.training.preparing import prepare
 from ligermodels.training.settings.settings import config_of_run

@@ -25,11 +25,12 @@ import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
-from ligermodels.errors import InputError
+from ligermodels.errors import InputError, at_place
 from ligermodels.images.parts import IMAGE_PART, is_image_part, parse_source, take_images
 from ligermodels.images.reading import ImageSource
 from ligermodels.training.data.formats.records import (
     IMAGES_BESIDE_TEXT,
+    BadLines,
     Completion,
     Conversation,
     Record,
@@ -40,6 +41,7 @@ from ligermodels.training.data.formats.records import (
     parse_tools,
     require_string,
 )
+from ligermodels.training.data.formats.streams import ReadingProgress
 
 RECORD_EXAMPLE = '{"text": "…"} or {"messages": [{"role": "user", "content": "…"}, …]}'
 # Names that are often those of a prompt and of its completion: only to suggest flags.
@@ -117,14 +119,20 @@ class FieldNames(NamedTuple):
 KNOWN_FIELDS = FieldNames()
 
 
+class Reading(NamedTuple):
+    """How a source is read. bad_lines: counts records that cannot be used. progress: follows the files."""
+
+    formats: RecordFormats
+    bad_lines: BadLines
+    progress: ReadingProgress
+
+
 def parse_record(value: Any, place: str, formats: RecordFormats = KNOWN_FIELDS) -> Record:
     """Returns the record in a JSON value. Raises InputError naming the place and the field."""
-    try:
+    with at_place(f"{place}:"):
         if not isinstance(value, Mapping):
             raise InputError(f"is {json_type(value)}; must be an object such as {RECORD_EXAMPLE}")
         return formats.parse(value, place)
-    except InputError as error:
-        raise InputError(f"{place}: {error}") from None
 
 
 def named_format(fields: FieldNames) -> FormatParser:

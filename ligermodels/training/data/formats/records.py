@@ -168,6 +168,11 @@ class BadLines:
             earlier = f", {self.skipped} skipped before" if self.skipped else ""
             raise InputError(f"{error} (--allow-bad-lines {self.allowed}{earlier})") from error
 
+    def usable(self, make: Callable[..., Made], calls: Iterable[tuple[Any, ...]]) -> Iterator[Made]:
+        """Yields what `make` returns for the arguments of each call, as far as `attempt` returns it."""
+        made = (self.attempt(make, *arguments) for arguments in calls)
+        return (result for result in made if result is not None)
+
 
 def record_batches(records: Iterable[OneKind]) -> Iterator[list[OneKind]]:
     """Yields batches of records to tokenise at once, on all cores."""

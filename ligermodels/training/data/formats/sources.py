@@ -17,7 +17,7 @@ from typing import TypeAlias
 from ligermodels.errors import InputError, first_line
 from ligermodels.images.reading import ImageSource
 from ligermodels.tokenizer.tokenizer import is_long, refuse_long
-from ligermodels.training.data.formats.record_formats import KNOWN_FIELDS, RecordFormats
+from ligermodels.training.data.formats.record_formats import KNOWN_FIELDS, Reading, RecordFormats
 from ligermodels.training.data.formats.records import (
     BadLines,
     Completion,
@@ -30,7 +30,7 @@ from ligermodels.training.data.formats.records import (
 from ligermodels.training.data.formats.specs import BUILT_IN_SOURCES
 from ligermodels.training.data.formats.streams import DECOMPRESSORS, ReadingProgress
 from ligermodels.training.data.formats.tables import HUB_PREFIX, SAVE_AGAIN, read_arrow, read_hub_dataset, read_parquet
-from ligermodels.training.data.formats.text_files import read_csv, read_json_file, read_text_file, read_tsv, text_pieces
+from ligermodels.training.data.formats.text_files import read_csv, read_json_file, read_text_file, text_pieces
 from ligermodels.weights.reading import read_json, safe_file
 
 TOKEN_SUFFIXES = (".bin", ".npy")
@@ -85,9 +85,8 @@ def folder_splits(folder: Path) -> dict[str, list[Path]]:
     Where files are named for validation or a test, those named for training are the train split, else those without
     such a name. Otherwise all files are the train split.
     """
-    files = data_files(
-        file for file in folder.rglob("*") if suffix_of(file) and not is_hidden(file.relative_to(folder))
-    )
+    found = (file for file in folder.rglob("*") if suffix_of(file))
+    files = data_files(f for f in found if not any(part.startswith(".") for part in f.relative_to(folder).parts))
     splits: dict[str, list[Path]] = {}
     for file in files:
         splits.setdefault(named_split(file.relative_to(folder)), []).append(file)
@@ -168,10 +167,6 @@ def describes_tokens(file: Path) -> bool:
     return file.suffix == ".json" and any(file.with_suffix(suffix).exists() for suffix in TOKEN_SUFFIXES)
 
 
-def is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
-
-
 def read_records(
     name: str, bad_lines: BadLines, progress: ReadingProgress, fields: RecordFormats = KNOWN_FIELDS
 ) -> Iterator[Record]:
@@ -180,11 +175,11 @@ def read_records(
     Empty texts are dropped. fields: those that the user names. bad_lines: counts records that cannot be used. Raises
     InputError naming the place and the field, and if the source has no record at all.
     """
+    reading = Reading(fields, bad_lines, progress)
     if name.startswith(HUB_PREFIX):
-        read = read_hub_dataset(name, fields, bad_lines, progress)
-        records = attempt_all(read, lambda record: checked_record(record, None), bad_lines)
+        records = bad_lines.usable(checked_record, ((record, None) for record in read_hub_dataset(name, reading)))
     else:
-        records = read_files(find_files(name), fields, bad_lines, progress)
+        records = read_files(find_files(name), reading)
     empty = True
     for record in records:
         if isinstance(record, (Conversation, GroupRecord)) or any(record.texts):
@@ -203,32 +198,22 @@ def split_long_text(text: Text) -> Iterator[Text]:
         yield text
 
 
-def read_files(
-    files: Sequence[Path], fields: RecordFormats, bad_lines: BadLines, progress: ReadingProgress
-) -> Iterator[Record]:
+def read_files(files: Sequence[Path], reading: Reading) -> Iterator[Record]:
     for file in files:
         if suffix_of(file) in TOKEN_SUFFIXES:
             raise InputError(f"{file}: contains token ids, but text is expected; do not mix the two in one source")
-        records = READERS[suffix_of(file)](file, fields, bad_lines, progress)
-        yield from attempt_all(records, functools.partial(checked_record, folder=file.parent), bad_lines)
-        progress.finish(file.stat().st_size)
+        calls = ((record, file.parent) for record in READERS[suffix_of(file)](file, reading))
+        yield from reading.bad_lines.usable(checked_record, calls)
+        reading.progress.finish(file.stat().st_size)
 
 
-def attempt_all(records: Iterable[Record], change: Callable[[Record], Record], bad_lines: BadLines) -> Iterator[Record]:
-    """Yields the changed records, without those for which `change` raises InputError, as far as they may be skipped."""
-    for record in records:
-        changed = bad_lines.attempt(change, record)
-        if changed is not None:
-            yield changed
-
-
-Reader: TypeAlias = Callable[[Path, RecordFormats, BadLines, ReadingProgress], Iterator[Record]]
+Reader: TypeAlias = Callable[[Path, Reading], Iterator[Record]]
 STREAMED: dict[str, Reader] = {
     ".txt": read_text_file,
     ".jsonl": read_json_file,
     ".json": read_json_file,
     ".csv": read_csv,
-    ".tsv": read_tsv,
+    ".tsv": functools.partial(read_csv, delimiters=("\t",)),
 }
 COMPRESSED = {f"{kind}{suffix}": reader for kind, reader in STREAMED.items() for suffix in DECOMPRESSORS}
 TABLES: dict[str, Reader] = {".parquet": read_parquet, ".arrow": read_arrow}

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from io import BufferedReader, TextIOWrapper
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO, Self, TextIO, TypeVar
 
 from tqdm import tqdm
@@ -56,9 +55,7 @@ class ReadingProgress:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.bar.close()
         if self.has_printed and error is None:
             print_status(f"{self.title}: done in {duration(time.monotonic() - self.started)}")

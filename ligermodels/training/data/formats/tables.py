@@ -7,6 +7,7 @@ any of them may be hostile. Compressed batches, which `datasets` does not write,
 gigabytes. pyarrow and `datasets` are imported on first use.
 """
 
+import itertools
 import json
 import os
 import re
@@ -17,11 +18,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ligermodels.errors import InputError, first_line
+from ligermodels.errors import InputError, at_place, first_line
 from ligermodels.optional_packages import import_package
-from ligermodels.training.data.formats.record_formats import RecordFormats, parse_record
-from ligermodels.training.data.formats.records import BadLines, Record, parse_json_string
-from ligermodels.training.data.formats.streams import ReadingProgress, refuse_placeholder
+from ligermodels.training.data.formats.record_formats import Reading, RecordFormats, parse_record
+from ligermodels.training.data.formats.records import Record, parse_json_string
+from ligermodels.training.data.formats.streams import refuse_placeholder
 from ligermodels.weights.reading import refuse_irregular
 
 TABLE_BATCH_ROWS = 64  # a row may have megabytes
@@ -47,31 +48,21 @@ def record_columns(names: Sequence[str], subject: str, fields: RecordFormats) ->
 
     Raises InputError, which begins with `subject`, if they are not enough.
     """
-    try:
+    with at_place(subject):
         fields.refuse_missing(names, "column")
-    except InputError as error:
-        raise InputError(f"{subject} {error}") from None
     return fields.columns(names)
 
 
-def read_table(
-    batches: Iterator[TableRows], place: str, fields: RecordFormats, bad_lines: BadLines
-) -> Iterator[Record]:
-    number = 0
-    for rows in batches:
-        for row in rows:
-            number += 1
-            record = bad_lines.attempt(parse_record, drop_inner_nulls(row), f"{place}: row {number}", fields)
-            if record is not None:
-                yield record
-
-
-def drop_inner_nulls(row: dict[str, Any]) -> dict[str, Any]:
-    """Removes null fields within the columns: in a column of objects, every object has the fields of all."""
-    return {name: drop_nulls(value) for name, value in row.items()}
+def read_table(batches: Iterator[TableRows], place: str, reading: Reading) -> Iterator[Record]:
+    calls = (
+        ({name: drop_nulls(value) for name, value in row.items()}, f"{place}: row {number}", reading.formats)
+        for number, row in enumerate(itertools.chain.from_iterable(batches), 1)
+    )
+    return reading.bad_lines.usable(parse_record, calls)
 
 
 def drop_nulls(value: Any) -> Any:
+    """Removes null fields within a column: in a column of objects, every object has the fields of all."""
     if isinstance(value, dict):
         return {name: drop_nulls(field) for name, field in value.items() if field is not None}
     return [drop_nulls(entry) for entry in value] if isinstance(value, list) else value
@@ -139,11 +130,11 @@ def is_json(kind: Any) -> bool:
     return getattr(kind, "extension_name", None) == JSON_EXTENSION
 
 
-def read_parquet(file: Path, fields: RecordFormats, bad_lines: BadLines, progress: ReadingProgress) -> Iterator[Record]:
-    return read_table(parquet_batches(file, fields, progress), str(file), fields, bad_lines)
+def read_parquet(file: Path, reading: Reading) -> Iterator[Record]:
+    return read_table(parquet_batches(file, reading), str(file), reading)
 
 
-def parquet_batches(file: Path, fields: RecordFormats, progress: ReadingProgress) -> Iterator[TableRows]:
+def parquet_batches(file: Path, reading: Reading) -> Iterator[TableRows]:
     pyarrow = import_package("pyarrow", str(file))
     parquet = import_package("pyarrow.parquet", str(file))
     refuse_irregular(file)
@@ -151,9 +142,9 @@ def parquet_batches(file: Path, fields: RecordFormats, progress: ReadingProgress
         with file.open("rb") as stream:
             refuse_placeholder(file, stream)
         metadata = parquet.read_metadata(file)
-        columns = record_columns(metadata.schema.to_arrow_schema().names, f"{file}:", fields)
+        columns = record_columns(metadata.schema.to_arrow_schema().names, f"{file}:", reading.formats)
         done, rows, size = 0, metadata.num_rows, file.stat().st_size
-        progress.follow(lambda: size * done // rows)
+        reading.progress.follow(lambda: size * done // rows)
         for batch in decoded_batches(file, columns):
             for part in bounded_rows(batch, str(file), done):
                 yield part
@@ -217,11 +208,11 @@ class Worker:
             self.status = process.wait()
 
 
-def read_arrow(file: Path, fields: RecordFormats, bad_lines: BadLines, progress: ReadingProgress) -> Iterator[Record]:
-    return read_table(arrow_batches(file, fields, progress), str(file), fields, bad_lines)
+def read_arrow(file: Path, reading: Reading) -> Iterator[Record]:
+    return read_table(arrow_batches(file, reading), str(file), reading)
 
 
-def arrow_batches(file: Path, fields: RecordFormats, progress: ReadingProgress) -> Iterator[TableRows]:
+def arrow_batches(file: Path, reading: Reading) -> Iterator[TableRows]:
     pyarrow = import_package("pyarrow", str(file))
     refuse_irregular(file)
     try:
@@ -230,10 +221,10 @@ def arrow_batches(file: Path, fields: RecordFormats, progress: ReadingProgress) 
         with pyarrow.memory_map(str(file)) as source:
             refuse_compressed(source, file)
             source.seek(0)
-            progress.follow(source.tell)
+            reading.progress.follow(source.tell)
             batches, done = pyarrow.ipc.open_stream(source), 0
             names = batches.schema.names
-            columns = [names.index(name) for name in record_columns(names, f"{file}:", fields)]
+            columns = [names.index(name) for name in record_columns(names, f"{file}:", reading.formats)]
             for column in columns:
                 refuse_type(batches.schema.types[column], f"{file}: column {names[column]}")
             for batch in batches:
@@ -297,17 +288,15 @@ def is_compressed(metadata: bytes, kind: str) -> bool:
     return bool(field(batch, BATCH_COMPRESSION))
 
 
-def read_hub_dataset(
-    name: str, fields: RecordFormats, bad_lines: BadLines, progress: ReadingProgress
-) -> Iterator[Record]:
-    return read_table(hub_batches(name, fields, progress), name, fields, bad_lines)
+def read_hub_dataset(name: str, reading: Reading) -> Iterator[Record]:
+    return read_table(hub_batches(name, reading), name, reading)
 
 
-def hub_batches(name: str, fields: RecordFormats, progress: ReadingProgress) -> Iterator[TableRows]:
+def hub_batches(name: str, reading: Reading) -> Iterator[TableRows]:
     dataset = load_hub_dataset(name)
-    columns = record_columns(dataset.column_names, f"{name}:", fields)
-    done, rows, size = 0, len(dataset), progress.total or 0
-    progress.follow(lambda: size * done // rows)
+    columns = record_columns(dataset.column_names, f"{name}:", reading.formats)
+    done, rows, size = 0, len(dataset), reading.progress.total or 0
+    reading.progress.follow(lambda: size * done // rows)
     for batch in dataset.select_columns(columns).iter(TABLE_BATCH_ROWS):  # a list of values for each column
         yield [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
         done += TABLE_BATCH_ROWS
@@ -328,7 +317,7 @@ def load_hub_dataset(name: str) -> Any:
         raise InputError(f"--data {name}: must be hub:NAME, hub:NAME:SPLIT or hub:NAME:CONFIGURATION:SPLIT")
     split = options.pop() if options else "train"
     datasets = import_package("datasets", name)
-    from ligermodels.hub.answers import check_answers  # huggingface_hub, which files do not need
+    from ligermodels.hub.download import check_answers  # huggingface_hub, which files do not need
 
     check_answers()
     try:

@@ -15,13 +15,13 @@ import codecs
 import csv
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Self, TextIO
 
 from ligermodels.errors import InputError, first_line
-from ligermodels.training.data.formats.record_formats import RecordFormats, parse_record
-from ligermodels.training.data.formats.records import MAX_RECORD_BYTES, MAX_RECORD_VALUES, BadLines, Record, Text
+from ligermodels.training.data.formats.record_formats import Reading, RecordFormats, parse_record
+from ligermodels.training.data.formats.records import MAX_RECORD_BYTES, MAX_RECORD_VALUES, Record, Text
 from ligermodels.training.data.formats.streams import (
     ReadingProgress,
     describe_invalid_utf8,
@@ -45,15 +45,10 @@ DELIMITERS = {",": "comma", ";": "semicolon", "\t": "tab"}  # of CSV, in the ord
 CSV_RULES = 'a cell with a delimiter, a line break or a quote must be in quotes, with each quote in it written as ""'
 
 
-def read_text_file(
-    file: Path, fields: RecordFormats, bad_lines: BadLines, progress: ReadingProgress
-) -> Iterator[Record]:
-    """Yields the pieces of one document.
-
-    Bytes that are not UTF-8 are always an error; `bad_lines` does not apply to them.
-    """
+def read_text_file(file: Path, reading: Reading) -> Iterator[Record]:
+    """Yields the pieces of one document. Bytes that are not UTF-8 are always an error, never a bad line."""
     line = 1
-    with open_text_stream(file, progress) as stream:
+    with open_text_stream(file, reading.progress) as stream:
         for piece in text_pieces(stream):
             yield piece._replace(place=f"{file}:{line}")
             line += piece.text.count("\n")
@@ -83,23 +78,15 @@ def last_split_point(text: str) -> int:
     return space if space > 0 else len(text)
 
 
-def read_json_file(
-    file: Path, fields: RecordFormats, bad_lines: BadLines, progress: ReadingProgress
-) -> Iterator[Record]:
+def read_json_file(file: Path, reading: Reading) -> Iterator[Record]:
     """Returns the records of a JSON file, which is an array if its first character is "[", and JSON lines otherwise."""
-    with open_stream(file, progress) as stream:
+    with open_stream(file, reading.progress) as stream:
         refuse_placeholder(file, stream)
         is_array = stream.peek().removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
-    return (read_json_array if is_array else read_json_lines)(file, fields, bad_lines, progress)
-
-
-def read_json_lines(
-    file: Path, fields: RecordFormats, bad_lines: BadLines, progress: ReadingProgress
-) -> Iterator[Record]:
-    for number, line in numbered_lines(file, progress):
-        record = bad_lines.attempt(parse_json_line, line, f"{file}:{number}", fields)
-        if record is not None:
-            yield record
+    if is_array:
+        return reading.bad_lines.usable(parse_json_record, json_elements(file, reading))
+    lines = numbered_lines(file, reading.progress)
+    return reading.bad_lines.usable(parse_json_line, ((line, f"{file}:{n}", reading.formats) for n, line in lines))
 
 
 def numbered_lines(file: Path, progress: ReadingProgress) -> Iterator[tuple[int, bytes]]:
@@ -144,10 +131,9 @@ def decode_json_line(line: bytes, place: str) -> Any:
     return value
 
 
-def read_json_array(
-    file: Path, fields: RecordFormats, bad_lines: BadLines, progress: ReadingProgress
-) -> Iterator[Record]:
-    with open_text_stream(file, progress) as stream:
+def json_elements(file: Path, reading: Reading) -> Iterator[tuple[Any, str, str, RecordFormats]]:
+    """Yields the arguments of `parse_json_record` for each element of an array."""
+    with open_text_stream(file, reading.progress) as stream:
         scanner = JSONScanner(stream)
         scanner.take()  # the [
         delimiter = scanner.take() if scanner.peek() == "]" else ","
@@ -155,9 +141,7 @@ def read_json_array(
         while delimiter == ",":
             number += 1
             place = f"{file}: element {number}"
-            record = bad_lines.attempt(parse_json_record, *scanner.take_value(place), place, fields)
-            if record is not None:
-                yield record
+            yield *scanner.take_value(place), place, reading.formats
             delimiter = scanner.take()
         if delimiter != "]":
             problem = f"followed by {delimiter!r} instead of , or ]" if delimiter else "the last, and the ] is missing"
@@ -252,40 +236,26 @@ def refuse_half_characters(value: Any, text: str, place: str) -> None:
         raise InputError(f"{place}: has half of a surrogate pair, such as \\ud83d alone, which is not a character")
 
 
-def read_csv(file: Path, fields: RecordFormats, bad_lines: BadLines, progress: ReadingProgress) -> Iterator[Record]:
-    return read_delimited(file, tuple(DELIMITERS), fields, bad_lines, progress)
-
-
-def read_tsv(file: Path, fields: RecordFormats, bad_lines: BadLines, progress: ReadingProgress) -> Iterator[Record]:
-    return read_delimited(file, ("\t",), fields, bad_lines, progress)
-
-
-def read_delimited(
-    file: Path, delimiters: tuple[str, ...], fields: RecordFormats, bad_lines: BadLines, progress: ReadingProgress
-) -> Iterator[Record]:
-    with open_stream(file, progress) as stream:
+def read_csv(file: Path, reading: Reading, delimiters: Sequence[str] = tuple(DELIMITERS)) -> Iterator[Record]:
+    with open_stream(file, reading.progress) as stream:
         refuse_placeholder(file, stream)
-    delimiter, header = find_header(file, delimiters, fields, progress)
-    rows = csv_rows(file, delimiter, progress, strict=True)
+    delimiter, header = find_header(file, delimiters, reading)
+    rows = csv_rows(file, delimiter, reading.progress, strict=True)
     next(rows)  # the header
-    for line, row in rows:
-        record = bad_lines.attempt(parse_row, row, header, delimiter, f"{file}:{line}", fields)
-        if record is not None:
-            yield record
+    calls = ((row, header, delimiter, f"{file}:{line}", reading.formats) for line, row in rows)
+    yield from reading.bad_lines.usable(parse_row, calls)
 
 
-def find_header(
-    file: Path, delimiters: tuple[str, ...], fields: RecordFormats, progress: ReadingProgress
-) -> tuple[str, list[str]]:
+def find_header(file: Path, delimiters: Sequence[str], reading: Reading) -> tuple[str, list[str]]:
     """Returns the first delimiter with which the header has the columns of a record, and the names of all columns.
 
     Raises InputError if there is none, or if such a column is there twice.
     """
-    headers = {delimiter: read_column_names(file, delimiter, progress) for delimiter in delimiters}
-    most_columns = max(delimiters, key=lambda delimiter: len(headers[delimiter]))
-    chosen = next((delimiter for delimiter in delimiters if fields.has_record(headers[delimiter])), most_columns)
+    headers = {delimiter: read_column_names(file, delimiter, reading.progress) for delimiter in delimiters}
+    fitting = (delimiter for delimiter in delimiters if reading.formats.has_record(headers[delimiter]))
+    chosen = next(fitting, max(delimiters, key=lambda delimiter: len(headers[delimiter])))
     header = headers[chosen]
-    for name in record_columns(header, f"{file}:1: the header", fields):
+    for name in record_columns(header, f"{file}:1: the header", reading.formats):
         if header.count(name) > 1:
             raise InputError(f"{file}:1: the header has the column {name} more than once; rename the others")
     return chosen, header

@@ -13,8 +13,7 @@ Everything that can be wrong with the data raises InputError here, before weight
 import dataclasses
 import functools
 import itertools
-import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, cast
@@ -24,15 +23,10 @@ import numpy as np
 from ligermodels.errors import InputError
 from ligermodels.images.inputs import Processor
 from ligermodels.tokenizer import Tokenizer
-from ligermodels.training.data.embedded.embedded import EMBEDDED_GROUPS, VALIDATION_QUESTIONS, Question
+from ligermodels.training.data.embedded import EMBEDDED_GROUPS, VALIDATION_QUESTIONS, Question
 from ligermodels.training.data.formats.records import BadLines, GroupRecord, Record, TeacherRecord
 from ligermodels.training.data.formats.sources import TOKEN_SUFFIXES, read_records, suffix_of
-from ligermodels.training.data.formats.specs import (
-    BUILT_IN_SOURCES,
-    describe_sources,
-    open_validation,
-    parse_sources,
-)
+from ligermodels.training.data.formats.specs import BUILT_IN_SOURCES, describe_sources, open_validation, parse_sources
 from ligermodels.training.data.formats.streams import ReadingProgress
 from ligermodels.training.data.opening import USED_TWICE, sample_pictures
 from ligermodels.training.data.preferences.formats import GroupFormats
@@ -45,6 +39,7 @@ from ligermodels.training.data.run_tokenizer import NewImages
 from ligermodels.training.settings.config import TrainConfig
 from ligermodels.units import counted
 
+COMPLETIONS = {"pairs": 2, "judged": 1, "prompts": 0}  # of a group
 NumberedStore: TypeAlias = tuple[GroupStore, np.ndarray]  # a store, and the numbers of some of its groups
 
 
@@ -77,36 +72,32 @@ class GroupReader(SourceReader):
         options = dataclasses.asdict(self.options) | {"row_length": None, "share_prompts": None}  # of rows alone
         described = self.cache_key(files, groups=options, **key)
         size = total_bytes(files) if files else None
-        folder = self.tokenized_folder(title, lambda *given: self.units(read(*given), title), described, size)
-        counts = json.loads((folder / "counts.json").read_text())
-        self.skipped += counts["skipped"]
+        folder, counts = self.tokenized_folder(title, lambda *given: self.units(read(*given), title), described, size)
         for name, count in counts["lengths"].items():
             setattr(self.lengths, name, getattr(self.lengths, name) + count)
         return open_groups(folder)
 
-    def write(self, records: Iterable[Record], bad_lines: BadLines, progress: ReadingProgress, folder: Path) -> None:
+    def write(
+        self, records: Iterable[Record], bad_lines: BadLines, progress: ReadingProgress, folder: Path
+    ) -> Mapping[str, Any]:
         grouping = GroupTokenizer(*self.tokenizer, self.options, bad_lines, lambda: self.processor, self.image_tokens)
         units = cast(Iterable[GroupRecord | TeacherRecord], records)
         write_groups(progress.track(grouping.groups(units)), self.vocab_size, folder)
-        counts = {"skipped": bad_lines.skipped, "lengths": dataclasses.asdict(grouping.lengths)}
-        (folder / "counts.json").write_text(json.dumps(counts))
+        return {"lengths": dataclasses.asdict(grouping.lengths)}
 
     def units(self, records: Iterable[Record], title: str) -> Iterator[GroupRecord]:
-        """Yields the records as units of the kind: of pairs, each side is a judged completion of its own."""
+        """Yields the records as units of the kind: of pairs, each side is a judged completion of its own.
+
+        Raises InputError for embedded data of another kind, which no format has checked.
+        """
         for record in cast(Iterable[GroupRecord], records):
             if self.options.kind == "judged" and len(record.completions) == 2:
                 for side, label in enumerate((1.0, 0.0)):
                     yield record.side(side)._replace(value=label)
+            elif isinstance(record, GroupRecord) and len(record.completions) != COMPLETIONS.get(self.options.kind):
+                raise InputError(f"{title}: its records do not fit the objective, which takes {self.options.kind}")
             else:
-                refuse_other_kind(record, self.options.kind, title)
                 yield record
-
-
-def refuse_other_kind(record: GroupRecord, kind: str, title: str) -> None:
-    """Raises InputError for embedded data of another kind, which no format has checked."""
-    fits = {"pairs": 2, "judged": 1, "prompts": 0}
-    if isinstance(record, GroupRecord) and fits.get(kind) != len(record.completions):
-        raise InputError(f"{title}: its records do not fit the objective, which takes {kind}")
 
 
 def split_by_prompt(store: GroupStore, fraction: float) -> tuple[np.ndarray, np.ndarray]:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from tokenizers import Encoding
 
-from ligermodels.errors import InputError
+from ligermodels.errors import InputError, at_place
 from ligermodels.images.inputs import refuse_image_tokens
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.tokenizer.tokenizer import overlap_mask
@@ -122,10 +122,8 @@ class GroupTokenizer:
             )
         if not record.completions:
             chat = Conversation(record.prompt, record.tools, record.place, record.template_kwargs)
-            try:
+            with at_place(f"{record.place}:"):
                 text = render(chat, record.prompt, self.tokenizer, add_generation_prompt=True).text
-            except InputError as error:
-                raise InputError(f"{record.place}: {error}") from None
             return [RenderedChat(text, [], True, record.place)]
         return [
             self.rendered_completion(record, cast(list, completion), images)
@@ -136,26 +134,22 @@ class GroupTokenizer:
         """Returns for each side what renders the images of the prompt and of its completion; None without images."""
         if not record.images:
             return [None] * max(1, len(record.completions))
-        try:
+        with at_place(f"{record.place}:"):
             processor = self.processor()
             if processor.placeholder.prefix:
                 raise InputError("has images, and this model trains on preferences about text alone; leave them out")
             prompt, *completions = (plan_images(images, processor) for images in record.images)
             return [ImageChats(processor, [*prompt, *images]) for images in completions]
-        except InputError as error:
-            raise InputError(f"{record.place}: {error}") from None
 
     def rendered_strings(self, record: GroupRecord, images: ImageChats | None) -> list[RenderedChat]:
         """Joins a prompt and completions that are strings. images: those of the prompt; such a completion has none."""
         prompt, place = cast(str, record.prompt), record.place
         completions = cast(tuple[str, ...], record.completions)
         if images is not None:
-            try:
+            with at_place(f"{place}:"):
                 prompt = images.expand(prompt)
                 for completion in completions:
                     images.processor.placeholder.refuse(completion)
-            except InputError as error:
-                raise InputError(f"{place}: {error}") from None
         texts = [prompt + completion for completion in completions]
         whole = [RenderedChat(text, [(len(prompt), len(text))], False, place, images) for text in texts]
         return whole or [RenderedChat(prompt, [], False, place)]
@@ -209,10 +203,8 @@ class GroupTokenizer:
         mask, images = overlap_mask(encoding.offsets[: len(ids)], chat.answers), []
         if chat.images is not None:
             mask = chat.images.unsupervised(ids, mask)
-            try:
+            with at_place(f"{chat.place}:"):
                 images = chat.images.locate(ids)
-            except InputError as error:
-                raise InputError(f"{chat.place}: {error}") from None
         elif self.image_tokens:
             refuse_image_tokens(ids, self.image_tokens, f"{chat.place}:")
         if chat.complete or not chat.answers:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from ligermodels.errors import InputError
+from ligermodels.errors import InputError, at_place
 from ligermodels.images.inputs import Processor
 from ligermodels.images.processors import ImagePlan, Prepared
 from ligermodels.images.reading import ImageSource, image_size
@@ -88,13 +88,11 @@ def prefix_document(record: Completion, end: int, processor: Processor) -> Docum
     end: the end-of-text token. Raises InputError, which names the place, for a model whose prompts are no prefixes, and
     as `ImageChats` does.
     """
-    try:
+    with at_place(f"{record.place}:"):
         if not processor.placeholder.prefix:
             raise InputError(IMAGES_BESIDE_TEXT)
         images = plan_images(record.images, processor)
         completion = [*processor.encode_completion(record.completion), end]
-    except InputError as error:
-        raise InputError(f"{record.place}: {error}") from None
     prompt = processor.encode(record.prompt, [image.plan for image in images], record.place)
     supervised = [False] * len(prompt) + [True] * len(completion)
     return Document(
@@ -112,12 +110,10 @@ def as_prefix(record: Conversation, processor: Processor) -> Completion | None:
         return None
     options = {"tools": record.tools, **(record.template_kwargs or {})}
     given = {name: value for name, value in options.items() if value is not None}
-    try:
+    with at_place(f"{record.place}:"):
         if record.messages[-1]["role"] != "assistant" or not record.messages[-1].get("weight", 1):
             raise InputError("field messages: no assistant message with a weight other than 0: nothing is supervised")
         prompt, completion = processor.prefix(record.messages, **given)
-    except InputError as error:
-        raise InputError(f"{record.place}: {error}") from None
     return Completion(prompt, completion or "", record.place, record.images)
 
 

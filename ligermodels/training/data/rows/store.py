@@ -54,7 +54,8 @@ def cached_folder(key: dict[str, Any], fill: Callable[[Path], None]) -> Path:
 
 def cached_folders(requests: Sequence[tuple[dict[str, Any], Callable[[Path], None]]]) -> list[Path]:
     """Returns the folders of several pairs of key and fill; ranks synchronise once for all of them."""
-    folders = [cache_folder() / folder_name(key) for key, _ in requests]
+    keys = (json.dumps(key | {"code": code_of_data()}, sort_keys=True).encode() for key, _ in requests)
+    folders = [cache_folder() / hashlib.sha256(key).hexdigest()[:32] for key in keys]
     error = None
     if local_rank() == 0:
         try:
@@ -65,10 +66,6 @@ def cached_folders(requests: Sequence[tuple[dict[str, Any], Callable[[Path], Non
     with waiting_group(FILL_TIMEOUT) as group:
         raise_on_all(error, group)
     return folders
-
-
-def folder_name(key: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(key | {"code": code_of_data()}, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def cache_folder() -> Path:

@@ -62,34 +62,21 @@ def reward_completions(
     columns: of the data; functions get None for those that a prompt does not have, as TRL passes them.
     Raises InputError on every rank where a function fails on one.
     """
-    error, mine = None, None
+    error, rewards = None, Rewards([])
     try:
-        mine = reward_own(functions, prompts, samples, columns, state, seconds)
+        if prompts:
+            rewards = call_rewards(functions, batch_of(prompts, samples, columns), state, seconds)
     except InputError as failure:
         error = failure
     distributed.raise_on_all(error)
-    assert mine is not None
-    gathered = distributed.gather_objects(mine)
+    own = list(groups_of_prompts(prompts, samples, rewards))
+    gathered = distributed.gather_objects((own, dict(rewards.metrics)))
     logged: dict[str, list[float]] = defaultdict(list)
     for _, metrics in gathered:
         for name, values in metrics.items():
             logged[name] += values
     groups = sorted((group for groups, _ in gathered for group in groups), key=lambda group: group.prompt.unit)
     return RewardedGeneration(groups, {name: sum(values) / len(values) for name, values in logged.items()})
-
-
-def reward_own(
-    functions: Sequence[RewardFunction],
-    prompts: Sequence[GroupPrompt],
-    samples: Sequence[Sequence[GeneratedSample]],
-    columns: Sequence[str],
-    state: TrainerState,
-    seconds: float,
-) -> tuple[list[RewardedGroup], dict[str, list[float]]]:
-    if not prompts:
-        return [], {}
-    rewards = call_rewards(functions, batch_of(prompts, samples, columns), state, seconds)
-    return list(groups_of_prompts(prompts, samples, rewards)), dict(rewards.metrics)
 
 
 def batch_of(

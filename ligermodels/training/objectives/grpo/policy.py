@@ -78,13 +78,9 @@ class PolicyOptions:
     def __post_init__(self) -> None:
         if self.name not in POLICY_LOSSES:
             raise InputError(f"--loss {self.name}: must be one of {', '.join(POLICY_LOSSES)}")
-        flags = {
-            "epsilon": "--epsilon", "epsilon_high": "--epsilon-high", "delta": "--delta",
-            "importance_sampling_level": "--importance-sampling-level",
-        }  # fmt: skip
-        for option, flag in flags.items():
+        for option in (*CLIP, "delta", *RATIO):
             if getattr(self, option) is not None and option not in self.loss.options:
-                raise InputError(f"{flag} has no effect with --loss {self.name}: leave it out")
+                raise InputError(f"{flag_of(option)} has no effect with --loss {self.name}: leave it out")
         high = 1 + (self.epsilon_high or self.epsilon or 0.2)
         if self.delta is not None and self.delta <= high:
             raise InputError(f"--delta {self.delta:g}: must be above 1 + --epsilon-high, {high:g}")

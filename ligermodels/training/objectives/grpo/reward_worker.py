@@ -1,4 +1,4 @@
-"""The process that runs reward functions of files. `reward_process.py` starts it; it imports nothing of the package.
+"""The process that runs reward functions of files. `rewards.py` starts it; it imports nothing of the package.
 
 A function may keep the interpreter for ever, fork or exit. This process can be killed; that of the run cannot. It
 serves one request at a time. Requests and replies are JSON, so that functions get copies of what is trained on:

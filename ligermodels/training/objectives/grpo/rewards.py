@@ -7,25 +7,34 @@ of conversations lists of messages; every column of the data is passed under its
 arguments that it names, and all with `**kwargs`. Beside these: `trainer_state`, `log_extra(column, values)` for columns
 of completions.jsonl, and `log_metric(name, value)`. Async functions run at the same time.
 
-Functions of files run in a process of their own, and so does `format:REGEX`; the others in this one.
+Functions of files run in a process of their own, and so does `format:REGEX`; the others in this one. The process runs
+`reward_worker.py`, from the first function that is opened until the run ends, so that the state of the files' modules
+lasts over all calls.
 """
 
 import inspect
+import json
+import os
 import signal
+import subprocess
+import sys
 import threading
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
 from ligermodels.errors import InputError
-from ligermodels.training.objectives.grpo.reward_process import LONGEST_WAIT, ProcessFunction, RewardProcess
 from ligermodels.training.objectives.grpo.reward_specs import REWARD_KINDS, built_in_reward, parse_reward
 from ligermodels.training.objectives.grpo.reward_worker import (
     CallRequest,
+    Parameter,
     RewardError,
     RewardFunction,
     TimeLimitExceeded,
@@ -33,12 +42,102 @@ from ligermodels.training.objectives.grpo.reward_worker import (
     call_one,
     checked_values,
     parameters_of,
+    too_slow,
 )
 from ligermodels.training.reward_function import ModelReward
 
 HELPERS = ("trainer_state", "log_extra", "log_metric")
 VARIABLE = inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL
 RESERVED = ("prompts", "completions", "completion_ids", *HELPERS)
+GRACE_SECONDS = 1.0  # in which a function whose time is over can be named by the process itself
+FEWEST_OPENING_SECONDS = 10.0  # a file imports libraries
+LONGEST_WAIT = 2e6  # poll(2) counts milliseconds in 32 bits
+
+
+class RewardProcess:
+    """A worker process and its pipe, started with the first request."""
+
+    def __init__(self) -> None:
+        self.connection: Connection | None = None
+        self.specs: list[str] = []  # of the functions that were opened, by number
+
+    def open(self, function: "ProcessFunction", seconds: float) -> None:
+        """Runs the function's file, unless it ran before, and finds the function. Raises InputError."""
+        seconds, spec, file = max(seconds, FEWEST_OPENING_SECONDS), function.spec, function.file
+        late = f"--reward {spec}: the file did not run within {seconds:g} s; raise --reward-timeout"
+        request = {"spec": spec, "file": None if file is None else str(file), "name": function.name}
+        reply = self.ask(request, seconds, late, spec)
+        function.number, function.is_async = len(self.specs), reply["is_async"]
+        function.parameters = [Parameter(*parameter) for parameter in reply["parameters"]]
+        self.specs.append(spec)
+
+    def call(
+        self, calls: Sequence[CallRequest], state: TrainerState, places: Sequence[str], seconds: float
+    ) -> dict[str, Any]:
+        """What one function, or several async ones, return and log: values, extras, metrics. Raises InputError.
+
+        places: where the prompt of each completion was read.
+        """
+        spec = " ".join(self.specs[call.number] for call in calls)
+        request = {"calls": calls, "state": state, "places": places, "seconds": seconds}
+        return self.ask(request, seconds, str(too_slow(spec, places, seconds)), spec)
+
+    def ask(self, request: Mapping[str, Any], seconds: float, late: str, spec: str) -> dict[str, Any]:
+        """The reply to a request. late: what to say after so many seconds. Raises InputError."""
+        connection, in_time = self.running(), True
+        try:
+            connection.send_bytes(json.dumps(request).encode())
+            in_time = connection.poll(min(seconds, LONGEST_WAIT))
+            if not in_time:
+                os.kill(self.process.pid, signal.SIGUSR2)
+            reply = json.loads(connection.recv_bytes()) if in_time or connection.poll(GRACE_SECONDS) else {}
+        except (EOFError, OSError):
+            self.stop()
+            ended = f"--reward {spec}: ended its process, with status {self.process.returncode}; must return"
+            raise InputError(ended if in_time else late) from None
+        except BaseException:
+            self.stop()  # otherwise the next request would get the reply to this one
+            raise
+        if not in_time:
+            self.stop()
+            raise InputError(reply["error"] if reply.get("late") else late)
+        if "error" in reply:
+            raise InputError(reply["error"])
+        return reply
+
+    def running(self) -> Connection:
+        """The connection to the process, which is started if necessary."""
+        if self.connection is None:
+            self.connection, theirs = Pipe()
+            worker = Path(__file__).with_name("reward_worker.py")
+            # -P: its folder is not searched for imports. It searches where this process does.
+            command = [sys.executable, "-P", str(worker), str(theirs.fileno()), *sys.path]
+            # A session of its own: forks of functions end with it, and Ctrl-C is handled here.
+            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], start_new_session=True)
+            theirs.close()
+            self.stop = weakref.finalize(self, stop_process, self.process, self.connection)
+        return self.connection
+
+
+def stop_process(process: subprocess.Popen[bytes], connection: Connection) -> None:
+    """Ends the process and all that its functions started."""
+    connection.close()
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+class ProcessFunction:
+    """A function of a file, or a format, in the process, by its number there. parameters: known when it is opened;
+    before, it takes all that there is.
+
+    name: of the function; of a format, which has no file, the regular expression.
+    """
+
+    def __init__(self, process: RewardProcess, spec: str, file: Path | None, name: str) -> None:
+        self.process, self.spec, self.file, self.name = process, spec, file, name
+        self.number, self.is_async = -1, False
+        self.parameters = [Parameter("columns", inspect.Parameter.VAR_KEYWORD, False)]
 
 
 class CompletionBatch(NamedTuple):
@@ -120,12 +219,7 @@ def arguments_of(function: RewardFunction, available: Mapping[str, Any]) -> dict
         taken = dict(available)
     else:
         taken = {p.name: available[p.name] for p in parameters if p.name in available}
-    needed = [
-        p
-        for p in parameters
-        if not p.has_default and p.kind not in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    ]
-    for parameter in needed:
+    for parameter in (p for p in parameters if not p.has_default and p.kind not in VARIABLE):
         if parameter.kind == inspect.Parameter.POSITIONAL_ONLY:
             raise InputError(f"--reward {function.spec}: takes {parameter.name} by position; take all by name")
         if parameter.name not in taken:

@@ -12,7 +12,7 @@ import pytest
 
 from ligermodels.errors import InputError
 from ligermodels.training.data.formats import sources, streams, text_files
-from ligermodels.training.data.formats.record_formats import KNOWN_FIELDS
+from ligermodels.training.data.formats.record_formats import KNOWN_FIELDS, Reading
 from ligermodels.training.data.formats.records import BadLines, Text
 from ligermodels.training.data.formats.streams import ReadingProgress
 from ligermodels.training.data.rows import token_files
@@ -86,7 +86,9 @@ def test_a_pipe_is_not_opened(tmp_path, suffix):
 
 
 def read_one(file):
-    return list(sources.READERS[sources.suffix_of(file)](file, KNOWN_FIELDS, BadLines(0), ReadingProgress("", None)))
+    return list(
+        sources.READERS[sources.suffix_of(file)](file, Reading(KNOWN_FIELDS, BadLines(0), ReadingProgress("", None)))
+    )
 
 
 def test_a_pipe_beside_a_token_file_is_not_opened(tmp_path):

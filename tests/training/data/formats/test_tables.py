@@ -13,7 +13,7 @@ import pytest
 
 from ligermodels.errors import InputError
 from ligermodels.training.data.formats import sources, tables
-from ligermodels.training.data.formats.record_formats import KNOWN_FIELDS
+from ligermodels.training.data.formats.record_formats import KNOWN_FIELDS, Reading
 from ligermodels.training.data.formats.records import BadLines, Completion, Conversation, Text
 from ligermodels.training.data.formats.streams import ReadingProgress
 from tests.refusals import limited_memory
@@ -39,7 +39,9 @@ def test_the_rows_of_a_parquet_dictionary_are_decoded_a_few_at_a_time(tmp_path, 
     pyarrow.parquet.write_table(pyarrow.table({"text": one}), tmp_path / "a.parquet", store_schema=False)
     assert (tmp_path / "a.parquet").stat().st_size < 30_000
     held = []
-    for batch in tables.parquet_batches(tmp_path / "a.parquet", KNOWN_FIELDS, ReadingProgress("", None)):
+    for batch in tables.parquet_batches(
+        tmp_path / "a.parquet", Reading(KNOWN_FIELDS, BadLines(0), ReadingProgress("", None))
+    ):
         held.append(len(batch))
         assert all(row == {"text": "x" * 30_000} for row in batch)
     assert sum(held) == 50 and max(held) == 3

@@ -189,7 +189,7 @@ def test_a_token_of_images_in_a_record_for_distillation_is_refused(folder):
 
 
 def test_a_record_whose_images_take_too_many_tokens_is_named(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("ligermodels.images.placeholders.MAX_FEATURES_OF_TEXT", 3)
+    monkeypatch.setattr("ligermodels.images.inputs.MAX_FEATURES_OF_TEXT", 3)
     with pytest.raises(InputError, match=r"data.jsonl:1: 1 images take \d+ image tokens, more than 3; use fewer"):
         opened(tmp_path, folder, PAIR)
 

@@ -9,7 +9,7 @@ import torch
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
 from ligermodels.training import TrainConfig
-from ligermodels.training.data.embedded import embedded
+from ligermodels.training.data import embedded
 from ligermodels.training.data.opening import open_data
 from ligermodels.training.data.preferences import GroupOptions, open_preferences
 

@@ -9,7 +9,7 @@ import torch
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
 from ligermodels.training import TrainConfig, train
-from ligermodels.training.data.embedded import embedded
+from ligermodels.training.data import embedded
 from ligermodels.training.objectives.grpo import grpo, judging
 from ligermodels.training.objectives.grpo.judging import pass_fraction
 from ligermodels.training.objectives.grpo.policy import policy_loss

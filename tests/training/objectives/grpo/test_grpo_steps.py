@@ -17,7 +17,7 @@ from ligermodels.layers import lm_head
 from ligermodels.layers.lora import lora_disabled
 from ligermodels.training import TrainConfig
 from ligermodels.training.checkpoints import Progress
-from ligermodels.training.data.embedded import embedded
+from ligermodels.training.data import embedded
 from ligermodels.training.objectives import RunSetup
 from ligermodels.training.objectives.grpo.policy import POLICY_LOSSES, PolicyOptions, policy_options
 from ligermodels.training.objectives.grpo.sampling import Sampler

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from ligermodels.training.data.embedded import embedded_stories as grammar
-from ligermodels.training.data.embedded.embedded_stories import (
+from ligermodels.training.data import embedded_stories as grammar
+from ligermodels.training.data.embedded_stories import (
     Story,
     conversation_question,
     conversations,

@@ -8,7 +8,7 @@ import pytest
 from huggingface_hub import errors
 
 from ligermodels.errors import HubError
-from ligermodels.hub import upload
+from ligermodels.training.run import publishing
 
 CARD = "# A card\n"
 
@@ -45,7 +45,7 @@ class Hub:
 def replace_client(monkeypatch):
     """Returns the class that stands for the client from here on."""
     fake = type("Fake", (Hub,), {"calls": [], "errors": {}})
-    monkeypatch.setattr(upload, "HfApi", fake)
+    monkeypatch.setattr(publishing, "HfApi", fake)
     return fake
 
 
@@ -57,7 +57,7 @@ def hub(monkeypatch):
 
 def refusal(name):
     with pytest.raises(HubError) as error:
-        upload.writable_repository(name)
+        publishing.writable_repository(name)
     return str(error.value)
 
 
@@ -68,7 +68,7 @@ def answer(status):
 
 def test_a_repository_of_the_account_or_its_organisations_can_be_written(hub):
     names = ("mine", "me/mine", "lab/ours")
-    assert [upload.writable_repository(name) for name in names] == ["me/mine", "me/mine", "lab/ours"]
+    assert [publishing.writable_repository(name) for name in names] == ["me/mine", "me/mine", "lab/ours"]
     assert refusal("you/yours") == "you/yours: the token in HF_TOKEN is of me, lab, which cannot write to you"
     hub.account = Hub.account | {"auth": {"accessToken": {"role": "read"}}}
     words = "the token in HF_TOKEN can only read; create one that can write, then `hf auth login`"
@@ -97,6 +97,6 @@ def test_a_name_that_the_hub_cannot_have_is_refused(hub):
 @pytest.mark.parametrize("has_card", [False, True])
 def test_a_folder_is_uploaded_to_a_private_repository_with_a_card_where_it_has_none(has_card, hub, tmp_path):
     hub.has = ("README.md",) if has_card else ()
-    assert upload.upload_folder(tmp_path, "mine", CARD) == "https://huggingface.co/me/mine"
+    assert publishing.upload_folder(tmp_path, "mine", CARD) == "https://huggingface.co/me/mine"
     card = [("file", "me/mine", "README.md", CARD.encode())]
     assert hub.calls == [("create", "mine", True, True), ("folder", "me/mine", tmp_path)] + card * (not has_card)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ligermodels.training.data.embedded.embedded_stories import (
+from ligermodels.training.data.embedded_stories import (
     conversation_question,
     conversations,
     preference_pairs,

@@ -1,1 +1,0 @@
-"""Data that needs no file, and the tokenizers of new models."""
