@@ -158,7 +158,7 @@ class PromptBatch:
             if index in self.written and self.written[index].digest != digest(fields):
                 raise InputError(f"{place}: the output has results of another line here; give another --output")
             if index in self.written and self.written[index].samples.issuperset(range(self.samples)):
-                self.progress.add_line()
+                self.progress.keep_line()
                 continue
             request = self.attempt(place, self.submit_line, index, fields, place)
             if request is not None:
@@ -186,7 +186,8 @@ class PromptProgress:
     def __init__(self, total: int | None, console: Console) -> None:
         hidden = console.quiet or not sys.stderr.isatty()
         self.bar = tqdm(total=total, unit=" prompts", dynamic_ncols=True, disable=hidden, leave=False)
-        self.console, self.count, self.lines, self.refused = console, TokenCount(), 0, 0
+        self.console, self.count = console, TokenCount()
+        self.lines = self.kept = self.refused = 0
 
     def __enter__(self) -> Self:
         return self
@@ -195,8 +196,9 @@ class PromptProgress:
         self.bar.close()
         if kind is not None:
             return
+        kept = f", {self.kept:,} of them answered by an earlier command" if self.kept else ""
         refused = f"; {counted(self.refused, 'line')} cannot be used" if self.refused else ""
-        self.console.note(f"{counted(self.lines, 'prompt')}, {self.count}{refused}")
+        self.console.note(f"{counted(self.lines, 'prompt')}{kept}, {self.count}{refused}")
 
     def add_tokens(self, count: int) -> None:
         self.count.tokens += count
@@ -206,6 +208,11 @@ class PromptProgress:
     def add_line(self) -> None:
         self.lines += 1
         self.bar.update()
+
+    def keep_line(self) -> None:
+        """Counts a line whose completions an earlier command wrote, whatever its model and flags were."""
+        self.kept += 1
+        self.add_line()
 
     def refuse(self, message: str) -> None:
         self.refused += 1

@@ -37,7 +37,8 @@ RULES = {
 }
 # Of a cache on a CPU, or for a model that was trained for less; 2 GiB for Llama-3-8B.
 CACHE_TOKENS = 16384
-NONE_ALLOWED = ("top_k", "top_p", "min_p", "seed")
+FILTERS = ("top_k", "top_p", "min_p")
+NONE_ALLOWED = (*FILTERS, "seed")
 
 
 class Sampling(TypedDict, total=False):
@@ -98,6 +99,10 @@ class SamplingOptions:
             raise InputError(
                 f"n is {self.n} at temperature 0, where all completions are equal; set temperature, or n=1"
             )
+        for name in FILTERS:
+            if self.temperature == 0 and getattr(self.row, name) != getattr(SamplingRow(), name):
+                given = f"{name} is {getattr(self, name)} at temperature 0, where no token is drawn"
+                raise InputError(f"{given}; set temperature, or leave out {name}")
 
     @cached_property  # this and what follows are asked at every step
     def row(self) -> SamplingRow:
@@ -108,7 +113,7 @@ class SamplingOptions:
     @cached_property
     def has_filters(self) -> bool:
         """Whether the row needs more of `kernels.sample` than its temperature."""
-        return self.temperature > 0 and self.row[1:4] != SamplingRow()[1:4]
+        return self.row[1:4] != SamplingRow()[1:4]
 
     @cached_property
     def has_penalties(self) -> bool:

@@ -44,6 +44,16 @@ def test_several_greedy_completions_are_refused():
     assert SamplingOptions(n=2, temperature=0.5).n == 2
 
 
+@pytest.mark.parametrize("name", ["top_k", "top_p", "min_p"])
+def test_a_filter_of_greedy_decoding_is_refused(name):
+    neutral, filtering = {"top_k": (0, 5), "top_p": (1, 0.5), "min_p": (0, 0.5)}[name]
+    with pytest.raises(InputError) as error:
+        SamplingOptions(**{name: filtering})
+    reason = f"{name} is {filtering} at temperature 0, where no token is drawn"
+    assert str(error.value) == f"{reason}; set temperature, or leave out {name}"
+    assert getattr(SamplingOptions(temperature=0, **{name: neutral}), name) == neutral
+
+
 def test_a_row_has_the_numbers_of_its_options_and_neutral_ones_without():
     options = SamplingOptions(
         temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, repetition_penalty=1.2, presence_penalty=1, frequency_penalty=-1
@@ -60,7 +70,6 @@ def test_what_a_row_needs_is_known_from_its_options():
     assert needs() == needs(temperature=0.7) == needs(temperature=1, top_k=0, top_p=1, min_p=0) == (False, False)
     for filtered in ({"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.5}):
         assert needs(temperature=1, **filtered) == (True, False)
-        assert needs(temperature=0, **filtered) == (False, False)
     for penalized in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
         assert needs(**{penalized: 0.5}) == (False, True)
 
