@@ -75,11 +75,11 @@ def run_of(args: argparse.Namespace, folder: Path, graphs: bool) -> dict[str, An
 
     MicroBatches.record = note  # type: ignore[method-assign]
     if not graphs:
-        loop.uses_graphs = lambda run: False
+        loop.captures_graphs = lambda run: False
     clock, further = Clock(), {"lora_rank": args.lora_rank} if args.lora_rank else {}
     torch.cuda.reset_peak_memory_stats()
     config = TrainConfig(
-        model=folder / "model", data=[str(folder / "data.jsonl")], output=folder / "run", steps=args.steps,
+        model=str(folder / "model"), data=[str(folder / "data.jsonl")], output=folder / "run", steps=args.steps,
         batch_size=args.batch, sequence_length=args.length, eval_every=args.steps, checkpoint_every=0, no_export=True,
         learning_rate=1e-5, activation_checkpointing="none", **further,
     )  # fmt: skip

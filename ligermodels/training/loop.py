@@ -25,7 +25,7 @@ from ligermodels.layers.decoder import CausalLM
 from ligermodels.tokenizer.files import has_tokenizer
 from ligermodels.training.checkpoints import Checkpoints, Progress
 from ligermodels.training.data.run_tokenizer import generation_config, write_tokenizer
-from ligermodels.training.micro_batches import MicroBatches, uses_graphs
+from ligermodels.training.micro_batches import MicroBatches, captures_graphs
 from ligermodels.training.model_weights import give_initial_weights
 from ligermodels.training.objectives import RunSetup, StepTotals, Work
 from ligermodels.training.optimizers import OptimizerInBackward, clip_and_step, set_learning_rate
@@ -201,7 +201,7 @@ def open_session(run: Run, stop: Stop, held: ExitStack, loggers: Sequence[Logger
     checkpoints.protected = validations.best
     if lost := validations.lost_line():
         metrics.say(lost)
-    micro_batches = MicroBatches(run.model, run.objective, in_backward, captures=uses_graphs(run))
+    micro_batches = MicroBatches(run.model, run.objective, in_backward, captures=captures_graphs(run))
     session = Session(
         run, output, stop, checkpoints, optimizer, in_backward, micro_batches, check, metrics, profiler, status,
         validations, resume, seconds_before=progress.seconds,

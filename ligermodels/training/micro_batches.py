@@ -26,7 +26,7 @@ ROOM = 0.9  # of a GPU's memory
 MOST_KINDS = 32  # of micro-batches: capturing one takes as long as running it once
 
 
-def uses_graphs(run: Run) -> bool:
+def captures_graphs(run: Run) -> bool:
     """Whether a run's micro-batches are captured: one GPU, nothing that the host does within a pass, small ones, and
     memory for what graphs hold beside the plan, the activations and gradients of a micro-batch once more."""
     config, plan, device = run.config, run.plan, run.world.device
@@ -74,7 +74,7 @@ class MicroBatches:
             return self.run(batch, work)
         self.drop_moved()
         batch, adds = batch.with_padded_offsets(), any(p.grad is not None for p in self.parameters)
-        kind = adds, *kind_of(batch, work)
+        kind = adds, shape_key(batch, work)
         known = self.graphs.get(kind)
         if isinstance(known, Share):
             known = self.graphs[kind] = self.try_to_capture(batch, work, known, adds=adds) or known
@@ -90,25 +90,25 @@ class MicroBatches:
         if self.in_backward is not None:
             self.in_backward.begin(share.loss)
         share.loss.backward()
-        return mapped(torch.detach, share)
+        return map_share(torch.detach, share)
 
     def replay(self, graph: Graph, batch: Batch, work: Work, *, adds: bool) -> Share:
-        for p in graph.written:
-            kept = self.gradients[p]
-            if adds and p.grad is None:  # the step's earlier micro-batches have not reached it
+        for p in graph.written if adds else ():
+            kept, before = self.gradients[p], p.grad
+            if before is None:  # the step's earlier micro-batches have not reached it
                 kept.zero_()
-            elif adds and p.grad is not kept:  # one of them has run
-                kept.copy_(p.grad)
-        torch._foreach_copy_(graph.inputs, tensors_of(batch, work))
+            elif before is not kept:  # one of them has run
+                kept.copy_(before)
+        torch._foreach_copy_(graph.inputs, graph_inputs(batch, work))
         graph.replay()
         for p in graph.written:
             p.grad = self.gradients[p]
-        return mapped(torch.clone, graph.outputs)  # the next replay overwrites them
+        return map_share(torch.clone, graph.outputs)  # the next replay overwrites them
 
     def try_to_capture(self, batch: Batch, work: Work, like: Share, *, adds: bool) -> Graph | None:
         """Captures a kind whose share is like this one. Returns None, and captures nothing from then on, where its
         passes do what a graph cannot hold. adds: to gradients of the step's earlier micro-batches."""
-        inputs, outputs = [x.clone() for x in tensors_of(batch, work)], mapped(torch.clone, like)
+        inputs, outputs = [x.clone() for x in graph_inputs(batch, work)], map_share(torch.clone, like)
         own_batch, own_work = with_tensors(batch, work, inputs)
         written: dict[nn.Parameter, None] = {}
         for p in self.parameters:
@@ -117,7 +117,7 @@ class MicroBatches:
 
         def step() -> None:
             with self.keeping_gradients(written, adds=adds):
-                torch._foreach_copy_(values_of(outputs), values_of(self.run(own_batch, own_work)))
+                torch._foreach_copy_(scalars_of(outputs), scalars_of(self.run(own_batch, own_work)))
 
         try:
             return Graph(inputs, self.record(step), outputs, written)
@@ -134,6 +134,7 @@ class MicroBatches:
 
         def keep(p: nn.Parameter) -> None:
             kept, new = self.gradients[p], p.grad
+            assert new is not None
             kept.add_(new) if adds else kept.copy_(new)
             p.grad, written[p] = None, None
 
@@ -165,28 +166,28 @@ class MicroBatches:
             self.graphs, self.addresses = {}, addresses
 
 
-def kind_of(batch: Batch, work: Work) -> Hashable:
+def shape_key(batch: Batch, work: Work) -> Hashable:
     """The shapes of a micro-batch's tensors, and its other fields."""
     fields = (*batch._replace(images={}), work.counts)
     return tuple(tuple(x.shape) if isinstance(x, Tensor) else str(x) for x in fields)
 
 
-def tensors_of(batch: Batch, work: Work) -> list[Tensor]:
+def graph_inputs(batch: Batch, work: Work) -> list[Tensor]:
     """What a graph reads of a micro-batch and its step."""
     return [*(x for x in batch if isinstance(x, Tensor)), work.counts]
 
 
 def with_tensors(batch: Batch, work: Work, tensors: list[Tensor]) -> tuple[Batch, Work]:
-    """The micro-batch and its step with these in place of `tensors_of` them."""
+    """The micro-batch and its step with these in place of `graph_inputs` them."""
     places = iter(tensors)
-    own = Batch(*(next(places) if isinstance(x, Tensor) else x for x in batch))
+    own = Batch._make(next(places) if isinstance(x, Tensor) else x for x in batch)
     return own, work._replace(batches=(own,), counts=next(places))
 
 
-def values_of(share: Share) -> list[Tensor]:
+def scalars_of(share: Share) -> list[Tensor]:
     return [share.loss, *share.sums.values(), *share.maxima.values()]
 
 
-def mapped(function: Callable[[Tensor], Tensor], share: Share) -> Share:
+def map_share(function: Callable[[Tensor], Tensor], share: Share) -> Share:
     sums, maxima = ({name: function(x) for name, x in values.items()} for values in (share.sums, share.maxima))
     return Share(function(share.loss), sums, maxima)

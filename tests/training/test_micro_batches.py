@@ -53,7 +53,7 @@ def captured(monkeypatch):
 
 
 def run(folder, output, monkeypatch, graphs, *, model="dense", data="texts", **settings):
-    monkeypatch.setattr(loop, "uses_graphs", lambda run: graphs)
+    monkeypatch.setattr(loop, "captures_graphs", lambda run: graphs)
     common = {"steps": 8, "batch_size": 4, "sequence_length": 48, "learning_rate": 1e-2, "deterministic": True}
     config = {"model": folder / model, "data": [str(folder / f"{data}.jsonl")], "output": output} | common | settings
     return train(TrainConfig(**config))
