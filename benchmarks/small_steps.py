@@ -108,7 +108,7 @@ def device_time(micro_batches: Any) -> float:
 def row_of(milliseconds: list[float]) -> dict[str, Any]:
     return {
         "ms": round(statistics.median(milliseconds), 2), "fastest": round(min(milliseconds), 2),
-        "slowest": round(max(milliseconds), 2), "gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+        "slowest": round(max(milliseconds), 2), "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
     }  # fmt: skip
 
 
