@@ -36,6 +36,8 @@ def captures_graphs(run: Run) -> bool:
         return False
     if any(isinstance(p, DTensor) for p in run.model.parameters()):
         return False
+    if any(block.activation_checkpointing and block.drops_values() for block in run.model.blocks):
+        return False  # it reads the state of the random generator
     rate, tokens = peak_flops(device, config.dtype), plan.micro_batch_size * config.sequence_length
     is_short = rate is not None and plan.flops * tokens < SHORT * rate
     memory = plan.memory
