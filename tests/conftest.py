@@ -74,6 +74,7 @@ SLOW = (
     "training/parallel/test_lost_ranks",
 )
 QUICK = "not slow"  # what pyproject.toml selects
+SLOW_WORDS = re.compile(r"slow|launcher|\bquick\(" + ("|DTYPES" if DEVICE == "cuda" else ""))
 ROOT = Path(__file__).parent
 
 
@@ -89,7 +90,7 @@ def is_slow(path):
 @functools.cache
 def may_have_slow_tests(path):
     """Whether a file is slow or has the words by which single tests are."""
-    return is_slow(path) or re.search(r"slow|launcher|DTYPES|\bquick\(", path.read_text(encoding="utf-8")) is not None
+    return is_slow(path) or SLOW_WORDS.search(path.read_text(encoding="utf-8")) is not None
 
 
 def pytest_ignore_collect(collection_path, config):

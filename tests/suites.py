@@ -1,6 +1,7 @@
 """What the quick suite runs, which is the default, and what `pytest -m ""` adds to it."""
 
-from collections.abc import Collection, Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -25,3 +26,16 @@ def quick(names: Iterable[Any], chosen: Collection[Any]) -> list[Any]:
 def of_families(names: Iterable[str]) -> list[str]:
     """Of the names of parity cases those of a family as it is, without the cases of its switches: llama-rope-linear."""
     return [name for name in names if "-" not in name]
+
+
+def few_of_each_switch(cases: Mapping[str, Any]) -> list[str]:
+    """Of parity cases {name: config.json} that differ from their families by the same switch, as llama-tied and
+    qwen2-tied do, three of text models and three of models with a text_config: its code is that of all families."""
+    seen: Counter[tuple[str, bool]] = Counter()
+    chosen = []
+    for name, raw in cases.items():
+        switch = name.partition("-")[2], "text_config" in raw
+        seen[switch] += 1
+        if not switch[0] or seen[switch] <= 3:
+            chosen.append(name)
+    return chosen

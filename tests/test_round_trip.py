@@ -23,7 +23,7 @@ from ligermodels.weights.files import tensor_hashes
 from ligermodels.weights.mapping import plan_pieces
 from tests.cases import CASES
 from tests.reference_model import auto_class, reference_model, save_reference, tokens
-from tests.suites import quick
+from tests.suites import few_of_each_switch, quick
 
 FAMILIES = {raw["model_type"]: name for name, raw in reversed(CASES.items())}  # the first case of each model_type
 # An export fills these if they are null.
@@ -72,7 +72,7 @@ class Saved:
         self.model = ligermodels.load(folder)
 
 
-@pytest.fixture(scope="module", params=quick(CASES, FAMILIES.values()))
+@pytest.fixture(scope="module", params=quick(few_of_each_switch(CASES), FAMILIES.values()))
 def saved(request, tmp_path_factory):
     """Each case, for one test after the other; none changes it."""
     return Saved(request.param, tmp_path_factory.mktemp("saved"))

@@ -57,11 +57,12 @@ def assert_trained(state, name, ranks=1):
         torch.testing.assert_close(state[key], value, rtol=1e-4, atol=1e-5, msg=key)
 
 
-OPTIONS = [{}, {"find_unused_parameters": True}, {"static_graph": True}, {"gradient_as_bucket_view": True}]
+OPTIONS = "find_unused_parameters", "static_graph", "gradient_as_bucket_view"
 
 
-@every_model
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: next(iter(options), "default"))
+@pytest.mark.parametrize(
+    ("name", "options"), [*((name, {}) for name in MODELS), *(("qwen3_moe", {option: True}) for option in OPTIONS)]
+)
 def test_ddp(name, options):
     model = build(name)
     model.gradient_checkpointing_enable()
@@ -123,8 +124,7 @@ def check_fsdp1(name, use_orig_params, by_block, ranks=1):
 
 
 @every_model
-@pytest.mark.parametrize("use_orig_params", [False, True])
-@pytest.mark.parametrize("by_block", [False, True])
+@pytest.mark.parametrize(("use_orig_params", "by_block"), [(False, True), (True, False)])
 @pytest.mark.filterwarnings("ignore")
 def test_fsdp1(name, use_orig_params, by_block):
     check_fsdp1(name, use_orig_params, by_block)

@@ -110,7 +110,7 @@ def expected_scores(model):
     }
 
 
-@pytest.mark.parametrize("family", RUN)
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen2_vl"])
 def test_lm_eval_scores_answers_as_the_model_does(family, exports, tmp_path, monkeypatch):
     model, folder = exports(family)
     arguments = {"pretrained": str(folder), "dtype": "float32", "device": "cpu"}
@@ -122,7 +122,7 @@ def test_lm_eval_scores_answers_as_the_model_does(family, exports, tmp_path, mon
     assert found == pytest.approx(expected_scores(model), rel=1e-5)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "llama", "mistral", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["gemma2", "qwen3_moe"])
 def test_lm_eval_scores_the_face_as_the_model(family, tmp_path, monkeypatch):
     model = tiny_model(family)
     tokenizer = AutoTokenizer.from_pretrained(export_with_tokenizer(model, tmp_path / "out"))

@@ -87,7 +87,8 @@ def assert_same(got, expected):
 @pytest.mark.parametrize(
     ("family", "collator"),
     [
-        *((family, collator) for family in FAMILIES for collator in ("padding", "padding-free")),
+        *((family, "padding") for family in ("llama", "gemma3_text", "qwen3_moe")),
+        *((family, "padding-free") for family in ("llama", "qwen2-tied", "qwen3_moe")),
         *(("mistral", collator) for collator in ("left padding", "padding-free, with offsets")),
     ],
 )
@@ -117,8 +118,9 @@ def squared_logits(outputs, labels, num_items_in_batch=None):
     return outputs.logits[labels != -100].square().mean(-1).sum() / num_items_in_batch
 
 
-@pytest.mark.parametrize("kind", OURS)
-@pytest.mark.parametrize("options", [{"label_smoothing_factor": 0.2}, {"compute_loss_func": squared_logits}])
+@pytest.mark.parametrize(
+    ("kind", "options"), [("face", {"compute_loss_func": squared_logits}), ("bare", {"label_smoothing_factor": 0.2})]
+)
 def test_losses_of_the_trainers_own_are_of_the_logits(kind, options, folders, tmp_path):
     got, expected = (train(KINDS[k](folders["qwen2-tied"]), tmp_path, **options) for k in (kind, "transformers"))
     assert_same(got, expected)
@@ -132,8 +134,7 @@ def test_activation_checkpointing_changes_no_number(kind, folders, tmp_path):
     assert torch.equal(checkpointed, train(KINDS[kind](folders["llama"]), tmp_path))
 
 
-@pytest.mark.parametrize("kind", OURS)
-@pytest.mark.parametrize("family", ["llama", "qwen2-tied"])
+@pytest.mark.parametrize(("kind", "family"), [("face", "qwen2-tied"), ("bare", "llama")])
 def test_a_resumed_run_has_the_steps_of_an_uninterrupted_one(kind, family, folders, tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
     whole = train(KINDS[kind](folders[family]), tmp_path, **saving)

@@ -24,7 +24,6 @@ BASE: dict[str, Any] = {
 MODELS = {
     "llama": BASE | {"model_type": "llama"},
     "gemma2": BASE | {"model_type": "gemma2", "tie_word_embeddings": True},
-    "gemma3_text": BASE | {"model_type": "gemma3_text", "tie_word_embeddings": True, "sliding_window_pattern": 2},
     "qwen3_moe": BASE
     | {
         "model_type": "qwen3_moe",
@@ -34,7 +33,7 @@ MODELS = {
         "output_router_logits": True,
     },
 }
-TIED = ["gemma2", "gemma3_text"]
+TIED = ["gemma2"]
 
 
 def build(name: str, seed: int = 0) -> CausalLM:

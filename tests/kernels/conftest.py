@@ -1,21 +1,28 @@
-"""Which cases of a test over all dtypes are quick."""
+"""Which cases of a test over all dtypes run."""
 
 import operator
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import DEVICE
 from tests.kernels.error_budget import DTYPES
 
 HERE = Path(__file__).parent
 WITH_MARKS = type(pytest.param())
 
 
-def pytest_collection_modifyitems(items):
-    """Of a test over cases and dtypes the quick suite runs each case in one dtype, and the next in another."""
-    for item in items:
-        if item.path.is_relative_to(HERE) and not has_its_dtype(item):
-            item.add_marker(pytest.mark.slow)
+def pytest_collection_modifyitems(config, items):
+    """Of a test over cases and dtypes a CPU runs each case in one dtype, and the next in another.
+
+    On a GPU, which compiles each dtype, the others are slow tests.
+    """
+    others = {item for item in items if item.path.is_relative_to(HERE) and not has_its_dtype(item)}
+    if DEVICE == "cpu":
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in others]
+    for item in others:
+        item.add_marker(pytest.mark.slow)
 
 
 def has_its_dtype(item) -> bool:

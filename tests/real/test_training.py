@@ -19,7 +19,7 @@ from ligermodels.training.objectives.grpo.policy import policy_loss
 from tests.kernels.error_budget import relative_error
 from tests.real.conftest import DEVICES
 
-STEPS = 20
+STEPS = 8
 ANSWER = 160  # characters
 HELD_OUT = 20  # every so many chats
 loop = importlib.import_module("ligermodels.training.loop")
@@ -64,7 +64,7 @@ def run(device, folder_of, tmp_path_factory):
     data = write(path / "chats.jsonl", [record for i, record in enumerate(records) if i % HELD_OUT])
     settings = {
         "model": str(folder_of("smollm2")), "data": (data,), "validation_data": (held_out,), "steps": STEPS,
-        "lora_rank": 8, "lora_export": "adapter", "batch_size": 1, "sequence_length": 96, "eval_every": STEPS,
+        "lora_rank": 8, "lora_export": "adapter", "batch_size": 1, "sequence_length": 80, "eval_every": STEPS,
         "learning_rate": 1e-3, "checkpoint_every": 0, "output": path / "run",
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
