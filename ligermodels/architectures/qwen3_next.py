@@ -10,18 +10,10 @@ from ligermodels.configs.base import preset, tiny
 from ligermodels.configs.features import SparseStepConfig
 from ligermodels.configs.hybrid import SMALL_HEADS, GatedDeltaConfig
 from ligermodels.layers.block import DecoderLayer
-from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.gated_delta import GroupedGatedDeltaNet, delta_or_attention
+from ligermodels.layers.grouped_routing import ExpertsLM
 from ligermodels.layers.moe import experts_or_mlp
-from ligermodels.weights.mapping import (
-    Concat,
-    KeptLayers,
-    Rule,
-    further_token_layers,
-    packed_gate_up,
-    packed_qkv,
-    stacked_experts,
-)
+from ligermodels.weights.mapping import Concat, KeptLayers, Rule, further_token_layers, packed_gate_up, packed_qkv
 
 
 @dataclass(kw_only=True)
@@ -46,7 +38,7 @@ HUB = BASE | {"max_position_embeddings": 262144, "rope_theta": 10000000.0, "eos_
 LINEAR = "model.layers.{}.linear_attn."
 
 
-class Qwen3Next(CausalLM):
+class Qwen3Next(ExpertsLM):
     config: Qwen3NextConfig
     Config = Qwen3NextConfig
     hub_class = "Qwen3NextForCausalLM"
@@ -58,19 +50,11 @@ class Qwen3Next(CausalLM):
         mlp = experts_or_mlp(config, index, normalize=normalize, shared_intermediate_size=shared)
         return DecoderLayer(config, mixer, mlp)
 
-    def other_weight_rules(self) -> tuple[tuple[Rule, ...], ...]:
-        """The names that transformers 5 has in memory, where experts are stacked as they are here."""
-        sizes = (
-            2 * (self.config.linear_key_size + self.config.linear_value_size),
-            2 * self.config.linear_num_value_heads,
-        )
+    def shared_rules(self) -> tuple[Rule, ...]:
+        config = self.config
+        sizes = 2 * (config.linear_key_size + config.linear_value_size), 2 * config.linear_num_value_heads
         linear = Concat(LINEAR + "in_proj", (LINEAR + "in_proj_qkvz", LINEAR + "in_proj_ba"), sizes)
-        shared = packed_gate_up("mlp.shared_expert")
-        return ((packed_qkv(self.config, query_parts=2), linear, packed_gate_up(), shared),)
-
-    def weight_rules(self) -> tuple[Rule, ...]:
-        (others,) = self.other_weight_rules()
-        return (*others, *stacked_experts("mlp.experts", "gate_proj", "up_proj", "down_proj"))
+        return packed_qkv(config, query_parts=2), linear, packed_gate_up(), packed_gate_up("mlp.shared_expert")
 
     def kept_layers(self) -> KeptLayers:
         return further_token_layers(self.config)
