@@ -126,6 +126,18 @@ class SourceReader:
         if config.chat_template is not None:
             self.tokenizer  # noqa: B018  read now: a template that does not fit is refused before any data are read
 
+    def sources(self, separate: Sequence[str]) -> tuple[list[SourceDocuments], list[SourceDocuments]]:
+        """Returns the sources to train on, and those to validate with: the `separate` ones, or the same without any."""
+        sources = [self.documents(name, split=not separate) for name in self.names]
+        return sources, [self.validation_documents(name) for name in separate] or sources
+
+    def validation_documents(self, name: str) -> SourceDocuments:
+        """Returns all documents of a source for validation. Its InputError names --validation-data as the flag."""
+        try:
+            return self.documents(name, split=False)
+        except InputError as error:
+            raise InputError(str(error).replace(f"--data {name}:", f"--validation-data {name}:", 1)) from error
+
     def documents(self, name: str, *, split: bool) -> SourceDocuments:
         """Returns the documents of a source.
 

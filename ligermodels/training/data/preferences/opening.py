@@ -26,7 +26,7 @@ from ligermodels.tokenizer import Tokenizer
 from ligermodels.training.data.embedded import EMBEDDED_GROUPS, VALIDATION_QUESTIONS, Question
 from ligermodels.training.data.formats.records import BadLines, GroupRecord, Record, TeacherRecord
 from ligermodels.training.data.formats.sources import TOKEN_SUFFIXES, read_records, suffix_of
-from ligermodels.training.data.formats.specs import BUILT_IN_SOURCES, describe_sources, open_validation, parse_sources
+from ligermodels.training.data.formats.specs import BUILT_IN_SOURCES, describe_sources, parse_sources
 from ligermodels.training.data.formats.streams import ReadingProgress
 from ligermodels.training.data.opening import USED_TWICE, sample_pictures
 from ligermodels.training.data.preferences.formats import GroupFormats
@@ -167,9 +167,7 @@ def open_preferences(
     names = [spec.name for spec in specs]
     reader = GroupReader(names, folder, vocab_size, config, options, adapter, images)
 
-    sources = [reader.documents(name, split=not separate) for name in names]
-    read_whole = functools.partial(reader.documents, split=False)
-    validation_sources = [open_validation(name, read_whole) for name in separate] or sources
+    sources, validation_sources = reader.sources(separate)
     held_out = [part for source in validation_sources for part in source.validation]
     if separate:
         refuse_no_groups("--validation-data", separate, [held_out], reader)
