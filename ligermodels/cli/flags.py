@@ -179,7 +179,6 @@ def chosen_device(args: argparse.Namespace) -> "torch.device":
 
 
 def add_revision(parser: argparse.ArgumentParser) -> None:
-    """Adds --revision."""
     parser.add_argument("--revision", help="branch, tag or commit of a Hub repository")
 
 
@@ -213,18 +212,12 @@ def print_warnings(caught: list[warnings.WarningMessage]) -> None:
 
 def add_dtype(parser: argparse.ArgumentParser, meaning: str) -> None:
     """Adds --dtype, the name of a dtype. meaning: its help."""
-    parser.add_argument("--dtype", type=parse_dtype, metavar="{" + ",".join(DTYPE_CHOICES) + "}", help=meaning)
+    parser.add_argument("--dtype", choices=DTYPE_CHOICES, help=meaning)
 
 
 def add_quantize(parser: argparse.ArgumentParser, meaning: str) -> None:
     """Adds --quantize. meaning: its help."""
     parser.add_argument("--quantize", choices=FORMATS, help=meaning)
-
-
-def parse_dtype(name: str) -> str:
-    if name not in DTYPE_CHOICES:
-        raise argparse.ArgumentTypeError(f"invalid choice: {name!r} (choose from {', '.join(DTYPE_CHOICES)})")
-    return name
 
 
 def given_prompt(args: argparse.Namespace) -> str | None:

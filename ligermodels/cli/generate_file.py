@@ -251,7 +251,6 @@ def parse_line(raw: bytes, place: str) -> dict[str, Any]:
 
 
 def encode_result(line: PromptLine, sample: GeneratedSample, logprobs: bool) -> bytes:
-    """The line of the output for a sample."""
     result: dict[str, Any] = {"index": line.index, "sample": sample.sample, **line.fields}
     result |= {"completion": sample.text, "finish_reason": sample.finish_reason}
     if logprobs:

@@ -197,7 +197,6 @@ def export(
 
 
 def build_on_meta(architecture: type[CausalLM], config: Config, dtype: torch.dtype = torch.float32) -> CausalLM:
-    """Builds the model on the meta device."""
     with torch.device("meta"), NoInitialization():
         model = architecture(config)
     if isinstance(model, RewardModel) and not is_classifier(config.raw):

@@ -246,7 +246,9 @@ class Processor:
         [beside] = images_by_text(images, 1)
         taken, sources = take_images(messages, beside)
         if sources and self.placeholder.prefix:
-            return self.of_prefix(self.prefix(taken, **options), sources)
+            prefix = self.prefix(taken, **options)
+            completion = None if prefix.completion is None else [prefix.completion]
+            return self.inputs([prefix.prompt], [sources], add_special_tokens=False, suffixes=completion)
         text = self.tokenizer.render_chat_template(self.contents(taken), **options)
         return self.inputs([text], [sources], add_special_tokens=False)
 
@@ -260,10 +262,6 @@ class Processor:
         if made.completion is not None and add_generation_prompt:
             raise InputError("messages: end with an answer, so that there is none to generate; leave it out")
         return made
-
-    def of_prefix(self, prefix: Prefix, sources: Sequence[ImageSource]) -> dict[str, Tensor]:
-        completion = None if prefix.completion is None else [prefix.completion]
-        return self.inputs([prefix.prompt], [sources], add_special_tokens=False, suffixes=completion)
 
     def __call__(
         self, text: str | Sequence[str], images: Any = None, *, suffix: str | Sequence[str] | None = None,

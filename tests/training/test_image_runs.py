@@ -14,7 +14,8 @@ from ligermodels.architectures import ARCHITECTURES
 from ligermodels.errors import InputError
 from ligermodels.memory.model import training_memory
 from ligermodels.training import TrainConfig, train
-from ligermodels.training.data import embedded, shape_conversations, shape_question
+from ligermodels.training.data import embedded
+from ligermodels.training.data.embedded import shape_conversations, shape_question
 from ligermodels.training.objectives.sft import SFT
 from ligermodels.training.planning.image_load import flops_per_patch
 from ligermodels.training.preparing import plan

@@ -21,7 +21,6 @@ from ligermodels.training.data.formats.specs import (
     SourceSpec,
     describe_sources,
     missing_data,
-    open_validation,
     parse_sources,
 )
 from ligermodels.training.data.reader import SourceDocuments, SourceReader
@@ -94,9 +93,7 @@ def open_data(
     reader = SourceReader(
         [spec.name for spec in specs], folder, vocab_size, config, longest_row, adapter, images=images
     )
-    sources = [reader.documents(spec.name, split=not separate) for spec in specs]
-    read_whole = functools.partial(reader.documents, split=False)
-    validation_sources = [open_validation(name, read_whole) for name in separate] or sources
+    sources, validation_sources = reader.sources(separate)
     reader.refuse_too_many_bad_lines()
     reader.warn_of_unused_template()
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 from ligermodels.errors import InputError, at_place
 from ligermodels.images.inputs import Processor, image_tokens
@@ -47,7 +47,7 @@ from ligermodels.training.data.formats.specs import BUILT_IN_SOURCES, RANDOM
 from ligermodels.training.data.formats.streams import ReadingProgress, print_status
 from ligermodels.training.data.formats.tables import HUB_PREFIX, hub_cache_files
 from ligermodels.training.data.rows.image_documents import ImageDecoder
-from ligermodels.training.data.rows.packing import Selection, all_documents, default_fraction, split_documents
+from ligermodels.training.data.rows.packing import all_documents, default_fraction, split_documents
 from ligermodels.training.data.rows.store import TokenStore, cached_folder, cached_folders, open_store, write_store
 from ligermodels.training.data.rows.token_files import described_end, open_indexed, open_tokens, write_index
 from ligermodels.training.data.run_tokenizer import (
@@ -70,6 +70,7 @@ MOST_IMAGE_TOKENS = 1024  # of an image, unless --image-tokens says otherwise; f
 # A new tokenizer is trained on the start of the data: so many characters for each entry, and at most so many.
 CHARACTERS_PER_ENTRY, MAX_CHARACTERS = 10**4, 10**8
 
+Store = TypeVar("Store")
 COUNTS = "counts.json"  # of a folder of the cache
 
 ReadRecords: TypeAlias = Callable[[BadLines, ReadingProgress], Iterator[Record]]
@@ -77,12 +78,13 @@ ReadRecords: TypeAlias = Callable[[BadLines, ReadingProgress], Iterator[Record]]
 
 @dataclass(frozen=True)
 class SourceDocuments:
-    """The documents of a source. nats, questions: as in `EmbeddedDataset`; nats is None if the entropy is not known."""
+    """The documents or groups of a source, selections of its stores. nats, questions: as in `EmbeddedDataset`; nats is
+    None if the entropy is not known."""
 
-    training: list[Selection]
-    validation: list[Selection]
-    nats: float | None
-    questions: list[Question]
+    training: list[Any]
+    validation: list[Any]
+    nats: float | None = None
+    questions: Sequence[Question] = ()
 
 
 def image_options(model: CausalLM, folder: Path | None) -> tuple[NewImages | None, Callable[..., Any] | None]:
@@ -124,6 +126,18 @@ class SourceReader:
         if config.chat_template is not None:
             self.tokenizer  # noqa: B018  read now: a template that does not fit is refused before any data are read
 
+    def sources(self, separate: Sequence[str]) -> tuple[list[SourceDocuments], list[SourceDocuments]]:
+        """Returns the sources to train on, and those to validate with: the `separate` ones, or the same without any."""
+        sources = [self.documents(name, split=not separate) for name in self.names]
+        return sources, [self.validation_documents(name) for name in separate] or sources
+
+    def validation_documents(self, name: str) -> SourceDocuments:
+        """Returns all documents of a source for validation. Its InputError names --validation-data as the flag."""
+        try:
+            return self.documents(name, split=False)
+        except InputError as error:
+            raise InputError(str(error).replace(f"--data {name}:", f"--validation-data {name}:", 1)) from error
+
     def documents(self, name: str, *, split: bool) -> SourceDocuments:
         """Returns the documents of a source.
 
@@ -138,21 +152,25 @@ class SourceReader:
             return SourceDocuments([training], [validation], dataset.nats, dataset.questions)
         if name == RANDOM:
             training, validation, nats = random_tokens(self.vocab_size, self.row_length)
-            return SourceDocuments([training], [validation], nats, [])
+            return SourceDocuments([training], [validation], nats)
         if name in EMBEDDED_GROUPS:
             raise InputError(f"--data {name}: is for post-training; supervised training takes {' or '.join(EMBEDDED)}")
-        stores = self.stores(name)
-        if not split:
-            whole = [all_documents(store) for store in stores]
-            return SourceDocuments(whole, whole, None, [])
-        separate = self.validation_split(name)
+        return self.split_stores(self.stores(name), name, split, all_documents, split_documents)
+
+    def split_stores(
+        self, stores: Sequence[Store], name: str, split: bool, whole: Callable[[Store], Any],
+        divide: Callable[[Store, float], tuple[Any, Any]],
+    ) -> SourceDocuments:  # fmt: skip
+        """Returns what `documents` does for files. whole: selects all of a store. divide: two parts, by a fraction."""
+        everything = [whole(store) for store in stores]
+        separate = self.validation_split(name) if split else None
         if separate is not None:
-            return SourceDocuments(
-                [*map(all_documents, stores)], [*map(all_documents, self.stores(separate))], None, []
-            )
-        fraction = self.config.validation_fraction or default_fraction(stores)
-        pairs = [split_documents(store, fraction) for store in stores]
-        return SourceDocuments([pair[0] for pair in pairs], [pair[1] for pair in pairs], None, [])
+            return SourceDocuments(everything, [whole(store) for store in self.stores(separate)])
+        if not split or not stores:
+            return SourceDocuments(everything, everything)
+        fraction = self.config.validation_fraction or default_fraction(sum(part.tokens for part in everything))
+        parts = [divide(store, fraction) for store in stores]
+        return SourceDocuments([training for training, _ in parts], [held_out for _, held_out in parts])
 
     def validation_split(self, name: str) -> str | None:
         """Returns the source that validates a folder whose files are named after splits, unless a setting says more."""
@@ -173,7 +191,8 @@ class SourceReader:
             (unused, "file", "not named for training left out"),
         ]
 
-    def stores(self, name: str) -> list[TokenStore]:
+    def stores(self, name: str) -> list[Any]:
+        """Returns the token stores of files."""
         files = input_files(name)
         if files and all(suffix_of(file) in TOKEN_SUFFIXES for file in files):
             return self.token_file_stores(files)

@@ -5,7 +5,6 @@ and whether FSDP2 reshards weights after forward.
 import bisect
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -54,19 +53,20 @@ def checkpointing_of(model: CausalLM, mode: str, estimate: MemoryEstimator, usab
 def least_checkpointing(model: CausalLM, estimate: MemoryEstimator, usable: float) -> Checkpointing:
     """What recomputes least and fits: as few blocks as possible; if it must be all, they keep as much as possible."""
     blocks = len(model.blocks)
-    if estimate(checkpointed_blocks=0, kept_tensors=0).peak <= usable:
+
+    def fits(checkpointed: int, kept_tensors: int | None) -> bool:
+        return estimate(checkpointed_blocks=checkpointed, kept_tensors=kept_tensors).peak <= usable
+
+    if fits(0, 0):
         return Checkpointing(0, 0)
-    if estimate(checkpointed_blocks=blocks, kept_tensors=0).peak > usable:
+    if not fits(blocks, 0):
         return Checkpointing(blocks, 0)
-    count = fewest_checkpointed_blocks(blocks, partial(estimate, kept_tensors=None), usable)
+    count = bisect.bisect_left(range(blocks), True, key=lambda checkpointed: fits(checkpointed, None))
     most = keepable_in(model, count)
     if count < blocks:
         return Checkpointing(count, most)
-
-    def fits(left_out: int) -> bool:
-        return estimate(checkpointed_blocks=blocks, kept_tensors=most - left_out).peak <= usable
-
-    return Checkpointing(blocks, most - bisect.bisect_left(range(most), True, key=fits))
+    left_out = bisect.bisect_left(range(most), True, key=lambda left_out: fits(blocks, most - left_out))
+    return Checkpointing(blocks, most - left_out)
 
 
 def keepable_in(model: CausalLM, blocks: int) -> int:
@@ -95,11 +95,6 @@ def must_reshard_after_forward(
         return True
     unsharded = estimate(**checkpointing.options, replicate_quantised=replicate_quantised, keep_unsharded=True)
     return unsharded.peak > usable
-
-
-def fewest_checkpointed_blocks(blocks: int, estimate: MemoryEstimator, usable: float) -> int:
-    """Returns the smallest number of checkpointed blocks with which a step fits; `blocks` if it never fits."""
-    return bisect.bisect_left(range(blocks), True, key=lambda count: estimate(checkpointed_blocks=count).peak <= usable)
 
 
 def usable_memory(world: World) -> float:

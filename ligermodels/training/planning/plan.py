@@ -396,7 +396,6 @@ def free_space(folder: Path) -> tuple[Path, int]:
 
 
 def host_memory() -> int:
-    """Bytes of this host's memory."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -48,10 +48,11 @@ def save_curves(
     from matplotlib.figure import Figure
 
     losses = series(records, "loss")
+    loss = "loss, nats per supervised token" if objective == "sft" else f"loss of {objective}"
     with matplotlib.rc_context(PLOT_STYLE):
         figure = Figure(figsize=(10, 7), layout="constrained")
         panels = figure.subplot_mosaic([["loss"] * 3, ["rate", "norm", "speed"]], height_ratios=[2.2, 1])
-        draw_losses(panels["loss"], records, losses, loss_title(objective))
+        draw_losses(panels["loss"], records, losses, loss)
         draw_small(panels["rate"], series(records, "learning_rate"), "learning rate", PURPLE, smoothed=False)
         draw_small(panels["norm"], series(records, "grad_norm"), "gradient norm", GREEN)
         draw_small(panels["speed"], series(records, "tokens_per_second"), "tokens per second", TEAL)
@@ -74,11 +75,6 @@ def running_median(values: Series) -> Series:
     radii = [min(largest, centre, last - centre) for centre in centres]
     medians = [median(numbers[i - radius : i + radius + 1]) for i, radius in zip(centres, radii, strict=True)]
     return [steps[i] for i in centres], medians
-
-
-def loss_title(objective: str) -> str:
-    """What the loss of an objective is: of supervised fine-tuning it has a unit."""
-    return "loss, nats per supervised token" if objective == "sft" else f"loss of {objective}"
 
 
 def draw_losses(axes: Any, records: Sequence[dict[str, Any]], losses: Series, title: str) -> None:

@@ -217,7 +217,8 @@ class Metrics:
         """
         if not self.file:
             return
-        record = {name: None if is_not_finite(value) else value for name, value in record.items()}
+        infinite = (name for name, value in record.items() if isinstance(value, float) and not math.isfinite(value))
+        record = record | dict.fromkeys(infinite)
         try:
             self.file.write(json.dumps(record, ensure_ascii=False) + "\n")
             self.file.flush()
@@ -276,10 +277,6 @@ class Metrics:
 def significant(value: float) -> str:
     """A number with three significant digits: 0.0000123 -> "1.23e-05", 2.1 -> "2.10", 100 -> "100"."""
     return f"{value:#.3g}".removesuffix(".")
-
-
-def is_not_finite(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
 
 
 def reopen_metrics(path: Path, done: int) -> TextIO:

@@ -8,11 +8,11 @@ from PIL import Image
 
 from ligermodels.errors import InputError
 from ligermodels.images.inputs import Processor
+from ligermodels.training.data import embedded
 from ligermodels.training.data.embedded import (
     SHAPE_COLOURS,
     SIDE,
     draw,
-    embedded,
     png,
     shape_conversations,
     shape_dataset,

@@ -4,15 +4,13 @@ Usage errors are told from here before numpy or torch are imported.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from ligermodels.errors import InputError
 from ligermodels.training.settings.config import TrainConfig
 from ligermodels.units import counted
-
-T = TypeVar("T")
 
 RANDOM = "random"
 BUILT_IN_SOURCES = ("stories", "chats", "shapes", "preferences", "sums", RANDOM)  # need no file
@@ -74,14 +72,6 @@ def describe_sources(specs: Sequence[SourceSpec], notes: Sequence[tuple[int, str
     names = (TITLES.get(spec.name, spec.name) + ("" if spec.weight is None else f"={spec.weight:g}") for spec in specs)
     said = [f"{counted(number, noun)} {happened}" for number, noun, happened in notes if number]
     return " + ".join(names) + (f" ({', '.join(said)})" if said else "")
-
-
-def open_validation(name: str, open_source: Callable[[str], T]) -> T:
-    """What `open_source` returns for the source `name`. Its InputError names --validation-data as the flag."""
-    try:
-        return open_source(name)
-    except InputError as error:
-        raise InputError(str(error).replace(f"--data {name}:", f"--validation-data {name}:", 1)) from error
 
 
 def missing_data(config: TrainConfig) -> InputError:

@@ -96,16 +96,11 @@ class ReadingProgress:
         return f"{done / self.total:.0%} of {byte_size(self.total)}, {speed}{eta}"
 
 
-def gunzip(raw: BinaryIO, file: Path) -> BufferedReader:
-    return BufferedReader(gzip.GzipFile(fileobj=raw))
-
-
-def unzstd(raw: BinaryIO, file: Path) -> BufferedReader:
-    """Uses pyarrow's decompressor: it reads all frames of a file and detects a truncated last frame."""
-    return BufferedReader(import_package("pyarrow", str(file)).CompressedInputStream(raw, "zstd"))
-
-
-DECOMPRESSORS: dict[str, Callable[[BinaryIO, Path], BufferedReader]] = {".gz": gunzip, ".zst": unzstd}
+# pyarrow's decompressor reads all frames of a file and detects a truncated last frame.
+DECOMPRESSORS: dict[str, Callable[[BinaryIO, Path], BufferedReader]] = {
+    ".gz": lambda raw, _: BufferedReader(gzip.GzipFile(fileobj=raw)),
+    ".zst": lambda raw, file: BufferedReader(import_package("pyarrow", str(file)).CompressedInputStream(raw, "zstd")),
+}
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -26,21 +26,27 @@ from ligermodels.tokenizer import Tokenizer
 from ligermodels.training.data.embedded import EMBEDDED_GROUPS, VALIDATION_QUESTIONS, Question
 from ligermodels.training.data.formats.records import BadLines, GroupRecord, Record, TeacherRecord
 from ligermodels.training.data.formats.sources import TOKEN_SUFFIXES, read_records, suffix_of
-from ligermodels.training.data.formats.specs import BUILT_IN_SOURCES, describe_sources, open_validation, parse_sources
+from ligermodels.training.data.formats.specs import BUILT_IN_SOURCES, describe_sources, parse_sources
 from ligermodels.training.data.formats.streams import ReadingProgress
 from ligermodels.training.data.opening import USED_TWICE, sample_pictures
 from ligermodels.training.data.preferences.formats import GroupFormats
 from ligermodels.training.data.preferences.steps import GroupSelection, TrainingGroups, ValidationGroups
 from ligermodels.training.data.preferences.store import GroupOptions, GroupStore, open_groups, write_groups
 from ligermodels.training.data.preferences.tokenization import GroupTokenizer, Lengths
-from ligermodels.training.data.reader import ReadRecords, SourceReader, hub_names, input_files, total_bytes
-from ligermodels.training.data.rows.packing import default_fraction, is_member
+from ligermodels.training.data.reader import (
+    ReadRecords,
+    SourceDocuments,
+    SourceReader,
+    hub_names,
+    input_files,
+    total_bytes,
+)
+from ligermodels.training.data.rows.packing import exclude_validation
 from ligermodels.training.data.run_tokenizer import NewImages
 from ligermodels.training.settings.config import TrainConfig
 from ligermodels.units import counted
 
 COMPLETIONS = {"pairs": 2, "judged": 1, "prompts": 0}  # of a group
-NumberedStore: TypeAlias = tuple[GroupStore, np.ndarray]  # a store, and the numbers of some of its groups
 
 
 class GroupReader(SourceReader):
@@ -54,18 +60,26 @@ class GroupReader(SourceReader):
         super().__init__(names, folder, vocab_size, config, options.tokens_per_row, adapter, formats, images)
         self.options, self.lengths = options, Lengths()
 
-    def group_stores(self, name: str) -> list[GroupStore]:
-        """Returns the groups of a source; an embedded one has a store for training and a store for validation."""
+    def documents(self, name: str, *, split: bool) -> SourceDocuments:
+        """Returns the groups of a source, as `GroupSelection`."""
         if name in EMBEDDED_GROUPS:
-            return [self.group_store(f"the {name}", lambda *_, part=part: part.records(), embedded=part)
-                    for part in EMBEDDED_GROUPS[name]]  # fmt: skip
+            training, validation = (
+                all_groups(self.group_store(f"the {name}", lambda *_, part=part: part.records(), embedded=part))
+                for part in EMBEDDED_GROUPS[name]
+            )
+            return SourceDocuments([training], [validation])
+        return self.split_stores(self.stores(name), name, split, all_groups, split_by_prompt)
+
+    def stores(self, name: str) -> list[Any]:
+        """Returns the store of the groups of files; none without a group."""
         if name in BUILT_IN_SOURCES:
             raise InputError(f"--data {name}: is for supervised training; here, {' and '.join(EMBEDDED_GROUPS)} fit")
         files = input_files(name)
         if any(suffix_of(file) in TOKEN_SUFFIXES for file in files):
             raise InputError(f"--data {name}: is of token ids, which have no prompts and completions; give records")
         read = functools.partial(read_records, name, fields=self.fields)
-        return [self.group_store(name, read, files, hub=hub_names([name]))]
+        store = self.group_store(name, read, files, hub=hub_names([name]))
+        return [store] if len(store) else []
 
     def group_store(self, title: str, read: ReadRecords, files: Sequence[Path] = (), **key: Any) -> GroupStore:
         """Returns the store of the groups of records. key: what the records depend on beside files."""
@@ -100,8 +114,12 @@ class GroupReader(SourceReader):
                 yield record
 
 
-def split_by_prompt(store: GroupStore, fraction: float) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the numbers of the groups for (training, validation), int64.
+def all_groups(store: GroupStore) -> GroupSelection:
+    return GroupSelection(store, np.arange(len(store)))
+
+
+def split_by_prompt(store: GroupStore, fraction: float) -> tuple[GroupSelection, GroupSelection]:
+    """Returns (training, validation).
 
     Validation has the prompts whose hashes are the smallest: `fraction` of the prompts, at least one, and nothing where
     there is one alone. All groups of a prompt are on the same side. The split depends on nothing else.
@@ -110,7 +128,7 @@ def split_by_prompt(store: GroupStore, fraction: float) -> tuple[np.ndarray, np.
     prompts = np.unique(hashes)
     count = min(max(1, round(len(prompts) * fraction)), len(prompts) - 1)  # something is left to train on
     chosen = hashes < prompts[count]
-    return np.flatnonzero(~chosen), np.flatnonzero(chosen)
+    return all_groups(store).select(~chosen), all_groups(store).select(chosen)
 
 
 @dataclass(frozen=True)
@@ -149,18 +167,15 @@ def open_preferences(
     names = [spec.name for spec in specs]
     reader = GroupReader(names, folder, vocab_size, config, options, adapter, images)
 
-    split = [split_source(reader, name, config, split=not separate) for name in names]
-    held_out = [part for _, validation in split for part in validation]
+    sources, validation_sources = reader.sources(separate)
+    held_out = [part for source in validation_sources for part in source.validation]
     if separate:
-        read_whole = functools.partial(validation_source, reader)
-        held_out = [part for name in separate for part in open_validation(name, read_whole)]
         refuse_no_groups("--validation-data", separate, [held_out], reader)
     reader.refuse_too_many_bad_lines()
-    refuse_no_groups("--data", names, [training for training, _ in split], reader)
-    hashes = np.unique(np.concatenate([store.prompt_hashes[numbers] for store, numbers in held_out]))
-    kept = [[without(part, hashes) for part in training] for training, _ in split]
+    refuse_no_groups("--data", names, [source.training for source in sources], reader)
+    kept = [exclude_validation(source.training, held_out) for source in sources]
     refuse_no_groups("--data", names, kept, reader)
-    excluded = sum(count(training) for training, _ in split) - sum(map(count, kept))
+    excluded = sum(count(source.training) for source in sources) - sum(map(count, kept))
     used_twice = 0
     if not count(held_out):
         held_out = [*itertools.chain(*kept)]
@@ -184,7 +199,7 @@ def open_preferences(
 
 
 def refuse_no_groups(
-    flag: str, names: Sequence[str], parts: Sequence[Sequence[NumberedStore]], reader: GroupReader
+    flag: str, names: Sequence[str], parts: Sequence[Sequence[GroupSelection]], reader: GroupReader
 ) -> None:
     """Raises InputError for a source without a group. parts: of each name; or of all names together."""
     for name, part in zip(names if len(parts) > 1 else [" ".join(names)], parts, strict=True):
@@ -195,55 +210,20 @@ def refuse_no_groups(
             )
 
 
-def count(parts: Sequence[NumberedStore]) -> int:
+def count(parts: Sequence[GroupSelection]) -> int:
     """Returns the number of groups."""
-    return sum(len(numbers) for _, numbers in parts)
+    return sum(map(len, parts))
 
 
-def split_source(
-    reader: GroupReader, name: str, config: TrainConfig, *, split: bool
-) -> tuple[list[NumberedStore], list[NumberedStore]]:
-    """Returns stores with the numbers of their groups for (training, validation). split: whether to hold out a part."""
-    stores = reader.group_stores(name)
-    if name in EMBEDDED_GROUPS:
-        training, validation = map(everything, stores)
-        return [training], [validation] if split else []
-    whole = [everything(store) for store in stores if len(store)]
-    if not split or not whole:
-        return whole, []
-    separate = reader.validation_split(name)
-    if separate is not None:
-        return whole, validation_source(reader, separate)
-    fraction = config.validation_fraction or default_fraction([store.tokens for store, _ in whole])
-    parts = [(store, *split_by_prompt(store, fraction)) for store, _ in whole]
-    return [(store, training) for store, training, _ in parts], [(store, rest) for store, _, rest in parts]
-
-
-def validation_source(reader: GroupReader, name: str) -> list[NumberedStore]:
-    """Returns all groups of a source; of an embedded one, those for validation."""
-    stores = reader.group_stores(name)
-    return list(map(everything, stores[1:] if name in EMBEDDED_GROUPS else stores))
-
-
-def everything(store: GroupStore) -> NumberedStore:
-    return store, np.arange(len(store))
-
-
-def without(part: NumberedStore, hashes: np.ndarray) -> NumberedStore:
-    """Returns the groups whose prompts are not among `hashes`, ascending."""
-    store, numbers = part
-    return store, numbers[~is_member(store.prompt_hashes[numbers], hashes)]
-
-
-def number_completions(sources: Sequence[Sequence[NumberedStore]]) -> list[list[GroupSelection]]:
+def number_completions(sources: Sequence[Sequence[GroupSelection]]) -> list[list[GroupSelection]]:
     """Returns selections in which every completion of the data has one number, whichever selection it is in."""
     firsts: dict[int, int] = {}
     total = 0
-    for store in (store for parts in sources for store, _ in parts):
+    for store in (part.store for parts in sources for part in parts):
         if id(store) not in firsts:
             firsts[id(store)] = total
             total += len(store.tokens)
-    return [[GroupSelection(store, numbers, firsts[id(store)]) for store, numbers in parts] for parts in sources]
+    return [[dataclasses.replace(part, first=firsts[id(part.store)]) for part in parts] for parts in sources]
 
 
 def questions(validation: ValidationGroups) -> list[Question]:

@@ -6,7 +6,7 @@ on the seed. A unit is a group: a pair, a judged completion, a prompt, a text to
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -28,7 +28,7 @@ class GroupSelection:
 
     store: GroupStore
     numbers: np.ndarray
-    first: int
+    first: int = 0
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -42,8 +42,18 @@ class GroupSelection:
         return digest.hexdigest()
 
     @property
+    def hashes(self) -> np.ndarray:
+        """uint64 [U], of the prompts."""
+        return self.store.prompt_hashes[self.numbers]
+
+    def select(self, mask: np.ndarray) -> "GroupSelection":
+        """Returns the groups for which `mask` [U] bool is True."""
+        return replace(self, numbers=self.numbers[mask])
+
+    @property
     def tokens(self) -> int:
-        return sum(self.store.tokens_of(number) for number in self.numbers.tolist())
+        starts = self.store.tokens.offsets[self.store.firsts]
+        return int((starts[self.numbers + 1] - starts[self.numbers]).sum())
 
     def laid_out(self, share_prompts: bool) -> np.ndarray:
         """Tokens of each group in a row, and those of its images among them: int64 [2, U]."""

@@ -229,10 +229,6 @@ class GroupStore:
         """Returns where the group was read."""
         return self.tokens.place(int(self.tokens.offsets[self.firsts[number]]))
 
-    def tokens_of(self, number: int) -> int:
-        """Counts the tokens of the prompt and of all completions of a group."""
-        return int(self.tokens.offsets[self.firsts[number + 1]] - self.tokens.offsets[self.firsts[number]])
-
 
 def write_groups(groups: Iterable[TokenGroup], vocab_size: int, folder: Path) -> None:
     """Writes groups to an empty folder, for `open_groups`.

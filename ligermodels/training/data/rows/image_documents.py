@@ -208,7 +208,6 @@ class ImageDecoder:
 
 
 def images_of(row: Iterable[Segment]) -> list[StoredImage]:
-    """Returns the images of a row of segments."""
     return [
         (store, number)
         for store, start, size in row

@@ -25,7 +25,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -74,13 +74,12 @@ class Selection:
         return sum(int(np.count_nonzero(self.store.supervised[begin + 1 : end])) for begin, end in bounds)
 
 
-def default_fraction(stores: Sequence[TokenStore]) -> float:
-    """Returns the validation fraction if none is given.
+def default_fraction(tokens: int) -> float:
+    """Returns the validation fraction of so many tokens if none is given.
 
     It is larger for small data, whose validation loss would otherwise be that of a few documents, and smaller for large
     data, so that each validation stays short.
     """
-    tokens = sum(len(store.tokens) for store in stores)
     fraction = max(DEFAULT_FRACTION, min(SMALL_DATA_FRACTION, DEFAULT_MIN_TOKENS / tokens))
     return min(fraction, DEFAULT_MAX_TOKENS / tokens)
 
@@ -147,8 +146,8 @@ def with_boundary(documents: Selection, part: slice, begin: int | None, end: int
     return Selection(documents.store, begins, ends, hashes)
 
 
-def exclude_validation(training: Sequence[Selection], validation: Sequence[Selection]) -> list[Selection]:
-    """Returns the training documents without those that are also validation documents."""
+def exclude_validation(training: Sequence[Any], validation: Sequence[Any]) -> list[Any]:
+    """Returns the training documents without those that are also validation documents; groups, by their prompts."""
     held_out = np.unique(np.concatenate([part.hashes for part in validation]))
     masks = [is_member(part.hashes, held_out) for part in training]
     return [part.select(~mask) if mask.any() else part for part, mask in zip(training, masks, strict=True)]

@@ -19,7 +19,7 @@ from ligermodels.errors import InputError
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.memory.model import TrainingMemory
 from ligermodels.training.checkpoints import Progress
-from ligermodels.training.data.preferences import Group, GroupOptions, GroupPrompt, PreferenceBatch, Step
+from ligermodels.training.data.preferences import Group, GroupOptions, PreferenceBatch, Step
 from ligermodels.training.data.preferences.layout import GroupPiece
 from ligermodels.training.data.preferences.steps import Groups
 from ligermodels.training.objectives.distillation.distill import GroupDistill, TeacherObjective, divergence_sums
@@ -115,7 +115,10 @@ class OnPolicyDistill(TeacherObjective, GroupDistill):
         samples = self.sampler.sample(model, prompts, plan, first)
         mine = [(prompt, ids[0].ids) for prompt, ids in zip(prompts, samples, strict=True)]
         found = [pair for part in distributed.gather_objects(mine) for pair in part]
-        pieces = [piece_of(prompt, ids) for prompt, ids in sorted(found, key=lambda pair: pair[0].unit)]
+        pieces = [
+            GroupPiece(Group(prompt.ids, (np.array(ids),), (None,)), prompt.unit)
+            for prompt, ids in sorted(found, key=lambda pair: pair[0].unit)
+        ]
         step = groups.rows(pieces, [math.nan] * len(pieces), None, self.world)
         return step._replace(batches=[batch.to(self.world.device) for batch in step.batches])
 
@@ -133,7 +136,3 @@ class OnPolicyDistill(TeacherObjective, GroupDistill):
         for first in range(0, len(groups), self.config.units):
             numbers = range(first, min(first + self.config.units, len(groups)))
             yield self.sampled(model, groups, numbers, self.plan(0.0), first)
-
-
-def piece_of(prompt: GroupPrompt, completion: Sequence[int]) -> GroupPiece:
-    return GroupPiece(Group(prompt.ids, (np.array(completion),), (None,)), prompt.unit)

@@ -82,6 +82,7 @@ from ligermodels.training.planning.defaults import (
     TORCH_DTYPES,
     WARMUP_FRACTION,
     Choice,
+    counted_epochs,
     validation_interval,
     with_choices,
 )
@@ -462,7 +463,7 @@ def grpo_choices(
     return {
         "sequence_length": Choice(length, "a group of the longest prompt" if length == group else ""),
         "prompts": Choice(prompts),
-        "steps": Choice(steps, f"{epochs:g} epoch{'' if epochs == 1 else 's'}"),
+        "steps": Choice(steps, counted_epochs(epochs)),
         "learning_rate": Choice(rate, "grpo"),
         "warmup": Choice(min(math.ceil(WARMUP_FRACTION * taken), taken - 1), f"{WARMUP_FRACTION:.0%} of the steps"),
         "eval_every": validation_interval(
