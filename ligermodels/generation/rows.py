@@ -306,12 +306,14 @@ def rows_of_graph(count: int, limit: int) -> int:
 
 
 def uses_graphs(model: GenerativeModel) -> bool:
-    """Whether a model's steps can be captured: its weights lie on one GPU, it gathers none while it runs, and no state
-    of a row grows."""
+    """Whether a model's steps can be captured: its weights lie on one GPU, it gathers none while it runs, no state of
+    a row grows, and kernels compute, which float64 has not."""
     if any(isinstance(kept, PerRow) and kept.grows for kept in model.kept_by_layers()):
         return False
     weights = list(model.parameters())
-    return all(weight.is_cuda for weight in weights) and not any(isinstance(weight, DTensor) for weight in weights)
+    return all(weight.is_cuda and weight.dtype != torch.float64 for weight in weights) and not any(
+        isinstance(weight, DTensor) for weight in weights
+    )
 
 
 def ranks_of(model: GenerativeModel) -> int:

@@ -34,6 +34,7 @@ from ligermodels.memory.blocks import (
 )
 from ligermodels.vision.mllama import CrossAttention
 from ligermodels.vision.multimodal import ImageParts
+from ligermodels.weights.mapping import is_lora_parameter
 from ligermodels.weights.module import QuantisedModule, named_weights
 
 
@@ -316,11 +317,14 @@ def unsharded_bytes(
 ) -> tuple[int, int]:
     """Bytes that sharding takes besides the shards, at the start and at the end of backward.
 
-    These are unsharded parameters, gradients before their reduction, and buffers of all-gather and reduce-scatter.
+    These are unsharded parameters, gradients before their reduction, and buffers of all-gather and reduce-scatter; of a
+    single process that does not shard, the low-rank updates in the dtype in which they are multiplied.
     left_out: parameters that are distributed or replicated instead.
     """
-    if shards == 1 and all(parameter.itemsize == size for parameter in trained if parameter not in left_out):
-        return 0, 0
+    updates = {p for name, p in model.named_parameters() if is_lora_parameter(name)}
+    others = [p for p in trained if p not in left_out and p.itemsize != size]
+    if shards == 1 and updates.issuperset(others):
+        return sum(p.numel() * size for p in others), 0
     layers = model.blocks
     copies = 2 if shards > 1 else 1  # the last all-gather exists twice: as its buffer and as parameters
     kept = layers if keep_unsharded else layers[-1:]  # FSDP2 keeps the last block unsharded in any case

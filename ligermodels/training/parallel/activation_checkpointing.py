@@ -17,6 +17,8 @@ from ligermodels.memory.model import TrainingMemory
 USABLE_MEMORY = 0.95  # of the free memory: the estimate is within 3 %, and the allocator leaves gaps
 # With FSDP2 each of its streams reserves memory: 14 to 19 % more than was allocated, measured on two GPUs.
 USABLE_MEMORY_SHARDED = 0.81
+# FSDP2 of earlier releases makes parameters that require gradients, which integers cannot.
+SHARDS_INTEGERS = torch.__version__ >= (2, 13)
 LIBRARY_BYTES = 2**30  # allocated by NCCL and cuBLAS at their first use
 
 # `ligermodels.memory.model.training_memory` with the settings of a run. Keyword arguments replace a setting.
@@ -79,6 +81,8 @@ def replicates_quantised(usable: float, estimate: MemoryEstimator, checkpointing
 
     usable: bytes; infinite on a CPU, whose free memory is unknown: there they are sharded unless that takes more.
     """
+    if not SHARDS_INTEGERS:
+        return True
     sharded, replicated = (estimate(**checkpointing.options, replicate_quantised=each).peak for each in (False, True))
     return replicated <= sharded or replicated <= usable < math.inf
 

@@ -23,6 +23,7 @@ from ligermodels.errors import InputError
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.gemma import LayerInputDecoder
 from ligermodels.memory.model import decoder_blocks
+from ligermodels.training.parallel.activation_checkpointing import SHARDS_INTEGERS
 from ligermodels.training.parallel.expert_parallel import distribute_experts
 from ligermodels.weights.mapping import is_lora_parameter
 from ligermodels.weights.sharding import reshard
@@ -39,7 +40,8 @@ def shard(
     differ, which are rounded to the compute dtype where they are multiplied.
     dp_replicate: model replicas (HSDP). Each is sharded over world.size / dp_replicate neighbouring ranks.
     expert_parallel: the number of ranks of which each has a part of the routed experts, which are then not gathered.
-    replicate_quantised: whether every rank has the bytes of all quantised weights, which are then not gathered.
+    replicate_quantised: whether every rank has the bytes of all quantised weights, which are then not gathered; so it
+    is in any case where FSDP2 does not shard integers.
     reshard_after_forward: whether blocks free their unsharded weights after forward and all-gather them again in
     backward. False saves the second all-gather. It also lets NCCL allocate its own communication memory, if gradients
     are reduced in `dtype`.
@@ -51,7 +53,7 @@ def shard(
     check_no_ties_between_units(model)
     policy = mixed_precision(model, dtype)
     mesh = make_mesh(world, dp_replicate)
-    replicated = set(model.replicated_parameters(replicate_quantised))
+    replicated = set(model.replicated_parameters(replicate_quantised or not SHARDS_INTEGERS))
     ignored = distribute_experts(model, world, expert_parallel) | replicated
     unit = functools.partial(fully_shard, mesh=mesh, mp_policy=policy, ignored_params=ignored)
     # NCCL communicates from memory that it allocates itself without a copy to its buffers, but never frees that memory.

@@ -58,60 +58,19 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("function", [decode_attention, decode_attention_reference])
-@pytest.mark.parametrize("splits", [1, 4], ids=["one program a row", "split"])
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_decode_attention_equals_the_formula_for_rows_of_any_length(options, splits, function, monkeypatch):
-    """Rings of two blocks for windows; a row without keys gives zeros. Four splits are combined in two steps."""
-    monkeypatch.setattr(module, "num_splits", lambda *sizes: splits)
-    monkeypatch.setattr(module, "COMBINED_SPLITS", 2)
-    module._launchers.cache_clear()
-    heads, window = 6, options.get("window")
-    q, keys, values, cache = draw(LENGTHS, heads, 2, 20, 2 if window else 4, window=window)
-    settings = {**options, "scale": 0.4}
-    if "sinks" in options:
-        settings["sinks"] = torch.randn(heads, dtype=torch.float64, device=DEVICE)
-    expected = exact(q, keys, values, LENGTHS, **settings)
-    pools, index = (x.float() for x in cache[:2]), cache[2:]
-    settings |= {"sinks": settings["sinks"].float()} if "sinks" in options else {}
-    out = function(q.float(), *pools, *index, page_size=PAGE, **settings)
-    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
-    assert not out[2].any()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "size", "page_size"),
-    [(4, 4, 16, 64), (14, 2, 64, 128), (3, 1, 80, 64), (17, 1, 96, 128), (2, 1, 256, 64)],
-)
-def test_decode_attention_is_within_the_error_budget(heads, kv_heads, size, page_size, dtype):
-    lengths = 150, 7
-    q, _, _, (keys, values, table, lengths) = draw(lengths, heads, kv_heads, size, 3, page_size=page_size)
-    sinks = torch.randn(heads, dtype=torch.float64, device=DEVICE)
-
-    def call(function):
-        return torch.no_grad()(
-            lambda q, keys, values, sinks: function(
-                q, keys, values, table, lengths, scale=size**-0.5, softcap=5.0, sinks=sinks, page_size=page_size
-            )
-        )
-
-    # Splits are rescaled when they are combined, which rounds more often than the reference.
-    check(call(decode_attention), call(decode_attention_reference), [q, keys, values, sinks], dtype, factor=3.0)
-
-
-@pytest.mark.parametrize("function", [decode_attention, decode_attention_reference])
 @pytest.mark.parametrize("splits", [1, 3], ids=["one program a row", "split"])
 @pytest.mark.parametrize(("heads", "kv_heads", "size", "value_size"), [(20, 1, 44, 36), (40, 2, 20, 16), (3, 1, 48, 1)])
-def test_values_may_be_the_first_columns_of_the_keys(heads, kv_heads, size, value_size, splits, function, monkeypatch):
+def test_values_may_be_the_first_columns_of_the_keys(heads, kv_heads, size, value_size, splits, monkeypatch):
     """As of latent attention; 20 query heads of one key are two tiles."""
     monkeypatch.setattr(module, "num_splits", lambda *sizes: splits)
     module._launchers.cache_clear()
     q, keys, _, (pool, _, table, lengths) = draw(LENGTHS, heads, kv_heads, size, 4)
     expected = exact(q, keys, keys, LENGTHS, 0.4)[..., :value_size]
+    inputs = q.float(), pool.float(), None, table, lengths
     options = {"scale": 0.4, "page_size": PAGE, "value_size": value_size}
-    out = function(q.float(), pool.float(), None, table, lengths, **options)
-    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
+    plain = relative_error(decode_attention_reference(*inputs, **options), expected)
+    assert plain <= 1e-6
+    assert relative_error(decode_attention(*inputs, **options), expected) <= 3 * plain
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -123,13 +123,20 @@ def test_bytes_of_quantised_weights_are_replicated_where_they_fit(shards, model)
         assert activation_checkpointing.replicates_quantised(usable, estimate, checkpointing) is expected
 
 
-def test_bytes_of_quantised_weights_are_not_gathered_by_a_single_process(model):
-    """Beside fp32 LoRA it uses FSDP2 too, which would copy them."""
+def test_a_single_process_has_fp32_updates_in_the_compute_dtype_and_gathers_nothing(model):
     quantise(model, "nf4")
     add_lora(model, rank=2, dtype=torch.float32)
-    estimate = estimator(model)
-    assert activation_checkpointing.replicates_quantised(math.inf, estimate, ONE_BLOCK) is True
-    assert estimate(replicate_quantised=True).peak < estimate().peak
+    found = estimator(model)(dtype=torch.bfloat16)
+    updates = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert (found.unsharded_at_start, found.unsharded_at_end) == (2 * updates, 0)
+    assert activation_checkpointing.replicates_quantised(math.inf, estimator(model), ONE_BLOCK) is True
+
+
+def test_bytes_of_quantised_weights_are_replicated_where_fsdp_does_not_shard_integers(model, monkeypatch):
+    monkeypatch.setattr(activation_checkpointing, "SHARDS_INTEGERS", False)
+    quantise(model, "nf4")
+    add_lora(model, rank=2, dtype=torch.float32)
+    assert activation_checkpointing.replicates_quantised(1, estimator(model, shards=2), ONE_BLOCK) is True
 
 
 def test_the_usable_fraction_covers_the_largest_error_and_the_largest_reservation_that_were_measured():
