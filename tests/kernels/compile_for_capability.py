@@ -1,9 +1,10 @@
 """Compiles every kernel for a GPU that need not be present.
 
-python -m tests.kernels.compile_for_capability CAPABILITY LIMIT
+python -m tests.kernels.compile_for_capability CAPABILITY LIMIT [PREFIX ...]
 
 Each op runs forward and backward at the largest of its sizes, on uninitialized CPU tensors; a launch only compiles the
-kernel. CAPABILITY: 80, 86 or 90. LIMIT: bytes of shared memory that one program may use on such a GPU.
+kernel. CAPABILITY: 80, 86 or 90. LIMIT: bytes of shared memory that one program may use on such a GPU. PREFIX:
+how the names of the ops begin; without it all ops, which must launch every kernel.
 Prints one line for each variant: bytes of shared memory, registers a thread, bytes of stack (register spills), name.
 """
 
@@ -75,16 +76,20 @@ def resources(kernel) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    pretend_device(*map(int, sys.argv[1:]))
+    pretend_device(*map(int, sys.argv[1:3]))
+    prefixes = tuple(sys.argv[3:])
     # These import tests/conftest.py: kernels that are imported after it are built for the interpreter.
     from tests.kernels.ops import OPS
     from tests.kernels.ops.base import run_all_kernels
     from tests.kernels.ops.norms import run_chunked_norm
 
     for name, entry in OPS.items():
+        if prefixes and not name.startswith(prefixes):
+            continue
         for tokens, size in product(TOKENS_OF_OP.get(name, TOKENS), (*EXTRA_SIZES.get(name, ()), *entry.real[-1:])):
             run_all_kernels(name, entry.draw(1, tokens, *size).to(torch.bfloat16))
-    run_chunked_norm()
-    assert_all_compiled()
+    if not prefixes:
+        run_chunked_norm()
+        assert_all_compiled()
     for name, kernel in compiled_kernels():
         print(kernel.metadata.shared, *resources(kernel), name)

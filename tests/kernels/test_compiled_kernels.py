@@ -51,11 +51,18 @@ def run_module(name, *args, prefix=(), **environment):
     return done.stdout
 
 
-@pytest.mark.parametrize(("capability", "limit"), [(86, 99 * KB), (90, 227 * KB)])
-def test_no_kernel_spills_or_exceeds_the_shared_memory_of_a_capability(capability, limit):
-    """The GPU need not be present. Capability 80 has more shared memory than 86, and the same kernels."""
-    lines = run_module("tests.kernels.compile_for_capability", capability, limit, CUDA_VISIBLE_DEVICES="").splitlines()
-    assert len(lines) > len(OPS)
+PRODUCTS = "experts", "biased experts", "decode_attention", "gated_delta", "mamba2"
+
+
+@pytest.mark.parametrize(("capability", "limit", "prefixes"), [(86, 99 * KB, PRODUCTS), (90, 227 * KB, ())])
+def test_no_kernel_spills_or_exceeds_the_shared_memory_of_a_capability(capability, limit, prefixes):
+    """The GPU need not be present. Capability 80 has more shared memory than 86, and the same kernels.
+
+    For 86 those of matrix products, which are other code there and fill its shared memory; all have its registers.
+    """
+    arguments = capability, limit, *prefixes
+    lines = run_module("tests.kernels.compile_for_capability", *arguments, CUDA_VISIBLE_DEVICES="").splitlines()
+    assert len(lines) > len([name for name, op in OPS.items() if op.real and name.startswith(prefixes or "")])
     bad = []
     for line in lines:
         shared, _, stack, name = line.split()

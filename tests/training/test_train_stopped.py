@@ -358,18 +358,18 @@ def test_a_full_disk_ends_the_run_with_one_line(size, where, straight, launcher)
     assert not (launcher.folder / name / where).exists() or where == "metrics.jsonl"
 
 
-def unexported(launcher, name, ranks):
+def unexported(launcher, name, ranks, steps):
     """The LoRA run, where there is room for all but the merged model. Returns its folder."""
-    failed = launcher.run(*LORA, "--output", name, ranks=ranks, file_size=10**6)
+    failed = launcher.run(*LORA, "--steps", steps, "--output", name, ranks=ranks, file_size=10**6)
     assert set(failed.statuses) == {2}
     told = f"the last step is saved; to export it again: .* {TRAIN} --resume {name}"
     assert re.fullmatch(rf"ligermodels: .*{name}/model: not written: File too large; .*; {told}\n", failed.stderr)
-    assert max(path.name for path in (launcher.folder / name / "checkpoints").iterdir()) == "step-000016"
+    assert max(path.name for path in (launcher.folder / name / "checkpoints").iterdir()) == f"step-{steps:06}"
     return launcher.folder / name
 
 
 def test_after_a_failed_export_the_last_step_is_saved_and_resuming_only_exports(undisturbed, launcher):
-    folder = unexported(launcher, "unexported", ranks=1)
+    folder = unexported(launcher, "unexported", ranks=1, steps=16)
     taken = losses(folder)
     done = launcher.succeed("--resume", folder.name)
     assert f"{folder.name}: resumes after step 16\nSaved {folder.name}/model." in done.stdout
@@ -377,8 +377,8 @@ def test_after_a_failed_export_the_last_step_is_saved_and_resuming_only_exports(
 
 
 def test_all_ranks_save_the_last_step_if_the_first_rank_cannot_export(straight, launcher):
-    folder = unexported(launcher, "unexported-by-two", ranks=2)
-    saved = {path.name for path in (folder / "checkpoints/step-000016").iterdir()}
+    folder = unexported(launcher, "unexported-by-two", ranks=2, steps=4)
+    saved = {path.name for path in (folder / "checkpoints/step-000004").iterdir()}
     assert {"rank-00000.safetensors", "rank-00001.safetensors"} < saved
 
 

@@ -17,7 +17,6 @@ KINDS = {
     "precomputed": (*PAIRS, "--objective", "dpo", "--pairs", "5", "--sequence-length", "32"),
     "ema": (*PAIRS, "--objective", "dpo", "--pairs", "5", "--reference", "ema:0.5/1"),
     "kto": (*PAIRS, "--objective", "kto", "--examples", "7", "--sequence-length", "32", "--lora-rank", "4"),
-    "orpo": (*PAIRS, "--objective", "orpo", "--pairs", "5", "--sequence-length", "32"),
     "simpo": (*PAIRS, "--objective", "simpo", "--pairs", "5", "--sequence-length", "32", "--nll-weight", "0.2"),
     "reward": (*PAIRS, "--objective", "reward", "--pairs", "5", "--sequence-length", "32", "--center-rewards", "0.1"),
     "grpo": ("--objective", "grpo", "--prompts", "3", "--generations", "4", "--max-completion-length", "6", "--beta",

@@ -83,8 +83,6 @@ MAMBA = {
 }  # fmt: skip
 DELTA_EXPERTS = config("qwen3_next", False) | DELTA | EXPERTS | {"shared_expert_intermediate_size": 24}
 SINKS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 6}
-ROUTED = {"head_dim": 8, "attention_bias": True, "use_qk_norm": True, "n_routed_experts": 4, "n_group": 2}
-ROUTED |= {"topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_nextn_predict_layers": 0}
 SHORT_CONV = config("lfm2", True) | {"full_attn_idxs": [1]}
 MAMBA_EXPERTS = config("granitemoehybrid", True) | MAMBA
 KEYS_READ_LATER = config("gemma4_text", True) | SHARED_KEYS
@@ -94,17 +92,11 @@ RUNS = {  # name: (settings of both runs, further settings of the run on two ran
     "untied": ({"model": config("llama", False)}, {}),
     "tied, activation checkpointing": ({"model": config("qwen2", True)}, {"checkpointed_blocks": 1}),
     "tiles of tokens": ({"model": config("llama", False), "checkpointed_blocks": 2, "tile_tokens": 10}, {}),
-    "compiled": ({"model": config("llama", False), "steps": 2}, {"compiled": True, "checkpointed_blocks": 1}),
     "experts, no reshard after forward": ({"model": config("mixtral", False)}, {"reshard_after_forward": False}),
     "bf16 on fp32 parameters": ({"model": config("llama", False)} | HALF, {"checkpointed_blocks": 2}),
     "bf16 on bf16 parameters": ({"model": config("llama", False), "param_dtype": "bfloat16"} | HALF, {}),
     "latent attention": ({"model": config("deepseek_v3", False) | LATENTS}, {"checkpointed_blocks": 1}),
     "sinks, experts with biases": ({"model": config("gpt_oss", False) | SINKS}, {"checkpointed_blocks": 1}),
-    "experts in groups beside a shared one": (
-        {"model": config("glm4_moe", False) | ROUTED},
-        {"checkpointed_blocks": 1},
-    ),
-    "gated delta rule": ({"model": config("qwen3_5_text", True) | DELTA}, {"checkpointed_blocks": 1}),
     "gated delta rule, experts, bf16 on fp32 parameters": (
         {"model": DELTA_EXPERTS} | HALF,
         {"reshard_after_forward": False},
@@ -296,11 +288,11 @@ HSDP = ["--steps", 3, "--batch-size", 8, "--sequence-length", 64, "--checkpoint-
 
 
 def test_two_hosts_meet_and_share_the_folder_of_a_run(launcher):
-    """As docs/clusters.md starts them: each torchrun is a host of two ranks, which keep a replica of the model."""
+    """As docs/clusters.md starts them: each torchrun is a host, which keeps a replica of the model on one rank."""
     folder = launcher.folder
     with socket.create_server(("localhost", 0)) as free:
         endpoint = f"localhost:{free.getsockname()[1]}"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
     command += ["--rdzv-backend=c10d", "--rdzv-endpoint", endpoint, "--local-addr=localhost", ROOT / "train.py"]
     command += ["--model", "qwen2", "--data", "own.txt", *HSDP, "--dp-replicate", 2, "--output", "two-hosts"]
     command = [str(word) for word in command]
@@ -315,7 +307,7 @@ def test_two_hosts_meet_and_share_the_folder_of_a_run(launcher):
     said = [host.communicate(timeout=TIMEOUT) for host in hosts]
     assert [host.returncode for host in hosts] == [0, 0], said
     assert sorted(file.name for file in (folder / "two-hosts/checkpoints/step-000002").glob("rank-*")) == [
-        f"rank-{rank:05}.safetensors" for rank in range(4)
+        f"rank-{rank:05}.safetensors" for rank in range(2)
     ]
     resume = json.loads((folder / "two-hosts/run.json").read_text())["resume"]
     assert resume == shlex.join(["torchrun", *command[3:10], "--resume", "two-hosts"])
