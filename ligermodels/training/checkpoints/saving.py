@@ -133,14 +133,10 @@ class Checkpoints:
         tensors = weights | optimizer_state | state.objective_tensors(self.objective) | kept
         tensors |= state.random_states(self.device)
         record = {
-            "format": files.FORMAT,
-            "progress": dataclasses.asdict(progress),
-            "settings": dict(self.settings),
-            "ranks": world_size(),
-            "device": self.device.type,
-            "optimizer": type(optimizer).__name__,
+            "format": files.FORMAT, "progress": dataclasses.asdict(progress), "settings": dict(self.settings),
+            "ranks": world_size(), "device": self.device.type, "optimizer": type(optimizer).__name__,
             "frozen": self.frozen,
-        }
+        }  # fmt: skip
         copies = self.copies.copy(tensors)
         writer = files.CheckpointWriter(folder, record, self.keep, self.protected)
         self.running = self.thread.submit(self.write, writer, tensors, copies)
@@ -268,13 +264,9 @@ class Checkpoints:
 
 
 def load_tensors(
-    checkpoint: Path,
-    tensors: dict[str, Tensor],
-    random: Mapping[str, Tensor] | None = None,
-    *,
-    part: str = "",
+    checkpoint: Path, tensors: dict[str, Tensor], random: Mapping[str, Tensor] | None = None, *, part: str = "",
     group: distributed.ProcessGroup | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Fills tensors from a checkpoint, whose tensors with names that begin with `part` they must be.
 
     random: states of this rank's random number generators, which are filled too. group: of all ranks that load. Raises

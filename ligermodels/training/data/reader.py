@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, cast
 
 from ligermodels.errors import InputError, at_place
 from ligermodels.images.inputs import Processor, image_tokens
@@ -70,7 +70,6 @@ MOST_IMAGE_TOKENS = 1024  # of an image, unless --image-tokens says otherwise; f
 # A new tokenizer is trained on the start of the data: so many characters for each entry, and at most so many.
 CHARACTERS_PER_ENTRY, MAX_CHARACTERS = 10**4, 10**8
 
-Store = TypeVar("Store")
 COUNTS = "counts.json"  # of a folder of the cache
 
 ReadRecords: TypeAlias = Callable[[BadLines, ReadingProgress], Iterator[Record]]
@@ -155,13 +154,13 @@ class SourceReader:
             return SourceDocuments([training], [validation], nats)
         if name in EMBEDDED_GROUPS:
             raise InputError(f"--data {name}: is for post-training; supervised training takes {' or '.join(EMBEDDED)}")
-        return self.split_stores(self.stores(name), name, split, all_documents, split_documents)
+        return self.documents_of_files(name, split, all_documents, split_documents)
 
-    def split_stores(
-        self, stores: Sequence[Store], name: str, split: bool, whole: Callable[[Store], Any],
-        divide: Callable[[Store, float], tuple[Any, Any]],
-    ) -> SourceDocuments:  # fmt: skip
+    def documents_of_files(
+        self, name: str, split: bool, whole: Callable[[Any], Any], divide: Callable[[Any, float], tuple[Any, Any]]
+    ) -> SourceDocuments:
         """Returns what `documents` does for files. whole: selects all of a store. divide: two parts, by a fraction."""
+        stores = self.stores(name)
         everything = [whole(store) for store in stores]
         separate = self.validation_split(name) if split else None
         if separate is not None:

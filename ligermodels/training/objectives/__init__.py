@@ -37,15 +37,8 @@ from ligermodels.training.settings.config import TrainConfig
 __all__ = ["OBJECTIVES", "Objective", "RunSetup", "Share", "StepTotals", "Work", "make_objective"]
 
 OBJECTIVES: dict[str, type[Objective]] = {
-    "sft": SFT,
-    "distill": Distill,
-    "dpo": DPO,
-    "orpo": ORPO,
-    "cpo": CPO,
-    "simpo": SimPO,
-    "reward": Reward,
-    "grpo": GRPO,
-    "kto": KTO,
+    "sft": SFT, "distill": Distill, "dpo": DPO, "orpo": ORPO, "cpo": CPO, "simpo": SimPO, "reward": Reward,
+    "grpo": GRPO, "kto": KTO,
 }  # fmt: skip
 
 

@@ -43,13 +43,9 @@ def evaluate(
 
 
 def validation_loss(
-    model: CausalLM,
-    validation: ValidationRows,
-    micro_batch_size: int,
-    world: World,
-    stop: Stop,
+    model: CausalLM, validation: ValidationRows, micro_batch_size: int, world: World, stop: Stop,
     context: ContextGroup | None = None,
-) -> float | None:
+) -> float | None:  # fmt: skip
     """Returns the loss in nats per supervised token over all ranks; None if a rank was signalled to stop.
 
     All ranks stop before the same batch.

@@ -38,14 +38,9 @@ def out_of_memory_advice(
 
 
 def out_of_memory_message(
-    error: BaseException,
-    config: RunConfig,
-    estimate: MemoryEstimator,
-    *,
-    micro_batch_size: int,
-    checkpointed_blocks: int,
-    blocks: int,
-) -> str:
+    error: BaseException, config: RunConfig, estimate: MemoryEstimator, *, micro_batch_size: int,
+    checkpointed_blocks: int, blocks: int,
+) -> str:  # fmt: skip
     """Returns one line, about the GPU, or the host where there is no GPU.
 
     estimate: see MemoryEstimator. micro_batch_size: rows per forward pass of a rank. checkpointed_blocks: how many of

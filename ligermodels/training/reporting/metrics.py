@@ -29,14 +29,10 @@ METRICS_FILE, COMPLETIONS_FILE = "metrics.jsonl", "completions.jsonl"
 UNTIMED_STEPS = 2  # the first steps of a process compile and allocate
 RECENT_STEPS = 50  # the throughput is their median
 SLOW = 10  # tokens per second; below it decimals are shown
-SHOWN = {
-    "rewards/accuracies": "accuracy",
-    "rewards/margins": "margin",
-    "reward": "reward",
-    "accuracy": "accuracy",
-    "margin": "margin",
-    "divergence": "divergence",
-}  # beside the loss
+SHOWN = {  # beside the loss
+    "rewards/accuracies": "accuracy", "rewards/margins": "margin", "reward": "reward", "accuracy": "accuracy",
+    "margin": "margin", "divergence": "divergence",
+}  # fmt: skip
 SAMPLE_CHARACTERS = 400  # of a sample on the console; metrics.jsonl has all of it
 MAX_EXPONENT = 700  # exp() of more than 709 overflows
 
@@ -71,20 +67,10 @@ class Metrics:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        steps: int,
-        device: torch.device,
-        done: int = 0,
-        flops_per_token: int | None = None,
-        peak: float | None = None,
-        loggers: Sequence[Logger] = (),
-        log_every: int = 1,
-        enabled: bool = True,
-    ) -> None:
-        self.steps = steps
-        self.device = device
+        self, folder: Path, *, steps: int, device: torch.device, done: int = 0, flops_per_token: int | None = None,
+        peak: float | None = None, loggers: Sequence[Logger] = (), log_every: int = 1, enabled: bool = True,
+    ) -> None:  # fmt: skip
+        self.steps, self.device = steps, device
         self.mfu_at_one_token_per_second = flops_per_token / peak if flops_per_token and peak else None
         self.loggers, self.log_every = loggers, log_every
         self.file: TextIO | None = None

@@ -25,10 +25,7 @@ class StepProfiler:
     """
 
     def __init__(self, first: int | None, file: Path, device: torch.device, say: Callable[[str], None]) -> None:
-        self.first = first
-        self.file = file
-        self.device = device
-        self.say = say
+        self.first, self.file, self.device, self.say = first, file, device, say
         self.profile: profile | None = None
         self.steps = 0
 

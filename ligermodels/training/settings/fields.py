@@ -183,18 +183,10 @@ Named = Literal["data", "model", "reference", "reward", "template", "folder", "r
 
 
 def setting(
-    group: str,
-    default: Any,
-    help: str,
-    rule: Constraint | None = None,
-    *,
-    metavar: str | None = None,
-    shown: str | None = None,
-    may_be_empty: bool = False,
-    objectives: Sequence[str] = OBJECTIVE_NAMES,
-    names: Named | None = None,
-    built_in: Collection[str] = (),
-) -> Any:
+    group: str, default: Any, help: str, rule: Constraint | None = None, *, metavar: str | None = None,
+    shown: str | None = None, may_be_empty: bool = False, objectives: Sequence[str] = OBJECTIVE_NAMES,
+    names: Named | None = None, built_in: Collection[str] = (),
+) -> Any:  # fmt: skip
     """A field of TrainConfig.
 
     group: the heading of its flag in `--help`. help: one phrase. metavar: the flag's value in the usage. shown: the

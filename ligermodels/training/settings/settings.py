@@ -41,12 +41,9 @@ WITHOUT_EFFECT_ON_RESULT = (
 LENGTH_SETTINGS = ("steps", "epochs")
 # Settings that an adapter has already, by their fields in adapter_config.json.
 ADAPTER_FIELDS = {
-    "lora_rank": "r",
-    "lora_alpha": "lora_alpha",
-    "lora_dropout": "lora_dropout",
-    "lora_targets": "target_modules",
+    "lora_rank": "r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "lora_targets": "target_modules",
     "modules_to_save": "modules_to_save",
-}
+}  # fmt: skip
 
 
 def read_settings(file: Path) -> dict[str, Any]:

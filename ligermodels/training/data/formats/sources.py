@@ -209,12 +209,9 @@ def read_files(files: Sequence[Path], reading: Reading) -> Iterator[Record]:
 
 Reader: TypeAlias = Callable[[Path, Reading], Iterator[Record]]
 STREAMED: dict[str, Reader] = {
-    ".txt": read_text_file,
-    ".jsonl": read_json_file,
-    ".json": read_json_file,
-    ".csv": read_csv,
+    ".txt": read_text_file, ".jsonl": read_json_file, ".json": read_json_file, ".csv": read_csv,
     ".tsv": functools.partial(read_csv, delimiters=("\t",)),
-}
+}  # fmt: skip
 COMPRESSED = {f"{kind}{suffix}": reader for kind, reader in STREAMED.items() for suffix in DECOMPRESSORS}
 TABLES: dict[str, Reader] = {".parquet": read_parquet, ".arrow": read_arrow}
 READERS = STREAMED | COMPRESSED | TABLES

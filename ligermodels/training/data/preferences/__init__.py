@@ -10,16 +10,6 @@ from ligermodels.training.data.preferences.steps import Step, TrainingGroups, Va
 from ligermodels.training.data.preferences.store import Group, GroupOptions, GroupPrompt, unshared
 
 __all__ = [
-    "Group",
-    "GroupOptions",
-    "GroupPrompt",
-    "PreferenceBatch",
-    "PreferenceData",
-    "Step",
-    "TrainingGroups",
-    "ValidationGroups",
-    "collate_groups",
-    "empty_batch",
-    "open_preferences",
-    "unshared",
-]
+    "Group", "GroupOptions", "GroupPrompt", "PreferenceBatch", "PreferenceData", "Step", "TrainingGroups",
+    "ValidationGroups", "collate_groups", "empty_batch", "open_preferences", "unshared",
+]  # fmt: skip

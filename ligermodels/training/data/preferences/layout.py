@@ -270,14 +270,9 @@ def empty_batch() -> PreferenceBatch:
 
 
 def collate_row(
-    pieces: Sequence[GroupPiece],
-    share: bool,
-    *,
-    values: Sequence[float] = (),
-    kind: GroupKind | None = None,
-    pinned: bool = False,
-    decoder: ImageDecoder | None = None,
-) -> PreferenceBatch:
+    pieces: Sequence[GroupPiece], share: bool, *, values: Sequence[float] = (), kind: GroupKind | None = None,
+    pinned: bool = False, decoder: ImageDecoder | None = None,
+) -> PreferenceBatch:  # fmt: skip
     """Returns a row in host memory. values: of each piece, its margin or label, as `kind` says; NaN for no margin.
 
     decoder: of the images; None if no group has any. Raises InputError as `ImageDecoder.prepare` does.

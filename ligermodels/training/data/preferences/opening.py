@@ -68,7 +68,7 @@ class GroupReader(SourceReader):
                 for part in EMBEDDED_GROUPS[name]
             )
             return SourceDocuments([training], [validation])
-        return self.split_stores(self.stores(name), name, split, all_groups, split_by_prompt)
+        return self.documents_of_files(name, split, all_groups, split_by_prompt)
 
     def stores(self, name: str) -> list[Any]:
         """Returns the store of the groups of files; none without a group."""

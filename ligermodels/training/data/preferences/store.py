@@ -64,13 +64,9 @@ class Group(NamedTuple):
     def select(self, first: int, last: int) -> "Group":
         """Returns the prompt with the completions from `first` up to `last`."""
         part = slice(first, last)
-        return Group(
-            self.prompt,
-            self.completions[part],
-            self.supervised[part],
-            None if self.teacher is None else self.teacher[part],
-            self.images and (self.images[0], *self.images[1 + first : 1 + last]),
-        )
+        teacher = None if self.teacher is None else self.teacher[part]
+        images = self.images and (self.images[0], *self.images[1 + first : 1 + last])
+        return Group(self.prompt, self.completions[part], self.supervised[part], teacher, images)
 
     def images_of(self, part: int) -> tuple[GroupImage, ...]:
         """Returns the images of the prompt, which is part 0, or of completion number part - 1."""

@@ -165,13 +165,9 @@ class ImageDecoder:
         self.threads = ThreadPoolExecutor(min(MAX_THREADS, len(os.sched_getaffinity(0))), "images")
 
     def arguments(
-        self,
-        rows: Sequence[Sequence[StoredImage]],
-        input_ids: Tensor,
-        labels: Tensor | None,
-        cu_seqlens: Tensor | None,
-        pinned: bool,
-    ) -> dict[str, Any]:
+        self, rows: Sequence[Sequence[StoredImage]], input_ids: Tensor, labels: Tensor | None,
+        cu_seqlens: Tensor | None, pinned: bool,
+    ) -> dict[str, Any]:  # fmt: skip
         """Returns the arguments of `forward` for the images of rows; empty if there are none."""
         inputs: dict[str, Any] = self.pixel_inputs(rows, input_ids)
         if inputs and self.prepare_inputs is not None:

@@ -50,13 +50,9 @@ class RewardedGeneration(NamedTuple):
 
 
 def reward_completions(
-    functions: Sequence[RewardFunction],
-    prompts: Sequence[GroupPrompt],
-    samples: Sequence[Sequence[GeneratedSample]],
-    columns: Sequence[str],
-    state: TrainerState,
-    seconds: float,
-) -> RewardedGeneration:
+    functions: Sequence[RewardFunction], prompts: Sequence[GroupPrompt], samples: Sequence[Sequence[GeneratedSample]],
+    columns: Sequence[str], state: TrainerState, seconds: float,
+) -> RewardedGeneration:  # fmt: skip
     """Calls the reward functions on this rank's completions, and gathers those of all ranks. Every rank must call it.
 
     columns: of the data; functions get None for those that a prompt does not have, as TRL passes them.
