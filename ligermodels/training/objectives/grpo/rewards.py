@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -85,19 +86,27 @@ class RewardProcess:
     def ask(self, request: Mapping[str, Any], seconds: float, late: str, spec: str) -> dict[str, Any]:
         """The reply to a request. late: what to say after so many seconds. Raises InputError."""
         connection, in_time = self.running(), True
+        allowed = min(seconds, LONGEST_WAIT)
+        deadline = time.monotonic() + allowed
+        # A process that neither reads nor writes on would hold up a request or a reply that a pipe does not hold.
+        watchdog = threading.Timer(allowed + 2 * GRACE_SECONDS, kill_group, [self.process])
+        watchdog.daemon = True
+        watchdog.start()
         try:
             connection.send_bytes(json.dumps(request).encode())
-            in_time = connection.poll(min(seconds, LONGEST_WAIT))
+            in_time = connection.poll(max(0.0, deadline - time.monotonic()))
             if not in_time:
                 os.kill(self.process.pid, signal.SIGUSR2)
             reply = json.loads(connection.recv_bytes()) if in_time or connection.poll(GRACE_SECONDS) else {}
-        except (EOFError, OSError):
+        except (EOFError, OSError, ValueError):  # the latter of a function that writes to the connection
             self.stop()
             ended = f"--reward {spec}: ended its process, with status {self.process.returncode}; must return"
-            raise InputError(ended if in_time else late) from None
+            raise InputError(ended if time.monotonic() < deadline else late) from None
         except BaseException:
             self.stop()  # otherwise the next request would get the reply to this one
             raise
+        finally:
+            watchdog.cancel()
         if not in_time:
             self.stop()
             raise InputError(reply["error"] if reply.get("late") else late)
@@ -122,9 +131,13 @@ class RewardProcess:
 def stop_process(process: subprocess.Popen[bytes], connection: Connection) -> None:
     """Ends the process and all that its functions started."""
     connection.close()
+    kill_group(process)
+    process.wait()
+
+
+def kill_group(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 class ProcessFunction:

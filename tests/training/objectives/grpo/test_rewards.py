@@ -2,11 +2,13 @@
 
 import math
 import os
+import signal
 from pathlib import Path
 
 import pytest
 
 from ligermodels.errors import InputError
+from ligermodels.training.objectives.grpo import reward_process
 from ligermodels.training.objectives.grpo.reward_specs import RewardSpec, parse_reward
 from ligermodels.training.objectives.grpo.reward_worker import TrainerState
 from ligermodels.training.objectives.grpo.rewards import (
@@ -127,6 +129,13 @@ def circular(completions, log_extra):
     values.append(values)
     log_extra("values", [values] * 3)
     return [0.0] * 3
+def answers_itself(completions):
+    for number in range(3, 32):
+        try:
+            os.write(number, b"\\x7f\\xff\\xff\\xff")  # a reply of 2 GB, which never comes
+        except OSError:
+            pass
+    return [0.0] * 3
 class Model:
     pass
 model = 3
@@ -233,6 +242,23 @@ def test_a_process_that_was_stopped_is_gone_with_its_forks(rewards):
         call([late], seconds=0.1)
     with pytest.raises(ProcessLookupError):
         os.killpg(int(process), 0)
+
+
+def test_a_process_that_reads_no_more_does_not_hold_up_a_long_request(rewards, monkeypatch):
+    monkeypatch.setattr(reward_process, "GRACE_SECONDS", 0.1)
+    (function,) = rewards("even")
+    process = function.function.process.process
+    os.kill(process.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+    with pytest.raises(InputError, match=r"even: did not return within 0.1 s"):
+        call_rewards([function], JUDGED._replace(prompts=["a" * 10**6] * 3), STATE, 0.1)
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_a_reply_that_never_ends_is_not_waited_for(rewards, monkeypatch):
+    monkeypatch.setattr(reward_process, "GRACE_SECONDS", 0.1)
+    with pytest.raises(InputError, match=r"answers_itself: did not return within 0.1 s"):
+        call(rewards("answers_itself"), seconds=0.1)
 
 
 def test_functions_get_copies(rewards):
