@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ligermodels.errors import InputError
-from ligermodels.training.objectives.grpo import reward_process
+from ligermodels.training.objectives.grpo import rewards as module
 from ligermodels.training.objectives.grpo.reward_specs import RewardSpec, parse_reward
 from ligermodels.training.objectives.grpo.reward_worker import TrainerState
 from ligermodels.training.objectives.grpo.rewards import (
@@ -245,7 +245,7 @@ def test_a_process_that_was_stopped_is_gone_with_its_forks(rewards):
 
 
 def test_a_process_that_reads_no_more_does_not_hold_up_a_long_request(rewards, monkeypatch):
-    monkeypatch.setattr(reward_process, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(module, "GRACE_SECONDS", 0.1)
     (function,) = rewards("even")
     process = function.function.process.process
     os.kill(process.pid, signal.SIGSTOP)
@@ -256,7 +256,7 @@ def test_a_process_that_reads_no_more_does_not_hold_up_a_long_request(rewards, m
 
 
 def test_a_reply_that_never_ends_is_not_waited_for(rewards, monkeypatch):
-    monkeypatch.setattr(reward_process, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(module, "GRACE_SECONDS", 0.1)
     with pytest.raises(InputError, match=r"answers_itself: did not return within 0.1 s"):
         call(rewards("answers_itself"), seconds=0.1)
 
