@@ -117,6 +117,14 @@ LINES = (
         ),
     ),
     Line(
+        "&nbsp;&nbsp;SmolLM2-135M, a step of 16×104 tokens",
+        *measured(
+            "small-steps-smollm2-135m-full-16x104",
+            {"provider": "ligermodels"}, "Hugging Face", HUGGING_FACE, THREE_RUNS, value="ms",
+        ),
+        unit=" ms",
+    ),
+    Line(
         "LoRA, Llama-3-8B",
         *measured(
             "lora-step-llama-3-8b-8x2048",

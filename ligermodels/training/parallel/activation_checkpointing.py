@@ -18,7 +18,7 @@ USABLE_MEMORY = 0.95  # of the free memory: the estimate is within 3 %, and the 
 # With FSDP2 each of its streams reserves memory: 14 to 19 % more than was allocated, measured on two GPUs.
 USABLE_MEMORY_SHARDED = 0.81
 # FSDP2 of earlier releases makes parameters that require gradients, which integers cannot.
-SHARDS_INTEGERS = torch.__version__ >= (2, 13)
+SHARDS_INTEGERS = torch.__version__ >= "2.13"  # compared as versions
 LIBRARY_BYTES = 2**30  # allocated by NCCL and cuBLAS at their first use
 
 # `ligermodels.memory.model.training_memory` with the settings of a run. Keyword arguments replace a setting.
