@@ -117,7 +117,7 @@ LINES = (
         ),
     ),
     Line(
-        "&nbsp;&nbsp;SmolLM2-135M, a step of 16×104 tokens",
+        "&nbsp;&nbsp;SmolLM2-135M, a step of 16×104",
         *measured(
             "small-steps-smollm2-135m-full-16x104",
             {"provider": "ligermodels"}, "Hugging Face", HUGGING_FACE, THREE_RUNS, value="ms",
