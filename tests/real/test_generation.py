@@ -9,10 +9,10 @@ from transformers import AutoModelForCausalLM
 import ligermodels
 from ligermodels.cli import main
 from ligermodels.verify import parity
-from tests.real.conftest import DEVICES
+from tests.real.conftest import DEVICES, tokenizer_of
 from tests.reference_model import products
 
-NEW_TOKENS = 16
+NEW_TOKENS = 8
 QUESTIONS = ("What is the capital of France?", "Write one sentence about the sea.", "用一句话介绍长江。")
 BEGINNINGS = ("The capital of France is", "def fibonacci(n):\n", "水是地球上最常见的物质之一。")
 
@@ -33,7 +33,7 @@ def greedy(folder, prompts, device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_smollm2_answers_chats_as_in_transformers(device, folder_of):
     folder = folder_of("smollm2")
-    tokenizer = ligermodels.load_tokenizer(folder)
+    tokenizer = tokenizer_of(folder)
     chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
     prompts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True) for chat in chats]
     found, expected = greedy(folder, prompts, device)
@@ -44,7 +44,7 @@ def test_smollm2_answers_chats_as_in_transformers(device, folder_of):
 @pytest.mark.parametrize("device", DEVICES)
 def test_gemma_continues_texts_as_in_transformers(device, folder_of):
     folder = folder_of("gemma3")
-    tokenizer = ligermodels.load_tokenizer(folder)
+    tokenizer = tokenizer_of(folder)
     found, expected = greedy(folder, [tokenizer.encode(text) for text in BEGINNINGS], device)
     assert found == expected and sum(map(len, found)) > 2 * NEW_TOKENS
 
@@ -52,7 +52,7 @@ def test_gemma_continues_texts_as_in_transformers(device, folder_of):
 @pytest.mark.parametrize("device", DEVICES)
 def test_verify_passes(device, folder_of, tmp_path, capsys, monkeypatch):
     if device == "cpu":
-        monkeypatch.setattr(parity, "ROW_TOKENS", 24)  # of 64: fp64 takes most of the time
+        monkeypatch.setattr(parity, "ROW_TOKENS", 12)  # of 64: fp64 takes most of the time
     flags = ["--output", str(tmp_path), "--device", device, "--tokens", "4"]
     with products(device):
         status = main(["verify", str(folder_of("smollm2")), *flags])

@@ -9,7 +9,6 @@ means over many tokens, and where a CPU has time for few, it has the standard er
 """
 
 import copy
-import functools
 import math
 from collections.abc import Iterator
 
@@ -21,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 import ligermodels
 from tests.parity import FP32_FACTOR
-from tests.real.conftest import DEVICES, MODELS
+from tests.real.conftest import DEVICES, MODELS, tokenizer_of
 from tests.real.texts import texts
 from tests.reference_model import KeepFp64, products
 
@@ -30,13 +29,11 @@ STANDARD_ERRORS = 2.0
 # Rows of each kind of text, and their tokens. A CPU takes 6 ms a token of SmolLM2 in fp32.
 ON_GPU = (16, 512)
 SIZES = {
-    "fp32": {"cpu": {"smollm2": (1, 96), "gemma3": (1, 48)}, "cuda": dict.fromkeys(MODELS, ON_GPU)},
+    "fp32": {"cpu": {"smollm2": (1, 64), "gemma3": (1, 32)}, "cuda": dict.fromkeys(MODELS, ON_GPU)},
     "bf16": {"cpu": {"smollm2": (2, 48), "gemma3": (1, 48)}, "cuda": dict.fromkeys(MODELS, ON_GPU)},
 }
 FIRST_TOKENS = {"cpu": 96, "cuda": 4096}
 LONGER_THAN_THE_WINDOW = 544  # of 512
-
-tokenizer_of = functools.cache(ligermodels.load_tokenizer)  # Gemma's takes seconds to read
 
 
 def rows_of(kind: str, folder, rows: int, length: int) -> Iterator[Tensor]:

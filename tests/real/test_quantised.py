@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import ligermodels
 from tests.kernels.error_budget import relative_error
-from tests.real.conftest import DEVICES
+from tests.real.conftest import DEVICES, tokenizer_of
 from tests.real.texts import texts
 
 TOKENS = 64
@@ -16,7 +16,7 @@ TOKENS = 64
 @torch.no_grad()
 def test_nf4_has_the_values_and_the_error_of_bitsandbytes(device, folder_of):
     folder = folder_of("smollm2")
-    ids = torch.tensor([ligermodels.load_tokenizer(folder).encode(texts()["prose"])[:TOKENS]], device=device)
+    ids = torch.tensor([tokenizer_of(folder).encode(texts()["prose"])[:TOKENS]], device=device)
     exact = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, device_map=device)(ids).logits.double()
     options = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,

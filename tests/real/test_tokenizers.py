@@ -3,8 +3,7 @@
 import pytest
 from transformers import AutoTokenizer
 
-import ligermodels
-from tests.real.conftest import MODELS
+from tests.real.conftest import MODELS, tokenizer_of
 from tests.real.texts import varied_lines
 
 LINES = 2000
@@ -20,7 +19,7 @@ CHATS = [[QUESTION], [SYSTEM, QUESTION], [QUESTION, ANSWER, QUESTION], [SYSTEM, 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_ids_and_texts_of_varied_lines_equal_those_of_transformers(name, folder_of):
-    ours, theirs = ligermodels.load_tokenizer(folder_of(name)), AutoTokenizer.from_pretrained(folder_of(name))
+    ours, theirs = tokenizer_of(folder_of(name)), AutoTokenizer.from_pretrained(folder_of(name))
     lines = varied_lines(LINES, SPECIAL[name])
     expected = theirs(lines)["input_ids"]
     assert sum(map(len, expected)) > 35_000
@@ -33,7 +32,7 @@ def test_ids_and_texts_of_varied_lines_equal_those_of_transformers(name, folder_
 @pytest.mark.parametrize("name", MODELS)
 def test_ids_of_varied_lines_equal_those_of_llama_cpp(name, folder_of, gguf_of):
     llama_cpp = pytest.importorskip("llama_cpp")
-    ours = ligermodels.load_tokenizer(folder_of(name))
+    ours = tokenizer_of(folder_of(name))
     theirs = llama_cpp.Llama(str(gguf_of(name)), vocab_only=True, verbose=False)
     lines = varied_lines(LINES, SPECIAL[name])
     expected = [theirs.tokenize(line.encode(), add_bos=name == "gemma3", special=True) for line in lines]
@@ -43,7 +42,7 @@ def test_ids_of_varied_lines_equal_those_of_llama_cpp(name, folder_of, gguf_of):
 @pytest.mark.parametrize("add_generation_prompt", [False, True])
 def test_chats_are_rendered_as_by_transformers(add_generation_prompt, folder_of):
     folder = folder_of("smollm2")  # Gemma's is a base model, without a template
-    ours, theirs = ligermodels.load_tokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    ours, theirs = tokenizer_of(folder), AutoTokenizer.from_pretrained(folder)
     for chat in CHATS:
         options = {"add_generation_prompt": add_generation_prompt}
         text = theirs.apply_chat_template(chat, tokenize=False, **options)
