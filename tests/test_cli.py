@@ -311,6 +311,24 @@ def test_with_json_info_prints_numbers(capsys):
     assert record["memory"]["generate"]["weights"] == 4 * 1050752 and record["files"] == {}
 
 
+def test_info_of_a_checkpoint_in_nf4_is_of_weights_that_stay_so(tmp_path, capsys):
+    dense, stored = tmp_path / "dense", tmp_path / "stored"
+    ligermodels.export(ligermodels.create("qwen2"), dense)
+    ligermodels.export(ligermodels.load(dense, quantize="nf4"), stored)
+    loaded = ligermodels.load(stored)
+    size = sum(tensor.nbytes for tensor in {id(t): t for t in loaded.state_dict().values()}.values())
+    (of_dense, of_stored) = (info_record(folder, "--for-gpu", "24GB", capsys=capsys) for folder in (dense, stored))
+    assert of_stored["memory"]["QLoRA"] == of_dense["memory"]["QLoRA"]
+    assert of_stored["memory"].keys() == {"QLoRA", "generate"} and of_stored["for_gpu"].keys() == {"step", "QLoRA"}
+    assert of_stored["memory"]["generate"]["weights"] == size < of_dense["memory"]["generate"]["weights"]
+
+
+def info_record(folder, *flags, capsys):
+    assert main(["info", str(folder), *flags, "--json", "--quiet"]) == 0
+    ((record,), _) = records(capsys)
+    return record
+
+
 def test_a_warning_is_one_line_without_the_place_in_the_code(capsys, monkeypatch):
     def listing():
         places = (UserWarning, info.__file__), (UserWarning, "a.py"), (DeprecationWarning, info.__file__)

@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 import torch
 
 from ligermodels.adapters.lora_targets import add_lora
-from ligermodels.adapters.quantising import quantisable, quantise
+from ligermodels.adapters.quantising import quantise
 from ligermodels.cli.flags import print_line
 from ligermodels.configs.features import MoEConfig
 from ligermodels.distributed import planned_world
 from ligermodels.errors import InputError
 from ligermodels.hub.description import Description, describe
+from ligermodels.layers.decoder import CausalLM
 from ligermodels.memory.model import (
     InferenceMemory,
     TrainingMemory,
@@ -26,7 +27,7 @@ from ligermodels.memory.model import (
     training_memory,
 )
 from ligermodels.plot_style import BLUE, GREEN, GREY, INK, OCHRE, ORANGE, PINK, PLOT_STYLE, PURPLE, TEAL
-from ligermodels.training.fitting import WAYS, rows_of_step, trainings, verdict
+from ligermodels.training.fitting import rows_of_step, trainings, verdict, ways_of
 from ligermodels.training.parallel.activation_checkpointing import device_memory, device_name
 from ligermodels.units import byte_size, counted, memory_size
 
@@ -47,7 +48,8 @@ def print_report(args: argparse.Namespace) -> None:
     for_gpu = dict(for_gpu_lines(described, args)) if args.for_gpu else {}
     for label, value in (*fact_lines(described), attention, *memory_lines(described, args, memory), *for_gpu.items()):
         print_line(f"  {label:12} {value}".rstrip())
-    planned = {"for_gpu": dict(zip(("step", *WAYS), for_gpu.values(), strict=False))} if for_gpu else {}
+    names = "step", *ways_of(described.model)
+    planned = {"for_gpu": dict(zip(names, for_gpu.values(), strict=True))} if for_gpu else {}
     args.console.record(record_of(args.model, described, memory) | planned)
     if args.plot is not None:
         draw_memory(memory.peaks, args.plot, f"{args.model}: {setting_of(described, args)}")
@@ -119,22 +121,28 @@ def record_of(name: str, described: Description, memory: Memory) -> dict[str, An
 
 def memory_of(described: Description, args: argparse.Namespace) -> Memory:
     batch = args.batch_size or 1, args.sequence_length, described.dtype
-    model = copy.deepcopy(described.model).to(described.dtype)
     needs = partial(
         training_memory,
-        checkpointed_blocks=0 if args.activation_checkpointing in (None, "none") else len(model.blocks),
+        checkpointed_blocks=0 if args.activation_checkpointing in (None, "none") else len(described.model.blocks),
         kept_tensors=None if args.activation_checkpointing == "selective" else 0,
     )
-    generating = inference_memory(model, *batch)
-    base = copy.deepcopy(model)
-    training = needs(model, *batch)
-    add_lora(model, rank=args.lora_rank)
-    steps = {"train": training, "LoRA": needs(model, *batch)}
-    if quantisable(base):
-        quantise(base, "nf4")
-        add_lora(base, rank=args.lora_rank)
-        steps["QLoRA"] = needs(base, *batch)
+    ways = ways_of(described.model)
+    generating = inference_memory(stored_model(described, ways[0]), *batch)  # the first way's weights are as loaded
+    steps = {}
+    for way in ways:
+        model = stored_model(described, way)
+        if way != "full":
+            add_lora(model, rank=args.lora_rank)
+        steps["train" if way == "full" else way] = needs(model, *batch)
     return Memory(steps, generating)
+
+
+def stored_model(described: Description, way: str) -> CausalLM:
+    """A copy of the model in its dtype, quantised if the way of training is QLoRA."""
+    model = copy.deepcopy(described.model).to(described.dtype)
+    if way == "QLoRA":
+        quantise(model, "nf4")
+    return model
 
 
 def memory_lines(described: Description, args: argparse.Namespace, memory: Memory) -> Iterator[tuple[str, str]]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from ligermodels.adapters.lora_targets import add_lora
 from ligermodels.adapters.quantising import quantisable, quantise
+from ligermodels.configs.quantisation import scheme_of
 from ligermodels.distributed import World
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.training.data.formats.specs import RANDOM
@@ -57,9 +58,16 @@ def rows_of_step(length: int, world: World) -> int:
     return world.size * max(1, SFT_TOKENS_PER_STEP // length // world.size)
 
 
+def ways_of(model: CausalLM) -> tuple[str, ...]:
+    """The ways in which a model can be trained. What a checkpoint has in NF4 stays so."""
+    if scheme_of(model.config.raw) == "nf4":
+        return WAYS[2:]
+    return WAYS if quantisable(model) else WAYS[:2]
+
+
 def trainings(model: CausalLM, length: int, rows: int, rank: int, checkpointing: str | None) -> Iterator[Training]:
     """The ways in which a model can be trained; the arguments are those of `Training`."""
-    for way in WAYS if quantisable(model) else WAYS[:2]:
+    for way in ways_of(model):
         yield Training(way, length, rows, rank, checkpointing)
 
 

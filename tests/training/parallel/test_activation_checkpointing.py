@@ -104,7 +104,8 @@ def test_blocks_reshard_after_forward_only_if_memory_is_too_small(model):
 
 
 @pytest.mark.parametrize("shards", [2, 4])
-def test_bytes_of_quantised_weights_are_replicated_where_they_fit(shards, model):
+def test_bytes_of_quantised_weights_are_replicated_where_they_fit(shards, model, monkeypatch):
+    monkeypatch.setattr(activation_checkpointing, "SHARDS_INTEGERS", True)
     quantise(model, "nf4")
     add_lora(model, rank=2, dtype=torch.float32)
     estimate = estimator(model, shards=shards)
