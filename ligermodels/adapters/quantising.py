@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ligermodels.adapters.lora_targets import expert_projections, linear_projections
-from ligermodels.configs.quantisation import FORMATS, Fp8, read_scaled
+from ligermodels.configs.quantisation import FORMATS, Fp8, read_scaled, scheme_of
 from ligermodels.errors import InputError, suggest
 from ligermodels.kernels.quant.fp8 import FP8_BLOCK, Float8
 from ligermodels.kernels.quant.mxfp4 import Mxfp4Layout
@@ -81,6 +81,11 @@ def quantisable_weights(model: CausalLM) -> list[str]:
 def quantisable(model: CausalLM) -> bool:
     """Whether `quantise` takes a model: the rows of its weights are whole blocks."""
     return all(model.get_parameter(name).shape[-1] % NF4_BLOCK == 0 for name in quantisable_weights(model))
+
+
+def is_stored_in_nf4(model: CausalLM) -> bool:
+    """Whether the model's checkpoint is in NF4, in which it stays when it is loaded."""
+    return scheme_of(model.config.raw) == "nf4"
 
 
 def layout_of(

@@ -37,8 +37,8 @@ RULES = {
 }
 # Of a cache on a CPU, or for a model that was trained for less; 2 GiB for Llama-3-8B.
 CACHE_TOKENS = 16384
-SAMPLING_FILTERS = ("top_k", "top_p", "min_p")
-NONE_ALLOWED = (*SAMPLING_FILTERS, "seed")
+FILTER_OPTIONS = ("top_k", "top_p", "min_p")
+NONE_ALLOWED = (*FILTER_OPTIONS, "seed")
 
 
 class Sampling(TypedDict, total=False):
@@ -99,7 +99,7 @@ class SamplingOptions:
             raise InputError(
                 f"n is {self.n} at temperature 0, where all completions are equal; set temperature, or n=1"
             )
-        for name in SAMPLING_FILTERS:
+        for name in FILTER_OPTIONS:
             if self.temperature == 0 and getattr(self.row, name) != getattr(SamplingRow(), name):
                 given = f"{name} is {getattr(self, name)} at temperature 0, where no token is drawn"
                 raise InputError(f"{given}; set temperature, or leave out {name}")

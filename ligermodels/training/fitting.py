@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ligermodels.adapters.lora_targets import add_lora
-from ligermodels.adapters.quantising import quantisable, quantise
-from ligermodels.configs.quantisation import scheme_of
+from ligermodels.adapters.quantising import is_stored_in_nf4, quantisable, quantise
 from ligermodels.distributed import World
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.training.data.formats.specs import RANDOM
@@ -59,8 +58,8 @@ def rows_of_step(length: int, world: World) -> int:
 
 
 def ways_of(model: CausalLM) -> tuple[str, ...]:
-    """The ways in which a model can be trained. What a checkpoint has in NF4 stays so."""
-    if scheme_of(model.config.raw) == "nf4":
+    """The ways in which a model can be trained."""
+    if is_stored_in_nf4(model):
         return WAYS[2:]
     return WAYS if quantisable(model) else WAYS[:2]
 
