@@ -16,7 +16,7 @@ from ligermodels.training.data.embedded_stories import stories
 from ligermodels.weights.writing import lock_file
 from tests.board.serving import serving, write_run
 
-SETTINGS = {"model": "qwen2", "steps": "400", "batch_size": "1", "sequence_length": "32", "eval_every": "400"}
+SETTINGS = {"model": "qwen2", "steps": "200", "batch_size": "1", "sequence_length": "32", "eval_every": "200"}
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def stopped(board):
     status, answer = board.post("/api/start", {"name": "first", "settings": settings(board)})
     assert (status, answer) == (200, {"run": "0:first", "process": "first"})
     running = board.summary("0:first", lambda run: run["state"] == "running" and (run["step"] or 0) >= 3)
-    assert running["steps"] == 400
+    assert running["steps"] == 200
     assert "is running already" in board.refused("/api/start", {"name": "first", "settings": settings(board)})
     assert "is running" in board.refused("/api/resume", {"run": "0:first"})
     assert board.post("/api/stop", {"run": "0:first"}) == (200, {})
@@ -62,7 +62,7 @@ def stopped(board):
 
 def test_a_run_is_started_and_stopped_with_a_checkpoint(board, stopped):
     details = board.get("/api/run?run=0:first")
-    assert 3 <= stopped["step"] < 400 and details["checkpoints"] == [f"step-{stopped['step']:06d}"]
+    assert 3 <= stopped["step"] < 200 and details["checkpoints"] == [f"step-{stopped['step']:06d}"]
     assert details["resumable"] and details["resume"].startswith("ligermodels train --resume ")
     assert "no process of this machine trains it" in board.refused("/api/stop", {"run": "0:first"})
 
@@ -92,14 +92,14 @@ def test_a_stopped_run_is_resumed_to_its_end(board, stopped):
     assert status == 200 and answer == {"process": "first"}
     assert ended(board, "first")["status"] == 0
     done = board.summary("0:first", lambda run: run["state"] == "finished")
-    assert done["step"] == 400
+    assert done["step"] == 200
     assert board.get("/api/run?run=0:first")["exports"] == ["model"]
 
 
 def test_the_last_checkpoint_of_a_finished_run_is_talked_to(board, stopped):
     if board.get("/api/run?run=0:first")["state"] != "finished":  # the test before was not selected
         test_a_stopped_run_is_resumed_to_its_end(board, stopped)
-    body = {"model": "0:first:400", "slot": 0, "prompt": "Once", "max_new_tokens": 3, "temperature": 0.0}
+    body = {"model": "0:first:200", "slot": 0, "prompt": "Once", "max_new_tokens": 3, "temperature": 0.0}
     assert chat(board, body)[-1] == {"end": True}
 
 
