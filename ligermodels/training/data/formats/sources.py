@@ -43,7 +43,7 @@ SPLIT_WORDS = {
 }  # fmt: skip
 SPLIT_OF_WORD = {word: split for split, words in SPLIT_WORDS.items() for word in words}
 ANY_SPLIT_WORD = "|".join(SPLIT_OF_WORD)
-SPLIT_NAME = re.compile(rf"({ANY_SPLIT_WORD})(?:[-_.0-9].*)?|.*[-_.]({ANY_SPLIT_WORD})", re.DOTALL)
+SPLIT_NAME = re.compile(rf"({ANY_SPLIT_WORD})(?:[-_.0-9].*)?|.*[-_.=]({ANY_SPLIT_WORD})", re.DOTALL)
 
 
 def find_files(name: str) -> list[Path]:

@@ -53,6 +53,7 @@ RENAMED = {
     "response_chosen": "chosen", "response_rejected": "rejected", "answer_chosen": "chosen",
     "answer_rejected": "rejected",
 }  # fmt: skip
+MOST_MARGIN = 2.0**127  # margins are float32
 # Arguments of reward functions, which no column may be named as.
 REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
@@ -334,8 +335,8 @@ def parse_margin(value: RecordFields) -> float | None:
         number = float(margin)  # in CSV it is text
     except (TypeError, ValueError, OverflowError):
         raise InputError(f"field margin is {json_type(margin)}; must be a number") from None
-    if not math.isfinite(number):
-        raise InputError(f"field margin is {number}; must be a finite number")
+    if not abs(number) <= MOST_MARGIN:
+        raise InputError(f"field margin is {number}; must be a finite number of 32 bits")
     return number
 
 

@@ -193,9 +193,10 @@ for name in ("question", "instruction", "input"):
         "pairs", {name: "2 + 2?", "chosen": "The sum is 4", "rejected": "The sum is 5"},
         f"field {name} is beside chosen and rejected; rename it to prompt",
     )  # fmt: skip
-for margin in (float("nan"), float("inf"), "-inf"):
+for margin in (float("nan"), float("inf"), "-inf", 1e39, -1e308):
     fields = {"prompt": "a", "chosen": "b", "rejected": "c", "margin": margin}
-    REFUSED[f"a margin of {margin}"] = "pairs", fields, f"field margin is {float(margin)}; must be a finite number"
+    message = f"field margin is {float(margin)}; must be a finite number of 32 bits"
+    REFUSED[f"a margin of {margin}"] = "pairs", fields, message
 for number in (float("inf"), 10**400, -(10**400), 5.0):
     fields = {"text": "a", "teacher_ids": [[1]], "teacher_logprobs": [[number]]}
     REFUSED[f"a log-probability of {str(number)[:5]}"] = "distillation", fields, "field teacher_logprobs has NaN, or a"
