@@ -47,7 +47,14 @@ from ligermodels.training.run.advice import advice, resume_command
 from ligermodels.training.run.folder import ADAPTER, CHECKPOINTS, MODEL, RunStatus, default_folder, locked, new_folder
 from ligermodels.training.run.heartbeat import heartbeat
 from ligermodels.training.run.publishing import publish
-from ligermodels.training.run.resuming import reading_data, refuse_other_data, rescued
+from ligermodels.training.run.resuming import (
+    MODEL_FINGERPRINT,
+    config_fingerprint,
+    reading_data,
+    refuse_other_data,
+    refuse_other_model,
+    rescued,
+)
 from ligermodels.training.run.stopping import Stop, signals
 from ligermodels.training.run.validations import Validations, checkpoint_due, validation_due, validation_losses
 from ligermodels.training.settings.config import TrainConfig
@@ -179,11 +186,14 @@ def open_session(run: Run, stop: Stop, held: ExitStack, loggers: Sequence[Logger
     micro_batch_size, checkpointed = run.plan.micro_batch_size, run.plan.checkpointing.blocks
     held.enter_context(out_of_memory_advice(config, run.estimate, micro_batch_size, checkpointed, run.plan.blocks))
     fingerprint = run.objective.data.training.fingerprint
-    described = settings(config) | {"data_fingerprint": fingerprint}
+    of_model = config_fingerprint(run.model.config.raw)
+    described = settings(config) | {"data_fingerprint": fingerprint, MODEL_FINGERPRINT: of_model}
     checkpoints = held.enter_context(
         Checkpoints(output / CHECKPOINTS, config.keep_checkpoints, described, run.objective)
     )
-    refuse_other_data(config, checkpoints.saved_settings(), fingerprint)
+    saved = checkpoints.saved_settings()
+    refuse_other_data(config, saved, fingerprint)
+    refuse_other_model(config, saved, of_model)
     say = print if world.is_first else lambda line: None
     place_model(run, output, say)
 
@@ -196,8 +206,8 @@ def open_session(run: Run, stop: Stop, held: ExitStack, loggers: Sequence[Logger
     metrics, profiler = open_metrics(run, output, progress, say, held, loggers)
     resume = resume_command(output, world, allow_changes=config.allow_changes)
     status = open_status(run, output, progress, metrics, resume, held)
-    losses, saved = distributed.from_first((validation_losses(metrics.records()), checkpoints.steps()))
-    validations = Validations(config, losses, saved)
+    losses, steps = distributed.from_first((validation_losses(metrics.records()), checkpoints.steps()))
+    validations = Validations(config, losses, steps)
     checkpoints.protected = validations.best
     if lost := validations.lost_line():
         metrics.say(lost)

@@ -1,5 +1,6 @@
 """How a run ends and goes on: its checkpoints, the best one, early stopping, more steps, a failed or pushed export."""
 
+import json
 import shutil
 
 import pytest
@@ -282,3 +283,16 @@ def test_without_a_token_nothing_is_trained(scripted, tmp_path, monkeypatch):
         "--push-to-hub mine: there is no token of the Hub; run `hf auth login`, or set HF_TOKEN"
     )
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_whose_model_is_configured_otherwise_is_not_resumed(tmp_path):
+    base = run(tmp_path / "base", steps=1).exported
+    short = {"model": str(base), "steps": 1, "checkpoint_every": 1, "no_export": True}
+    run(tmp_path / "run", **short)
+    file = base / "config.json"
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps(content | {"transformers_version": "9.9"}))
+    assert resume(tmp_path / "run", steps=2).step == 2
+    file.write_text(json.dumps(content | {"rope_theta": 5.0, "rope_parameters": None}))
+    assert "config.json has changed since its last checkpoint" in refusal(tmp_path / "run", steps=3)
+    assert resume(tmp_path / "run", steps=3, allow_changes=True).step == 3

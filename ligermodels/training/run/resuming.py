@@ -5,6 +5,8 @@ goes on from its last checkpoint. A run whose data or export fail saves its last
 nothing but what failed.
 """
 
+import hashlib
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,12 +23,15 @@ from ligermodels.training.run.validations import Validations, validation_losses
 from ligermodels.training.settings.config import FIELDS, RunConfig, TrainConfig
 from ligermodels.training.settings.settings import SETTINGS_FILE, differences, read_settings
 from ligermodels.units import counted
+from ligermodels.weights.config_file import CONFIG_FILE
 
 # Settings that decide which tensors a checkpoint has, and in which dtypes.
 CHECKPOINT_SETTINGS = (
     *("param_dtype", "param_rounding", "optimizer", "optimizer_state_dtype"),
     *("lora_rank", "lora_targets", "modules_to_save", "adapter", "train_parts"),
 )
+MODEL_FINGERPRINT = "model_fingerprint"  # among the settings that a checkpoint records
+WRITTEN_BY_TOOLS = {"transformers_version", "_name_or_path", "architectures", "torch_dtype", "dtype", "use_cache"}
 
 
 def refuse_other_settings(config: TrainConfig) -> None:
@@ -119,6 +124,22 @@ def refuse_other_data(config: TrainConfig, saved: Mapping[str, Any] | None, fing
             f"--resume {config.resume}: the data have changed: documents, their order or their tokens differ; restore "
             "them, or add --allow-changes"
         )
+
+
+def refuse_other_model(config: TrainConfig, saved: Mapping[str, Any] | None, fingerprint: str) -> None:
+    """Raises InputError where the newest checkpoint, whose settings are `saved`, was trained with another config.json;
+    one that was written before they were recorded is taken."""
+    if saved is not None and saved.get(MODEL_FINGERPRINT, fingerprint) != fingerprint and not config.allow_changes:
+        raise InputError(
+            f"--resume {config.resume}: the model's {CONFIG_FILE} has changed since its last checkpoint; restore it, "
+            "or add --allow-changes"
+        )
+
+
+def config_fingerprint(raw: Mapping[str, Any]) -> str:
+    """A hash of what config.json says of the computation."""
+    read = {name: value for name, value in raw.items() if name not in WRITTEN_BY_TOOLS}
+    return hashlib.sha256(json.dumps(read, sort_keys=True).encode()).hexdigest()[:32]
 
 
 @contextmanager
