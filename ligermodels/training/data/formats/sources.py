@@ -39,7 +39,7 @@ TRAIN, VALIDATION = "train", "validation"
 # The words by which files and folders are named after splits, as in the layouts that `datasets` reads.
 SPLIT_WORDS = {
     TRAIN: ("train", "training"), VALIDATION: ("validation", "valid", "val", "dev"),
-    "test": ("test", "testing", "eval", "evaluation"),
+    "test": ("test", "testing", "eval", "evaluation", "holdout", "heldout"),
 }  # fmt: skip
 SPLIT_OF_WORD = {word: split for split, words in SPLIT_WORDS.items() for word in words}
 ANY_SPLIT_WORD = "|".join(SPLIT_OF_WORD)

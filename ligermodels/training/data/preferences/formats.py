@@ -46,7 +46,8 @@ GroupKind: TypeAlias = Literal["pairs", "judged", "prompts", "distillation"]
 PAIR = ("chosen", "rejected")
 JUDGED = ("prompt", "completion", "label")
 TEACHER = ("teacher_ids", "teacher_logprobs")
-OTHER_PROMPTS = tuple(name for name in LIKE_PROMPTS if name != "prompt")
+BEFORE_PROMPTS = ("system", "context")  # names of what stands before a prompt
+OTHER_PROMPTS = (*(name for name in LIKE_PROMPTS if name != "prompt"), *BEFORE_PROMPTS)
 # Names in other tools' formats, and those here.
 RENAMED = {
     "chosen_response": "chosen", "rejected_response": "rejected", "chosen_responses": "chosen",
@@ -303,7 +304,8 @@ def refuse_other_prompt(value: RecordFields, chosen: Part, rejected: Part) -> No
     for field in OTHER_PROMPTS:
         text = value.get(field)
         if text and not (isinstance(text, str) and all(begins_with(side, text.strip()) for side in (chosen, rejected))):
-            raise InputError(f"field {field} is beside chosen and rejected; rename it to prompt")
+            remedy = "put it into the prompt" if field in BEFORE_PROMPTS else "rename it to prompt"
+            raise InputError(f"field {field} is beside chosen and rejected; {remedy}")
 
 
 def begins_with(side: Part, text: str) -> bool:

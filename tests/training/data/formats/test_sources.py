@@ -109,6 +109,7 @@ def test_a_folder_and_a_glob_pattern_give_their_files_in_order(tmp_path):
         (["gsm8k_train.jsonl", "gsm8k_test.jsonl"], ["gsm8k_train.jsonl"], [], ["gsm8k_test.jsonl"]),
         (["split=train/a.jsonl", "split=test/a.jsonl"], ["split=train/a.jsonl"], [], ["split=test/a.jsonl"]),
         (["chats.jsonl", "eval.jsonl.gz"], ["chats.jsonl"], [], ["eval.jsonl.gz"]),
+        (["extra.csv", "holdout.csv", "train.csv"], ["train.csv"], [], ["holdout.csv"]),
         (["train.txt", "more.txt"], ["more.txt", "train.txt"], [], []),
         (["test.txt", "dev.txt"], ["dev.txt", "test.txt"], [], []),
         (["latest.txt", "our_test_notes.txt"], ["latest.txt", "our_test_notes.txt"], [], []),

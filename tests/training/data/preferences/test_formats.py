@@ -193,6 +193,11 @@ for name in ("question", "instruction", "input"):
         "pairs", {name: "2 + 2?", "chosen": "The sum is 4", "rejected": "The sum is 5"},
         f"field {name} is beside chosen and rejected; rename it to prompt",
     )  # fmt: skip
+for name in ("system", "context"):
+    REFUSED[f"a {name} without a prompt"] = (
+        "pairs", {name: "Be brief.", "chosen": "Say the sum is 4", "rejected": "Say the sum is 5"},
+        f"field {name} is beside chosen and rejected; put it into the prompt",
+    )  # fmt: skip
 for margin in (float("nan"), float("inf"), "-inf", 1e39, -1e308):
     fields = {"prompt": "a", "chosen": "b", "rejected": "c", "margin": margin}
     message = f"field margin is {float(margin)}; must be a finite number of 32 bits"
