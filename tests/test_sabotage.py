@@ -541,7 +541,7 @@ STATES = {
     ),
     "queries not scaled": Sabotage(RULE, "(q, key_size**-0.5)", "(q, 1.0)", "qwen3_5_text"),
     "keys not normalised": Sabotage(
-        "ligermodels.kernels.linear_attention.gated_delta_rule:_unit",
+        "ligermodels.kernels.linear_attention.gated_delta_rule:_unit_reference",
         "torch.rsqrt(",
         "torch.ones_like(",
         "qwen3_5_text",
