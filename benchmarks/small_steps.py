@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -66,16 +67,13 @@ def run_of(args: argparse.Namespace, folder: Path, graphs: bool) -> dict[str, An
     (folder / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     save_model(folder / "model", MODELS[args.model] | {"bos_token_id": 0, "eos_token_id": 0}, texts)
     torch.cuda.empty_cache()
-    captured: list[MicroBatches] = []
-    record: Callable[..., Any] = MicroBatches.record
+    replays: list[Callable[[], Any]] = []
 
-    def note(self: MicroBatches, step: Callable[[], None]) -> Callable[[], Any]:
-        captured.append(self)
-        return record(self, step)
+    class Noted(MicroBatches):
+        def record(self, step: Callable[[], None]) -> Callable[[], Any]:
+            replays.append(super().record(step))
+            return replays[-1]
 
-    MicroBatches.record = note  # type: ignore[method-assign]
-    if not graphs:
-        loop.captures_graphs = lambda run: False
     clock, further = Clock(), {"lora_rank": args.lora_rank} if args.lora_rank else {}
     torch.cuda.reset_peak_memory_stats()
     config = TrainConfig(
@@ -83,22 +81,21 @@ def run_of(args: argparse.Namespace, folder: Path, graphs: bool) -> dict[str, An
         batch_size=args.batch, sequence_length=args.length, eval_every=args.steps, checkpoint_every=0, no_export=True,
         learning_rate=1e-5, activation_checkpointing="none", **further,
     )  # fmt: skip
-    train(config, loggers=[clock])
+    captures = loop.captures_graphs if graphs else lambda run: False
+    with patch.multiple(loop, MicroBatches=Noted, captures_graphs=captures):
+        train(config, loggers=[clock])
     gaps = [after - before for before, after in zip(clock.ends, clock.ends[1:], strict=False)][args.steps // 2 :]
-    row = row_of([1000 * gap for gap in gaps]) | {"graphs": len(captured)}
-    if captured:
-        row["device_ms"] = device_time(captured[0])
-    return row
+    row = row_of([1000 * gap for gap in gaps]) | {"graphs": len(replays)}
+    return row | {"device_ms": device_time(replays[0])} if replays else row
 
 
-def device_time(micro_batches: Any) -> float:
+def device_time(replay: Callable[[], Any]) -> float:
     """Milliseconds of the GPU for a replay: forward and backward."""
-    graph = next(known for known in micro_batches.graphs.values() if hasattr(known, "replay"))
     times = []
     for _ in range(10):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        graph.replay()
+        replay()
         end.record()
         torch.cuda.synchronize()
         times.append(begin.elapsed_time(end))

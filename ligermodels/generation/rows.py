@@ -4,8 +4,9 @@ All shapes are fixed and nothing is read on the host, so that the step can be ca
 number of rows, then replayed without the host's work.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,7 @@ from ligermodels.kernels.decoding.decode_attention import (
 from ligermodels.kernels.decoding.sample import sample
 from ligermodels.kernels.decoding.sample_filters import count_tokens, penalize, start_penalty_row
 from ligermodels.kernels.dispatch import runs_kernels
+from ligermodels.kernels.graphs import RecordedGraphs
 
 NO_TOKEN = -1
 
@@ -324,24 +326,14 @@ def ranks_of(model: GenerativeModel) -> int:
 StepFunction = Callable[[int, Drawing], None]
 
 
-class StepGraphs:
+class StepGraphs(RecordedGraphs):
     """The CUDA graphs of a step, one for each number of rows and way of drawing.
 
     The first step of a kind runs as it is, which compiles the kernels and does what must not be captured; later ones
-    are replayed. A graph reads the weights at their addresses.
+    are replayed.
     """
 
-    def __init__(self) -> None:
-        self.graphs: dict[tuple[int, Drawing], torch.cuda.CUDAGraph | None] = {}  # None: has run once
-        self.addresses: list[int] = []
-        self.pool: Any = None
-
-    def refresh(self, weights: Iterable[Tensor]) -> None:
-        """Drops the graphs if a weight is elsewhere than at their capture."""
-        addresses = [weight.data_ptr() for weight in weights]
-        if addresses != self.addresses:
-            self.graphs, self.addresses = {}, addresses
-            self.pool = None  # PyTorch ends a pool with the last of its graphs
+    graphs: dict[tuple[int, Drawing], Callable[[], Any] | None]  # None: has run once
 
     def run(self, step: StepFunction, rows: int, drawing: Drawing) -> None:
         """step(rows, drawing), or its replay. The step is not kept: it belongs to an engine, whose memory it holds."""
@@ -350,15 +342,7 @@ class StepGraphs:
             step(rows, drawing)
             self.graphs[key] = None
             return
-        graph = self.graphs[key]
-        if graph is None:
-            graph = self.graphs[key] = self.capture(step, rows, drawing)
-        graph.replay()
-
-    def capture(self, step: StepFunction, rows: int, drawing: Drawing) -> torch.cuda.CUDAGraph:
-        if self.pool is None:
-            self.pool = torch.cuda.graph_pool_handle()  # one for all: they never run at the same time
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool):
-            step(rows, drawing)
-        return graph
+        replay = self.graphs[key]
+        if replay is None:
+            replay = self.graphs[key] = self.record(partial(step, rows, drawing))
+        replay()

@@ -1,4 +1,4 @@
-"""Models with routed experts, of which the Hub has every expert's projections apart; no family is known here.
+"""Models with routed experts, whose projections the Hub stores expert by expert; no family is known here.
 
 Those that choose experts within groups by sigmoid scores have GLM-4.5's names, which DeepSeek-V3 has too. Their first
 layers are dense. The layers that predict further tokens, behind the last layer, are kept, not computed. Each family

@@ -321,9 +321,8 @@ def unsharded_bytes(
     single process that does not shard, the low-rank updates in the dtype in which they are multiplied.
     left_out: parameters that are distributed or replicated instead.
     """
-    updates = {p for name, p in model.named_parameters() if is_lora_parameter(name)}
     others = [p for p in trained if p not in left_out and p.itemsize != size]
-    if shards == 1 and updates.issuperset(others):
+    if shards == 1 and lora_parameters(model).issuperset(others):
         return sum(p.numel() * size for p in others), 0
     layers = model.blocks
     copies = 2 if shards > 1 else 1  # the last all-gather exists twice: as its buffer and as parameters
@@ -375,6 +374,11 @@ def decoder_blocks(model: CausalLM) -> list[Block]:
 def trained_parameters(module: nn.Module) -> list[Tensor]:
     """The parameters that get a gradient."""
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def lora_parameters(module: nn.Module) -> set[Tensor]:
+    """The parameters of LoRA."""
+    return {parameter for name, parameter in module.named_parameters() if is_lora_parameter(name)}
 
 
 def elements(parameters: Iterable[Tensor]) -> int:

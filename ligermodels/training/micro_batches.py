@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
+from ligermodels.kernels.graphs import RecordedGraphs
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.training.data.rows.run_rows import Batch
 from ligermodels.training.objectives import Objective, Share, Work
@@ -54,27 +56,27 @@ class Graph(NamedTuple):
     written: dict[nn.Parameter, None]
 
 
-class MicroBatches:
+class MicroBatches(RecordedGraphs):
     """Takes micro-batches forward and backward, as graphs if `captures`. in_backward: what steps meanwhile.
 
     gradients: where graphs write them, by parameter; they stay allocated.
     """
 
+    graphs: dict[Hashable, Graph | Share]  # a share where a micro-batch of this kind has run once
+
     def __init__(
         self, model: CausalLM, objective: Objective, in_backward: OptimizerInBackward | None, *, captures: bool
     ) -> None:
+        super().__init__()
         self.model, self.objective, self.in_backward, self.captures = model, objective, in_backward, captures
         self.parameters = [*model.parameters()]
-        self.graphs: dict[Hashable, Graph | Share] = {}  # a share where a micro-batch of this kind has run once
         self.gradients: dict[nn.Parameter, Tensor] = {}
-        self.addresses: list[int] = []
-        self.pool: Any = None
 
     def backward(self, batch: Any, work: Work) -> Share:
         """Adds the gradients of a micro-batch to those of its step. Returns its share; the loss has no graph."""
         if not self.captures or not isinstance(batch, Batch) or batch.images or batch.teacher_states is not None:
             return self.run(batch, work)
-        self.drop_moved()
+        self.refresh(self.parameters)
         batch, adds = batch.with_padded_offsets(), any(p.grad is not None for p in self.parameters)
         kind = adds, shape_key(batch, work)
         known = self.graphs.get(kind)
@@ -92,7 +94,7 @@ class MicroBatches:
         if self.in_backward is not None:
             self.in_backward.begin(share.loss)
         share.loss.backward()
-        return map_share(torch.detach, share)
+        return share.map(torch.detach)
 
     def replay(self, graph: Graph, batch: Batch, work: Work, *, adds: bool) -> Share:
         for p in graph.written if adds else ():
@@ -105,13 +107,13 @@ class MicroBatches:
         graph.replay()
         for p in graph.written:
             p.grad = self.gradients[p]
-        return map_share(torch.clone, graph.outputs)  # the next replay overwrites them
+        return graph.outputs.map(torch.clone)  # the next replay overwrites them
 
     def try_to_capture(self, batch: Batch, work: Work, like: Share, *, adds: bool) -> Graph | None:
         """Captures a kind whose share is like this one. Returns None, and captures nothing from then on, where its
         passes do what a graph cannot hold. adds: to gradients of the step's earlier micro-batches."""
-        inputs, outputs = [x.clone() for x in graph_inputs(batch, work)], map_share(torch.clone, like)
-        own_batch, own_work = with_tensors(batch, work, inputs)
+        own_batch, outputs = tree_map_only(Tensor, torch.clone, batch), like.map(torch.clone)
+        own_work = work._replace(batches=(own_batch,), counts=work.counts.clone())
         written: dict[nn.Parameter, None] = {}
         for p in self.parameters:
             if p.requires_grad and p not in self.gradients:
@@ -122,7 +124,7 @@ class MicroBatches:
                 torch._foreach_copy_(scalars_of(outputs), scalars_of(self.run(own_batch, own_work)))
 
         try:
-            return Graph(inputs, self.record(step), outputs, written)
+            return Graph(graph_inputs(own_batch, own_work), self.record(step), outputs, written)
         except RuntimeError as error:
             self.captures = False
             warnings.warn(f"micro-batches run without CUDA graphs: {str(error).splitlines()[0]}", stacklevel=2)
@@ -151,22 +153,6 @@ class MicroBatches:
             for p, gradient in zip(self.parameters, before, strict=True):
                 p.grad = gradient
 
-    def record(self, step: Callable[[], None]) -> Callable[[], Any]:
-        """Captures a step, which does not run it. Returns its replay."""
-        if self.pool is None:
-            self.pool = torch.cuda.graph_pool_handle()  # one for all: they never run at the same time
-        graph = torch.cuda.CUDAGraph()
-        # Meanwhile the thread that collates the next batch may allocate pinned memory.
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-            step()
-        return graph.replay
-
-    def drop_moved(self) -> None:
-        """Drops the graphs if a weight is elsewhere than at their capture."""
-        addresses = [p.data_ptr() for p in self.parameters]
-        if addresses != self.addresses:
-            self.graphs, self.addresses = {}, addresses
-
 
 def shape_key(batch: Batch, work: Work) -> Hashable:
     """The shapes of a micro-batch's tensors, and its other fields."""
@@ -179,17 +165,5 @@ def graph_inputs(batch: Batch, work: Work) -> list[Tensor]:
     return [*(x for x in batch if isinstance(x, Tensor)), work.counts]
 
 
-def with_tensors(batch: Batch, work: Work, tensors: list[Tensor]) -> tuple[Batch, Work]:
-    """The micro-batch and its step with these in place of `graph_inputs` them."""
-    places = iter(tensors)
-    own = Batch._make(next(places) if isinstance(x, Tensor) else x for x in batch)
-    return own, work._replace(batches=(own,), counts=next(places))
-
-
 def scalars_of(share: Share) -> list[Tensor]:
     return [share.loss, *share.sums.values(), *share.maxima.values()]
-
-
-def map_share(function: Callable[[Tensor], Tensor], share: Share) -> Share:
-    sums, maxima = ({name: function(x) for name, x in values.items()} for values in (share.sums, share.maxima))
-    return Share(function(share.loss), sums, maxima)

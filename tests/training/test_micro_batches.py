@@ -1,4 +1,4 @@
-"""Micro-batches that are captured and replayed train as those that run, to the bit."""
+"""Replays of captured micro-batches have the bits of micro-batches that run."""
 
 import json
 from types import SimpleNamespace
@@ -114,10 +114,10 @@ def test_graphs_of_weights_that_moved_are_dropped(folder, tmp_path, monkeypatch,
     run(folder, tmp_path / "run", monkeypatch, True)
     own = captured[0]
     assert any(isinstance(known, Graph) for known in own.graphs.values())
-    own.drop_moved()
+    own.refresh(own.parameters)
     assert own.graphs
     own.parameters[0].data = own.parameters[0].data.clone()
-    own.drop_moved()
+    own.refresh(own.parameters)
     assert not own.graphs
 
 

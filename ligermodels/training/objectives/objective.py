@@ -50,6 +50,11 @@ class Share(NamedTuple):
     sums: Mapping[str, Tensor] = {}
     maxima: Mapping[str, Tensor] = {}
 
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Share":
+        """The share with the function's values of its scalars."""
+        sums, maxima = ({name: function(x) for name, x in values.items()} for values in (self.sums, self.maxima))
+        return Share(function(self.loss), sums, maxima)
+
 
 class StepTotals:
     """The shares of a step, added up over micro-batches, and then over ranks."""

@@ -22,10 +22,9 @@ from ligermodels.distributed import World
 from ligermodels.errors import InputError
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.gemma import LayerInputDecoder
-from ligermodels.memory.model import decoder_blocks
+from ligermodels.memory.model import decoder_blocks, lora_parameters
 from ligermodels.training.parallel.activation_checkpointing import SHARDS_INTEGERS
 from ligermodels.training.parallel.expert_parallel import distribute_experts
-from ligermodels.weights.mapping import is_lora_parameter
 from ligermodels.weights.sharding import reshard
 
 
@@ -47,7 +46,7 @@ def shard(
     are reduced in `dtype`.
     Raises InputError if a parameter is shared between two units, or dp_replicate does not divide the number of ranks.
     """
-    updates = updates_of(model)
+    updates = lora_parameters(model)
     if world.size == 1 and all(p.dtype == dtype or p in updates for p in sharded_parameters(model)):
         return
     check_no_ties_between_units(model)
@@ -116,11 +115,6 @@ def sharded_parameters(model: CausalLM) -> list[nn.Parameter]:
     """The trained parameters that FSDP2 shards."""
     replicated = set(model.replicated_parameters())
     return [p for p in model.parameters() if p.requires_grad and p not in replicated]
-
-
-def updates_of(model: CausalLM) -> set[nn.Parameter]:
-    """The parameters of low-rank updates (LoRA)."""
-    return {p for name, p in model.named_parameters() if is_lora_parameter(name)}
 
 
 def mixed_precision(model: CausalLM, dtype: torch.dtype) -> MixedPrecisionPolicy:
