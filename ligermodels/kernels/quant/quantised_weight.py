@@ -1,10 +1,10 @@
 """Frozen weights in few bits as operands of matrix products, and the linear of one as an autograd node.
 
 A `QuantisedWeight` is one tensor of bytes and their layout. Ops with a frozen weight take it in the place of a tensor.
-Its nodes dequantise it when they multiply, forward and again backward, and keep the bytes alone between the two: y = x
-Ŵᵀ + b    dx = dy Ŵ      Ŵ: W dequantised, in the layout's dtype x [..., K], W [N, K], b [N] -> y [..., N] in Ŵ's dtype.
-The products are torch GEMMs. Dequantising writes and reads N K elements, which is little beside a product of many rows;
-few_rows_linear.py multiplies few rows without writing them.
+Its nodes dequantise it when they multiply, forward and again backward, and keep the bytes alone between the two:
+    y = x Ŵᵀ + b    dx = dy Ŵ      Ŵ: W dequantised, in the layout's dtype
+x [..., K], W [N, K], b [N] -> y [..., N] in Ŵ's dtype. The products are torch GEMMs. Dequantising writes and reads N K
+elements, which is little beside a product of many rows; few_rows_linear.py multiplies few rows without writing them.
 """
 
 import math
