@@ -6,7 +6,6 @@ import torch
 import ligermodels
 from ligermodels.adapters.quantising import quantise
 from ligermodels.layers.checkpointing.offloaded_weights import OffloadedWeights
-from ligermodels.layers.lora import initialize_lora
 from tests.cases import CASES
 from tests.conftest import DEVICE
 
