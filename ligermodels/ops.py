@@ -88,15 +88,11 @@ from ligermodels.kernels.linear.linear import (
     low_rank_linear,
     norm_linear,
 )
-from ligermodels.kernels.linear_attention.causal_conv import causal_conv, causal_conv_state
-from ligermodels.kernels.linear_attention.causal_conv_step import causal_conv_step_
+from ligermodels.kernels.linear_attention.causal_conv import causal_conv, causal_conv_state, causal_conv_step_
 from ligermodels.kernels.linear_attention.gated_delta_rule import gated_delta_rule, gated_delta_step_
 from ligermodels.kernels.linear_attention.mamba2_scan import mamba2_scan, mamba2_step_
 from ligermodels.kernels.losses.cross_entropy import CrossEntropyOutput, cross_entropy, cross_entropy_with_metrics
-from ligermodels.kernels.losses.linear_cross_entropy import (
-    linear_cross_entropy,
-    linear_cross_entropy_with_metrics,
-)
+from ligermodels.kernels.losses.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_with_metrics
 from ligermodels.kernels.losses.linear_divergence import DivergenceOutput, linear_divergence
 from ligermodels.kernels.losses.linear_logprobs import LogProbs, linear_logprobs
 from ligermodels.kernels.losses.linear_logprobs_loss import LogProbsLoss, linear_logprobs_loss

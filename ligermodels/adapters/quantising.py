@@ -15,8 +15,7 @@ from ligermodels.configs.quantisation import FORMATS, Fp8, read_scaled, scheme_o
 from ligermodels.errors import InputError, suggest
 from ligermodels.kernels.quant.fp8 import FP8_BLOCK, Float8
 from ligermodels.kernels.quant.mxfp4 import Mxfp4Layout
-from ligermodels.kernels.quant.nf4 import NF4_BLOCK, Nf4
-from ligermodels.kernels.quant.partly_nf4 import DensePart, PartlyNf4
+from ligermodels.kernels.quant.nf4 import NF4_BLOCK, DensePart, Nf4, PartlyNf4
 from ligermodels.kernels.quant.quantised_weight import WeightLayout
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.lora import lora_modules

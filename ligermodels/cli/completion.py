@@ -5,7 +5,7 @@ import re
 
 from ligermodels import cli
 from ligermodels.cli.flags import Commands, add_command
-from ligermodels.optional_packages import import_package
+from ligermodels.lazy_imports import import_package
 
 # Behind the script for bash, which alone would complete no file names.
 FILES_IN_BASH = "complete -o bashdefault -o default -F _shtab_ligermodels ligermodels"

@@ -28,14 +28,7 @@ from ligermodels.layers.fused import add_then_norm
 from ligermodels.layers.hub_interface import AdaptableModule, HubInterface, take_documents
 from ligermodels.layers.initialization import initialize
 from ligermodels.layers.inputs import Inputs, KeysReadLater, Positions, Sequences
-from ligermodels.layers.lm_head import (
-    LMHead,
-    divergence_from,
-    logprobs_from,
-    logprobs_loss_from,
-    loss_of,
-    select_rows,
-)
+from ligermodels.layers.lm_head import LMHead, divergence_from, logprobs_from, logprobs_loss_from, loss_of, select_rows
 from ligermodels.layers.moe import load_balancing_loss
 from ligermodels.layers.norm import hidden_norm
 from ligermodels.layers.packed import name_parts

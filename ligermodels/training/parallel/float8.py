@@ -14,7 +14,7 @@ from torch import nn
 from ligermodels.adapters.lora_targets import BLOCKS
 from ligermodels.errors import InputError
 from ligermodels.layers.packed import PackedLinear, PackedPart
-from ligermodels.optional_packages import import_package
+from ligermodels.lazy_imports import import_package
 
 MIN_CAPABILITY = (8, 9)
 SIZE_MULTIPLE = 16  # float8 products need both sizes of a weight to be multiples of it
