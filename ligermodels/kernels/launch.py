@@ -130,6 +130,12 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def empty_where(needed: Sequence[bool], *tensors: Tensor | None) -> tuple[Any, ...]:
+    """A new contiguous tensor like each of these; None for one that is not needed."""
+    pairs = zip(needed, tensors, strict=True)
+    return tuple(x.new_empty(x.shape) if need and x is not None else None for need, x in pairs)
+
+
 def as_matrix(x: Tensor) -> Tensor:
     """[..., N] as [rows, N]. A matrix is returned as it is: a view takes microseconds and is a node of the graph."""
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])

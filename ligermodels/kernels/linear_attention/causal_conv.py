@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.language.extra.cuda import libdevice
 
 from ligermodels.kernels.dispatch import Node, check_floats, check_shape, register_op, runs_kernels, shape_of, widen
-from ligermodels.kernels.launch import PTX, Launcher, as_rows_with_stride, cdiv, kernel
+from ligermodels.kernels.launch import PTX, Launcher, as_rows_with_stride, cdiv, empty_where, kernel
 from ligermodels.kernels.linear_attention.document_chunks import (
     SPAN,
     check_pool,
@@ -261,9 +261,8 @@ def _launch_backward(
     cu_seqlens: Tensor | None, input_grad: bool, weight_grad: bool, bias_grad: bool, initial_grad: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """(dx, dweight, dbias, dinitial), each None where it is not needed."""
-    dx, dweight, dbias, dinitial = gradients = _fake_backward(
-        dy, x, weight, bias, silu, initial_state, cu_seqlens, input_grad, weight_grad, bias_grad, initial_grad
-    )
+    needed = input_grad, weight_grad, bias_grad, initial_grad
+    dx, dweight, dbias, dinitial = gradients = empty_where(needed, x, weight, bias, initial_state)
     channels, taps = weight.shape
     if not x.numel():
         for gradient in gradients[1:]:
@@ -311,34 +310,12 @@ def _backward(
     )  # fmt: skip
 
 
-def _fake_forward(x, weight, bias, silu, initial_state, cu_seqlens):
-    return x.new_empty(x.shape)
+def _fake_backward(dy, x, weight, bias, silu, initial_state, cu_seqlens, *needed):
+    return empty_where(needed, x, weight, bias, initial_state)
 
 
-def _fake_backward(
-    dy, x, weight, bias, silu, initial_state, cu_seqlens, input_grad, weight_grad, bias_grad, initial_grad
-):
-    return (
-        x.new_empty(x.shape) if input_grad else None,
-        weight.new_empty(weight.shape) if weight_grad else None,
-        bias.new_empty(bias.shape) if bias_grad else None,
-        initial_state.new_empty(initial_state.shape) if initial_grad else None,
-    )
-
-
-_conv = register_op(
-    "causal_conv(Tensor x, Tensor weight, Tensor? bias, bool silu, Tensor? initial_state, Tensor? cu_seqlens)"
-    " -> Tensor",
-    _launch_forward,
-    _fake_forward,
-)
-_conv_backward = register_op(
-    "causal_conv_backward(Tensor dy, Tensor x, Tensor weight, Tensor? bias, bool silu, Tensor? initial_state,"
-    " Tensor? cu_seqlens, bool input_grad, bool weight_grad, bool bias_grad, bool initial_grad)"
-    " -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dinitial)",
-    _launch_backward,
-    _fake_backward,
-)
+_conv = register_op("causal_conv", _launch_forward)
+_conv_backward = register_op("causal_conv_backward", _launch_backward, _fake_backward)
 
 
 class _CausalConv(Node):
@@ -459,15 +436,7 @@ def _launch_step(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, poo
     return y
 
 
-def _fake_step(x, weight, bias, silu, pool, row):
-    return x.new_empty(x.shape)
-
-
-_conv_step = register_op(
-    "causal_conv_step(Tensor x, Tensor weight, Tensor? bias, bool silu, Tensor(a!) pool, Tensor row) -> Tensor",
-    _launch_step,
-    _fake_step,
-)
+_conv_step = register_op("causal_conv_step", _launch_step, writes=("pool",))
 
 
 def causal_conv_step_reference(x, weight, bias, activation, pool, row):

@@ -324,7 +324,7 @@ def _fake_encode(weight: Tensor) -> tuple[Tensor, Tensor]:
     return codes, weight.new_empty(rows * columns // NF4_BLOCK, dtype=torch.float32)
 
 
-_encode = register_op("nf4_encode(Tensor weight) -> (Tensor codes, Tensor absmax)", _launch_encode, _fake_encode)
+_encode = register_op("nf4_encode", _launch_encode, _fake_encode)
 
 
 @triton.jit
@@ -377,11 +377,7 @@ def _fake_dequantize(data: Tensor, rows: int, columns: int, groups: int, dtype: 
     return data.new_empty(rows, columns, dtype=dtype)
 
 
-_dequantize = register_op(
-    "nf4_dequantize(Tensor data, int rows, int columns, int groups, ScalarType dtype) -> Tensor",
-    _launch_dequantize,
-    _fake_dequantize,
-)
+_dequantize = register_op("nf4_dequantize", _launch_dequantize, _fake_dequantize)
 
 
 @dataclass(frozen=True)
