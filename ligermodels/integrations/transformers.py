@@ -145,15 +145,10 @@ class Backbone:
         return getattr(self.owner.model, name)
 
     def __call__(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        output_hidden_states: bool | None = None,
-        output_router_logits: bool | None = None,
-        **options: Any,
-    ) -> MoeModelOutputWithPast:
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None, output_hidden_states: bool | None = None,
+        output_router_logits: bool | None = None, **options: Any,
+    ) -> MoeModelOutputWithPast:  # fmt: skip
         """Arguments as those of `CausalLM.forward`."""
         cu_seqlens, max_seqlen = take_documents(options, None, None)
         inputs = Inputs(

@@ -278,32 +278,16 @@ class CausalLM(HubInterface, AdaptableModule, HubModule, ABC):
         return packed_projections(self.config)
 
     def forward(
-        self,
-        input_ids: Tensor | None = None,
-        labels: Tensor | None = None,
-        *,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
-        shared_keys: SharedKeys | None = None,
-        cache: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
-        num_items_in_batch: Tensor | int | None = None,
-        logits_to_keep: int | Tensor = 0,
-        skip_logits: bool | None = None,
-        output_hidden_states: bool | None = None,
-        output_router_logits: bool | None = None,
-        rows: Tensor | None = None,
-        logprobs: Mapping[str, Any] | None = None,
-        divergence: Mapping[str, Any] | None = None,
-        features: ImageFeatures | CrossFeatures | None = None,
-        rope_ids: Tensor | None = None,
-        context: ContextGroup | None = None,
-        row_lengths: Tensor | None = None,
-        balance_share: Tensor | float | None = None,
-        **options: Any,
-    ) -> CausalLMOutput:
+        self, input_ids: Tensor | None = None, labels: Tensor | None = None, *, attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
+        shared_keys: SharedKeys | None = None, cache: Cache | None = None, inputs_embeds: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None, logits_to_keep: int | Tensor = 0,
+        skip_logits: bool | None = None, output_hidden_states: bool | None = None,
+        output_router_logits: bool | None = None, rows: Tensor | None = None, logprobs: Mapping[str, Any] | None = None,
+        divergence: Mapping[str, Any] | None = None, features: ImageFeatures | CrossFeatures | None = None,
+        rope_ids: Tensor | None = None, context: ContextGroup | None = None, row_lengths: Tensor | None = None,
+        balance_share: Tensor | float | None = None, **options: Any,
+    ) -> CausalLMOutput:  # fmt: skip
         """input_ids [B, T] -> loss and logits [B, T, V].
 
         labels: [B, T], aligned with input_ids (shifted inside), -100 where unsupervised. The loss is the mean over
@@ -402,16 +386,9 @@ class CausalLM(HubInterface, AdaptableModule, HubModule, ABC):
         return CausalLMOutput(loss, logits, states or None, balance, token_logprobs, from_teacher)
 
     def logprobs(
-        self,
-        input_ids: Tensor | None,
-        labels: Tensor,
-        *,
-        temperature: float = 1.0,
-        entropy: bool = False,
-        extras: Sequence[str] = (),
-        low_memory: bool = False,
-        **inputs: Any,
-    ) -> LogProbs:
+        self, input_ids: Tensor | None, labels: Tensor, *, temperature: float = 1.0, entropy: bool = False,
+        extras: Sequence[str] = (), low_memory: bool = False, **inputs: Any,
+    ) -> LogProbs:  # fmt: skip
         """Log-probabilities of the labels: what the losses in `ligermodels.losses` read.
 
         labels: [B, T] as those of `forward` -> `LogProbs` with fields [B, T], fp32. At position t is the
@@ -439,13 +416,9 @@ class CausalLM(HubInterface, AdaptableModule, HubModule, ABC):
         return Decoded(self.model(inputs, output_hidden_states), labels, inputs.cu_seqlens, layout)
 
     def balance(
-        self,
-        decoded: Decoded,
-        requested: bool | None,
-        context: ContextGroup | None,
-        shape: torch.Size,
+        self, decoded: Decoded, requested: bool | None, context: ContextGroup | None, shape: torch.Size,
         row_lengths: Tensor | None,
-    ) -> Tensor | None:
+    ) -> Tensor | None:  # fmt: skip
         """The routers' load-balancing loss if it is requested; requested: None for what config.json says.
 
         context: the ranks whose tokens count together, None for this one. shape: that of the batch, [B, T].
@@ -498,16 +471,10 @@ class CausalLM(HubInterface, AdaptableModule, HubModule, ABC):
 
     @torch.no_grad()
     def generate(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        *,
-        max_new_tokens: int,
-        tokenizer: TextTokenizer | None = None,
-        stop_tokens: Collection[int] | None = None,
-        images: Sequence[Mapping[str, Any] | None] | None = None,
-        **sampling: Unpack[Sampling],
-    ) -> Tensor:
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, *, max_new_tokens: int,
+        tokenizer: TextTokenizer | None = None, stop_tokens: Collection[int] | None = None,
+        images: Sequence[Mapping[str, Any] | None] | None = None, **sampling: Unpack[Sampling],
+    ) -> Tensor:  # fmt: skip
         """input_ids [B, T] with padding as attention_mask says -> [B n, T + new tokens], padded behind a stop token.
 
         The convention of the Hub's `generate`; the n samples of a prompt are consecutive rows. Options and errors are

@@ -42,14 +42,9 @@ def orpo(logprobs: Tensor, cu_seqlens: Tensor, *, beta: float = 0.1) -> PairLoss
 
 
 def cpo(
-    logprobs: Tensor,
-    cu_seqlens: Tensor,
-    *,
-    loss_type: str = "sigmoid",
-    beta: float = 0.1,
-    label_smoothing: float = 0.0,
-    nll_weight: float = 1.0,
-) -> PairLoss:
+    logprobs: Tensor, cu_seqlens: Tensor, *, loss_type: str = "sigmoid", beta: float = 0.1,
+    label_smoothing: float = 0.0, nll_weight: float = 1.0,
+) -> PairLoss:  # fmt: skip
     """CPO (arXiv 2401.08417): DPO's loss of x = β (s_w − s_l), and the negative log-likelihood of the chosen side.
 
     logprobs: log-probabilities of the supervised tokens, [N]. cu_seqlens: offsets of the sequences in it, chosen and
@@ -79,15 +74,9 @@ def cpo(
 
 
 def simpo(
-    logprobs: Tensor,
-    cu_seqlens: Tensor,
-    *,
-    beta: float = 2.0,
-    gamma: float = 0.5,
-    alpha: float = 0.0,
-    label_smoothing: float = 0.0,
-    nll_weight: float = 0.0,
-) -> PairLoss:
+    logprobs: Tensor, cu_seqlens: Tensor, *, beta: float = 2.0, gamma: float = 0.5, alpha: float = 0.0,
+    label_smoothing: float = 0.0, nll_weight: float = 0.0,
+) -> PairLoss:  # fmt: skip
     """SimPO (arXiv 2405.14734): DPO's loss of x = β (s̄_w − s̄_l) − γ, where s̄ is a mean log-probability.
 
     logprobs: log-probabilities of the supervised tokens, [N]. cu_seqlens: offsets of the sequences in it, chosen and

@@ -323,14 +323,9 @@ def check_gate_up(op: str, gate_up: Tensor, activation: str, up: Tensor | None =
 
 
 def gated_activation(
-    gate_up: Tensor,
-    activation: str = "silu",
-    up: Tensor | None = None,
-    *,
-    gate_multiplier: float = 1.0,
-    down_multiplier: float = 1.0,
-    inplace: bool = False,
-) -> Tensor:
+    gate_up: Tensor, activation: str = "silu", up: Tensor | None = None, *, gate_multiplier: float = 1.0,
+    down_multiplier: float = 1.0, inplace: bool = False,
+) -> Tensor:  # fmt: skip
     """down_multiplier * activation(gate_multiplier * gate) * up.
 
     gate_up [..., 2 I] float, the gate in the first half of its columns and up in the second; or the gate alone [..., I]

@@ -54,16 +54,9 @@ class AdamW(torch.optim.AdamW):
     check: UpdateCheck | None = None
 
     def __init__(
-        self,
-        params: Any,
-        lr: float,
-        betas: tuple[float, float],
-        weight_decay: float,
-        eps: float = 1e-8,
-        state_dtype: torch.dtype | None = None,
-        param_rounding: str = "exact",
-        seed: int = 0,
-    ) -> None:
+        self, params: Any, lr: float, betas: tuple[float, float], weight_decay: float, eps: float = 1e-8,
+        state_dtype: torch.dtype | None = None, param_rounding: str = "exact", seed: int = 0,
+    ) -> None:  # fmt: skip
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
         self.state_dtype, self.param_rounding, self.seed = state_dtype, param_rounding, seed
         every = (p for group in self.param_groups for p in group["params"])
