@@ -373,7 +373,7 @@ class CausalLM(HubInterface, AdaptableModule, HubModule, ABC):
                     self.lm_head, hidden, targets, **self.logit_options, **logprobs
                 )
             else:
-                token_logprobs = self.target_logprobs(hidden, targets, logprobs)
+                token_logprobs = logprobs_from(self.lm_head, hidden, targets, **self.logit_options, **logprobs)
                 if rows is None:  # copied, because FSDP2 warns of outputs that are views
                     token_logprobs = token_logprobs.map(lambda x: decoded.unpack(x).clone())
             if loss is not None and balance is not None and logprobs is None:
@@ -460,10 +460,6 @@ class CausalLM(HubInterface, AdaptableModule, HubModule, ABC):
         if share is None:  # all micro-batches together count once
             share = 1.0 if num_items_in_batch is None else (targets != IGNORE_INDEX).sum() / num_items_in_batch
         return loss + share * config.router_aux_loss_coef * balance
-
-    def target_logprobs(self, hidden: Tensor, targets: Tensor, options: Mapping[str, Any]) -> LogProbs:
-        """Log-probabilities of shifted targets [...]; options as those of `linear_logprobs`."""
-        return logprobs_from(self.lm_head, hidden, targets, **self.logit_options, **options)
 
     @property
     def logit_options(self) -> dict[str, Any]:
