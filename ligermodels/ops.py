@@ -71,6 +71,7 @@ from ligermodels.kernels.attention.qk_norm_rope import qk_norm_rope
 from ligermodels.kernels.attention.rope import rope_
 from ligermodels.kernels.attention.shared_keys import gather_keys
 from ligermodels.kernels.attention.sigmoid_gate import sigmoid_gate
+from ligermodels.kernels.checks import WIDE_FLOATS, check_floats, check_one_of, check_shape, shape_of
 from ligermodels.kernels.decoding.cache_write import (
     CacheSlots,
     qk_norm_rope_write_cache,
@@ -79,7 +80,7 @@ from ligermodels.kernels.decoding.cache_write import (
 )
 from ligermodels.kernels.decoding.decode_attention import decode_attention
 from ligermodels.kernels.decoding.sample import sample
-from ligermodels.kernels.dispatch import WIDE_FLOATS, check_floats, check_one_of, check_shape, runs_kernels, shape_of
+from ligermodels.kernels.dispatch import runs_kernels
 from ligermodels.kernels.linear.linear import (
     LowRank,
     activated_linear,
@@ -88,15 +89,11 @@ from ligermodels.kernels.linear.linear import (
     low_rank_linear,
     norm_linear,
 )
-from ligermodels.kernels.linear_attention.causal_conv import causal_conv, causal_conv_state
-from ligermodels.kernels.linear_attention.causal_conv_step import causal_conv_step_
+from ligermodels.kernels.linear_attention.causal_conv import causal_conv, causal_conv_state, causal_conv_step_
 from ligermodels.kernels.linear_attention.gated_delta_rule import gated_delta_rule, gated_delta_step_
 from ligermodels.kernels.linear_attention.mamba2_scan import mamba2_scan, mamba2_step_
 from ligermodels.kernels.losses.cross_entropy import CrossEntropyOutput, cross_entropy, cross_entropy_with_metrics
-from ligermodels.kernels.losses.linear_cross_entropy import (
-    linear_cross_entropy,
-    linear_cross_entropy_with_metrics,
-)
+from ligermodels.kernels.losses.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_with_metrics
 from ligermodels.kernels.losses.linear_divergence import DivergenceOutput, linear_divergence
 from ligermodels.kernels.losses.linear_logprobs import LogProbs, linear_logprobs
 from ligermodels.kernels.losses.linear_logprobs_loss import LogProbsLoss, linear_logprobs_loss

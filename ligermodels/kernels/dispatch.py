@@ -11,7 +11,9 @@ Each call takes one of three paths:
 """
 
 import functools
-from collections.abc import Callable
+import inspect
+import typing
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,8 +26,9 @@ from ligermodels.kernels import launch
 from ligermodels.kernels.row_sharding import RowSharding, register_row_sharding
 
 LIBRARY = torch.library.Library("ligermodels", "DEF")
-INT32, INT64, INDICES = (torch.int32,), (torch.int64,), (torch.int32, torch.int64)  # of `check_one_of`
-WIDE_FLOATS = torch.float32, torch.float64
+SCHEMA_KINDS = {
+    Tensor: "Tensor", int: "int", float: "float", bool: "bool", str: "str", torch.dtype: "ScalarType",
+}  # fmt: skip
 UNTRACED_TYPES = frozenset({Tensor, torch.nn.Parameter, int, float, bool, str, torch.dtype, type(None)})
 
 
@@ -43,51 +46,6 @@ def runs_kernels(x: Tensor) -> bool:
     """
     compiled = not x.is_cpu and x.dtype != torch.float64
     return (launch.interpreting or compiled) and not _are_functorch_transforms_active()
-
-
-def check_floats(op: str, **inputs: Tensor | None) -> None:
-    """Raises ValueError for an input that is not floating point. Like the checks below it is called before an op
-    chooses between kernels and reference, so that a CPU and a GPU refuse the same inputs; None is no input."""
-    for name, x in inputs.items():
-        if x is not None and not x.is_floating_point():
-            raise ValueError(f"{op}: {name} is {x.dtype}; a floating-point tensor is needed")
-
-
-def check_one_of(op: str, dtypes: tuple[torch.dtype, ...], **inputs: Tensor | None) -> None:
-    """Raises ValueError for an input of another dtype than these."""
-    for name, x in inputs.items():
-        if x is not None and x.dtype not in dtypes:
-            raise ValueError(f"{op}: {name} is {x.dtype}; needed {' or '.join(map(str, dtypes))}")
-
-
-def check_dtypes(op: str, **operands: Any) -> None:
-    """Raises ValueError unless the operands of a product have one floating-point dtype. operands: tensors or quantised
-    weights, as autocast has left them."""
-    dtypes = {x.dtype for x in operands.values() if x is not None}
-    if len(dtypes) != 1 or not dtypes.pop().is_floating_point:
-        found = ", ".join(f"{name} {x.dtype}" for name, x in operands.items() if x is not None)
-        raise ValueError(f"{op}: operands are {found}; they must be equal, and floating-point")
-
-
-def check_shape(op: str, name: str, x: Any, *needed: int) -> None:
-    """Raises ValueError for an input, a tensor or a quantised weight, of another shape."""
-    if x is not None and x.shape != needed:
-        raise ValueError(f"{op}: {name} has shape {list(x.shape)}; needed {list(needed)}")
-
-
-def shape_of(op: str, name: str, x: Any, axes: str = "..., N") -> torch.Size:
-    """The shape of an input. Raises ValueError unless it has these axes; of "..., N" any that there are, and one."""
-    shape = x.shape
-    if len(shape) != axes.count(",") + 1 and not (axes.startswith("...") and shape):
-        raise ValueError(f"{op}: {name} has shape {list(shape)}; needed [{axes}]")
-    return shape
-
-
-def check_linear(op: str, columns: int, weight: Any, bias: Tensor | None) -> None:
-    """Raises ValueError unless a linear takes rows of so many columns, and its bias has an element for each output."""
-    rows = shape_of(op, "weight", weight, "N, K")[0]
-    check_shape(op, "weight", weight, rows, columns)
-    check_shape(op, "bias", bias, rows)
 
 
 def autocast(*operands: Any) -> tuple[Any, ...]:
@@ -134,22 +92,29 @@ def is_last_use(*tensors: Tensor | None) -> bool:
 
 
 def register_op(
-    schema: str, launcher: Callable[..., Any], fake: Callable[..., Any], sharding: RowSharding | None = None
-) -> Callable[..., Any]:
-    """Registers the op `ligermodels::<schema>` and returns the function that calls it.
+    schema: str, launcher: Callable[..., Any], fake: Callable[..., Any] | None = None,
+    sharding: RowSharding | None = None, *, outputs: Sequence[str] = (), writes: Sequence[str] = (),
+) -> Callable[..., Any]:  # fmt: skip
+    """Registers an op `ligermodels::<name>` and returns the function that calls it.
 
-    schema: as in native_functions.yaml; an argument that is written to is declared as `Tensor(a!)`.
+    schema: its name, where the launcher's annotations say its arguments and outputs; else all of it, as in
+    native_functions.yaml. Keyword-only arguments are the launcher's own. outputs: their names, which a sharding needs.
+    writes: the arguments that are written to.
     launcher: runs the kernels; its first argument is a tensor. If it has several outputs, those that the caller does
-        not need may be None, which saves the allocation; the registered op returns an empty tensor instead.
-    fake: computes the outputs' shapes, dtypes and strides from those of the inputs.
+    not need may be None, which saves the allocation; the registered op returns an empty tensor instead.
+    fake: computes the outputs' shapes, dtypes and strides from those of the inputs; None for an output like the first
+    argument, or for none.
     sharding: how the op runs on DTensors; without it they are refused.
     """
     name = schema.partition("(")[0]
-    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.define(
+        schema + ("" if "(" in schema else _signature(launcher, outputs, writes)), tags=(torch.Tag.pt2_compliant_tag,)
+    )
     LIBRARY.impl(name, _none_to_empty(launcher), "CUDA")  # ROCm's dispatch key as well
     LIBRARY.impl(name, _none_to_empty(launcher), "CPU")  # reached under TRITON_INTERPRET=1 only
-    torch.library.register_fake(f"ligermodels::{name}", _none_to_empty(fake), lib=LIBRARY)
     registered = getattr(torch.ops.ligermodels, name).default
+    fake = fake or (_fake_like_first if registered._schema.returns else _fake_without_outputs)
+    torch.library.register_fake(f"ligermodels::{name}", _none_to_empty(fake), lib=LIBRARY)
     if sharding:
         register_row_sharding(registered, sharding)
 
@@ -159,8 +124,28 @@ def register_op(
     return call
 
 
-def fake_without_outputs(*_: Any) -> None:
-    """The fake implementation of an op that only writes to its arguments."""
+def _signature(launcher: Callable[..., Any], outputs: Sequence[str], writes: Sequence[str]) -> str:
+    """The arguments and outputs of a launcher, by its annotations, as native_functions.yaml has them."""
+    kinds, arguments = typing.get_type_hints(launcher), []
+    for name, parameter in inspect.signature(launcher).parameters.items():
+        if parameter.kind is not parameter.KEYWORD_ONLY:
+            (kind,) = (each for each in typing.get_args(kinds[name]) or (kinds[name],) if each is not type(None))
+            written = f"({chr(ord('a') + len(arguments))}!)" if name in writes else ""
+            optional = "" if kind is kinds[name] else "?"
+            default = "" if parameter.default is parameter.empty else f"={parameter.default}"
+            arguments.append(f"{SCHEMA_KINDS[kind]}{written}{optional} {name}{default}")
+    returned = kinds["return"]
+    count = 0 if returned is type(None) else len(typing.get_args(returned)) or 1
+    results = [f"Tensor {name}" for name in outputs] or ["Tensor"] * count
+    return f"({', '.join(arguments)}) -> ({', '.join(results)})"
+
+
+def _fake_like_first(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _fake_without_outputs(*_: Any) -> None:
+    pass
 
 
 def _none_to_empty(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -205,12 +190,6 @@ def _forbid_double_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
         return backward(ctx, *gradients)
 
     return call
-
-
-def refuse_gradients(op: str, *inputs: Tensor | None) -> None:
-    """Raises RuntimeError if autograd would record an op that has no backward."""
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
-        raise RuntimeError(f"{op}: has no backward; call it under torch.no_grad()")
 
 
 def widen(x: Tensor) -> Tensor:

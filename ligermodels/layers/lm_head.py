@@ -31,15 +31,9 @@ class LMHead(nn.Linear):
     low_memory_loss = False
 
     def forward(
-        self,
-        input: Tensor,
-        targets: Tensor | None = None,
-        *,
-        logprobs: bool = False,
-        row_loss: RowLoss | None = None,
-        teacher: TeacherInputs | None = None,
-        **options: Any,
-    ) -> Any:
+        self, input: Tensor, targets: Tensor | None = None, *, logprobs: bool = False, row_loss: RowLoss | None = None,
+        teacher: TeacherInputs | None = None, **options: Any,
+    ) -> Any:  # fmt: skip
         """With targets [...]: the cross-entropy of the logits, or `LogProbs`, or with a row_loss `LogProbsLoss`, or the
         `DivergenceOutput` of a teacher.
 

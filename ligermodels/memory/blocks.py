@@ -84,7 +84,9 @@ def saved_by_mixer(mixer: Mixer, size: int) -> int:
     if isinstance(mixer, GatedDeltaNet):
         return saved_by_delta_rule(mixer, size)
     if isinstance(mixer, Mamba2):
-        return saved_by_mamba2(mixer, size)
+        # The projection, what is behind the convolution, the scan's output before and after its norm; in fp32 of each
+        # head the step size, and two steps to it.
+        return (width(mixer.in_proj) + mixer.channels + 2 * mixer.size) * size + 3 * mixer.heads * FP32_BYTES
     if isinstance(mixer, ShortConv):
         return 6 * mixer.hidden_size * size  # the projection; what is behind its gate, the convolution, and both
     if isinstance(mixer, NormedHeadsAttention | ReadingAttention):
@@ -179,12 +181,6 @@ def saved_by_delta_rule(mixer: GatedDeltaNet, size: int) -> int:
     values = mixer.value_heads * mixer.value_size
     wide = width(mixer.in_proj) + mixer.channels + 2 * values + mixer.value_heads * SPAN.value
     return wide * size + (5 * mixer.value_heads + 2 * mixer.key_heads) * FP32_BYTES
-
-
-def saved_by_mamba2(mixer: Mamba2, size: int) -> int:
-    """Bytes per token: the projection, what is behind the convolution, the scan's output before and after its norm. In
-    fp32 of each head the step size, and two steps to it."""
-    return (width(mixer.in_proj) + mixer.channels + 2 * mixer.size) * size + 3 * mixer.heads * FP32_BYTES
 
 
 def saved_by_latent_attention(attention: LatentAttention, size: int) -> int:

@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.activations.gated_activation import ACTIVATION_FUNCTIONS, activate, locate_tile, split_row
-from ligermodels.kernels.dispatch import Node, check_floats, is_last_use, register_op, runs_kernels, shape_of, widen
+from ligermodels.kernels.checks import check_floats, shape_of
+from ligermodels.kernels.dispatch import Node, is_last_use, register_op, runs_kernels, widen
 from ligermodels.kernels.launch import Launcher, as_rows_with_stride, kernel
 from ligermodels.kernels.pdl import pdl_constants, wait_for_previous_kernel
 from ligermodels.kernels.row_sharding import RowSharding
@@ -95,7 +96,7 @@ def _backward(columns: int, activation: str, emit: bool, device: torch.device) -
 
 
 def _launch_backward(
-    dy: Tensor, x: Tensor, activation: str, emit: bool, inplace: bool = False
+    dy: Tensor, x: Tensor, activation: str, emit: int, *, inplace: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """inplace: dx overwrites x and y overwrites dy. Both must be contiguous. This is safe because each program reads
     its tile before it writes it."""
@@ -109,23 +110,14 @@ def _launch_backward(
     return dx, y
 
 
-def _fake_forward(x, activation):
-    return x.new_empty(x.shape)
-
-
 def _fake_backward(dy, x, activation, emit):
     return x.new_empty(x.shape), x.new_empty(x.shape) if emit else None
 
 
 PLAIN_SHARDING = RowSharding({"x": 0, "y": 0, "dy": 0, "dx": 0}, columns="x")
-plain_activation_forward = register_op(
-    "plain_activation(Tensor x, str activation) -> (Tensor y)", _launch_forward, _fake_forward, PLAIN_SHARDING
-)
+plain_activation_forward = register_op("plain_activation", _launch_forward, None, PLAIN_SHARDING, outputs=("y",))
 plain_activation_backward = register_op(
-    "plain_activation_backward(Tensor dy, Tensor x, str activation, int emit) -> (Tensor dx, Tensor y)",
-    _launch_backward,
-    _fake_backward,
-    PLAIN_SHARDING,
+    "plain_activation_backward", _launch_backward, _fake_backward, PLAIN_SHARDING, outputs=("dx", "y")
 )
 
 

@@ -18,17 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.activations.gated_activation import split_row
-from ligermodels.kernels.dispatch import (
-    INT32,
-    Node,
-    check_floats,
-    check_one_of,
-    check_shape,
-    register_op,
-    runs_kernels,
-    shape_of,
-    widen,
-)
+from ligermodels.kernels.checks import INT32, check_floats, check_one_of, check_shape, shape_of
+from ligermodels.kernels.dispatch import Node, register_op, runs_kernels, widen
 from ligermodels.kernels.launch import Kernel, as_rows_with_stride, kernel
 
 
@@ -113,10 +104,8 @@ def _fake_sum(dy, offsets, places):
     return dy.new_empty(1, offsets.shape[0] - 1, *dy.shape[2:])
 
 
-gather = register_op("gather_keys(Tensor x, Tensor offsets, Tensor places) -> Tensor", _launch_gather, _fake_gather)
-sum_copies = register_op(
-    "gather_keys_backward(Tensor dy, Tensor offsets, Tensor places) -> Tensor", _launch_sum, _fake_sum
-)
+gather = register_op("gather_keys", _launch_gather, _fake_gather)
+sum_copies = register_op("gather_keys_backward", _launch_sum, _fake_sum)
 
 
 class _GatherKeys(Node):

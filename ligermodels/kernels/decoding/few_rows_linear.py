@@ -28,16 +28,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.activations.gated_activation import activate, check_gate_up
-from ligermodels.kernels.dispatch import (
-    autocast,
-    check_dtypes,
-    check_floats,
-    check_linear,
-    promoted_dtype,
-    refuse_gradients,
-    register_op,
-    runs_kernels,
-)
+from ligermodels.kernels.checks import check_dtypes, check_floats, check_linear, refuse_gradients
+from ligermodels.kernels.dispatch import autocast, promoted_dtype, register_op, runs_kernels
 from ligermodels.kernels.launch import Launcher, as_rows, cdiv, kernel, multiprocessors
 from ligermodels.kernels.linear.linear import gated_linear_reference, low_rank_linear_reference, norm_linear_reference
 from ligermodels.kernels.norms.norm_tiles import to_fp32
@@ -262,14 +254,7 @@ def _fake(x, residual, norm_weight, weight, columns, depth, groups, dtype, *othe
     return y, None if residual is None else x.new_empty(x.shape, dtype=promoted_dtype(x, residual))
 
 
-_linear = register_op(
-    "few_rows_linear(Tensor x, Tensor? residual, Tensor? norm_weight, Tensor weight, int columns, int depth,"
-    " int groups, ScalarType dtype, Tensor? bias, bool norm, float eps, float offset, str? activation,"
-    " float gate_multiplier, float down_multiplier)"
-    " -> (Tensor y, Tensor hidden)",
-    _launch,
-    _fake,
-)
+_linear = register_op("few_rows_linear", _launch, _fake)
 
 
 def few_rows_linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:

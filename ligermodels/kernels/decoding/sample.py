@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ligermodels.kernels.checks import INDICES, INT64, check_floats, check_one_of, check_shape, shape_of
 from ligermodels.kernels.decoding.sample_filters import (
     KERNEL_MASS_OF_ONE,
     MASS_OF_ONE,
@@ -38,16 +39,7 @@ from ligermodels.kernels.decoding.sample_filters import (
     mass_of,
     softmax_weight,
 )
-from ligermodels.kernels.dispatch import (
-    INDICES,
-    INT64,
-    check_floats,
-    check_one_of,
-    check_shape,
-    register_op,
-    runs_kernels,
-    shape_of,
-)
+from ligermodels.kernels.dispatch import register_op, runs_kernels
 from ligermodels.kernels.launch import Launcher, as_rows_with_stride, cdiv, kernel
 from ligermodels.kernels.pdl import pdl_constants, wait_for_previous_kernel
 from ligermodels.kernels.philox import draw_bits, draw_bits_reference, multiply_high, multiply_high_reference
@@ -239,12 +231,7 @@ def _fake(logits, temperature, top_k, top_p, min_p, seeds, counters):
     return seeds.new_empty(*seeds.shape), temperature.new_empty(*temperature.shape)
 
 
-sample_op = register_op(
-    "sample(Tensor logits, Tensor temperature, Tensor? top_k, Tensor? top_p, Tensor? min_p, Tensor seeds,"
-    " Tensor counters) -> (Tensor tokens, Tensor logprobs)",
-    _launch,
-    _fake,
-)
+sample_op = register_op("sample", _launch, _fake)
 
 
 def sample(

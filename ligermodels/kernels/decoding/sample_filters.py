@@ -23,15 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.dispatch import (
-    INT32,
-    check_floats,
-    check_one_of,
-    check_shape,
-    register_op,
-    runs_kernels,
-    shape_of,
-)
+from ligermodels.kernels.checks import INT32, check_floats, check_one_of, check_shape, shape_of
+from ligermodels.kernels.dispatch import register_op, runs_kernels
 from ligermodels.kernels.launch import as_rows_with_stride, cdiv, kernel
 from ligermodels.kernels.losses.softmax_sweep import LOG2_E
 from ligermodels.kernels.pdl import pdl_constants, wait_for_previous_kernel
@@ -271,11 +264,7 @@ def _fake_penalize(logits, table, repetition, presence, frequency):
     return logits.new_empty(*logits.shape, dtype=torch.float32)
 
 
-penalize_op = register_op(
-    "penalize(Tensor logits, Tensor table, Tensor repetition, Tensor presence, Tensor frequency) -> Tensor",
-    _launch_penalize,
-    _fake_penalize,
-)
+penalize_op = register_op("penalize", _launch_penalize, _fake_penalize)
 
 
 def penalize(logits: Tensor, table: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor) -> Tensor:

@@ -22,19 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ligermodels.kernels.dispatch import (
-    INT64,
-    Node,
-    check_floats,
-    check_one_of,
-    check_shape,
-    is_last_use,
-    is_traced,
-    register_op,
-    runs_kernels,
-    shape_of,
-    widen,
-)
+from ligermodels.kernels.checks import INT64, check_floats, check_one_of, check_shape, shape_of
+from ligermodels.kernels.dispatch import Node, is_last_use, is_traced, register_op, runs_kernels, widen
 from ligermodels.kernels.launch import as_rows
 from ligermodels.kernels.losses.cross_entropy_rows import RowResults, empty_results, launch_cross_entropy
 from ligermodels.kernels.losses.loss_reduction import (
@@ -185,10 +174,6 @@ def _fake_forward(logits, targets, class_weight, metrics, token_scaling, *option
     return tuple(empty_results(targets, metrics, token_scaling))
 
 
-def _fake_backward(logits, *others):
-    return logits.new_empty(logits.shape)
-
-
 OPTIONS = "int ignore_index, float? softcap, float logit_scale, float z_loss, float label_smoothing"
 RESULTS = "Tensor loss, Tensor lse, Tensor probability, Tensor row_metrics"
 cross_entropy_forward = register_op(
@@ -201,7 +186,7 @@ cross_entropy_backward = register_op(
     "cross_entropy_backward(Tensor logits, Tensor targets, Tensor? class_weight, Tensor lse, Tensor scale,"
     f" Tensor? factor, Tensor? row_metrics, Tensor? dentropy, {OPTIONS}) -> Tensor dlogits",
     _launch_backward,
-    _fake_backward,
+    None,
 )
 
 

@@ -35,16 +35,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ligermodels.kernels.dispatch import (
-    Node,
-    autocast,
-    check_dtypes,
-    check_linear,
-    is_traced,
-    register_op,
-    runs_kernels,
-    shape_of,
-)
+from ligermodels.kernels.checks import check_dtypes, check_linear, shape_of
+from ligermodels.kernels.dispatch import Node, autocast, is_traced, register_op, runs_kernels
 from ligermodels.kernels.launch import as_matrix
 from ligermodels.kernels.losses.cross_entropy import (
     OPTIONS,
@@ -215,20 +207,9 @@ def _forward_flops(hidden, weight, bias, targets, class_weight, hidden_grad, wei
 
 @register_flop_formula(torch.ops.ligermodels.linear_cross_entropy_backward)
 def _backward_flops(
-    hidden,
-    weight,
-    bias,
-    targets,
-    class_weight,
-    lse,
-    scale,
-    row_metrics,
-    dentropy,
-    hidden_grad,
-    weight_grad,
-    *others,
+    hidden, weight, bias, targets, class_weight, lse, scale, row_metrics, dentropy, hidden_grad, weight_grad, *others,
     **_,
-) -> int:
+) -> int:  # fmt: skip
     return 2 * hidden[0] * hidden[1] * weight[0] * (1 + hidden_grad + weight_grad)
 
 

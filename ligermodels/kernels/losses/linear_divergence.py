@@ -25,19 +25,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.kernels.dispatch import (
+from ligermodels.kernels.checks import (
     INT64,
-    Node,
-    autocast,
     check_dtypes,
     check_floats,
     check_linear,
     check_one_of,
     check_shape,
-    runs_kernels,
     shape_of,
-    widen,
 )
+from ligermodels.kernels.dispatch import Node, autocast, runs_kernels, widen
 from ligermodels.kernels.launch import as_matrix, as_rows
 from ligermodels.kernels.losses.linear_divergence_chunks import (
     linear_divergence_forward,
@@ -45,13 +42,7 @@ from ligermodels.kernels.losses.linear_divergence_chunks import (
 )
 from ligermodels.kernels.losses.logits_chunks import GRADIENT_SCALE
 from ligermodels.kernels.losses.rescale import rescale, rescale_pair
-from ligermodels.losses.divergences import (
-    check_divergence,
-    check_top_k,
-    divergence,
-    top_k_divergence,
-    valid_ids,
-)
+from ligermodels.losses.divergences import check_divergence, check_top_k, divergence, top_k_divergence, valid_ids
 
 TeacherInputs = Tensor | tuple[Tensor, Tensor]
 

@@ -26,12 +26,7 @@ from ligermodels.training.data.preferences.formats import GroupKind
 from ligermodels.training.data.reader import image_options
 from ligermodels.training.objectives.evaluation import start_stop_check
 from ligermodels.training.objectives.objective import Objective, StepTotals, Work
-from ligermodels.training.planning.defaults import (
-    TRAINING_PASSES,
-    Choice,
-    image_limits,
-    validation_interval,
-)
+from ligermodels.training.planning.defaults import TRAINING_PASSES, Choice, image_limits, validation_interval
 from ligermodels.training.reporting.metrics import Validation
 from ligermodels.training.run.stopping import Stop
 from ligermodels.training.settings.config import UNIT_SETTINGS, RunConfig
