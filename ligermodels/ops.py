@@ -71,7 +71,6 @@ from ligermodels.kernels.attention.qk_norm_rope import qk_norm_rope
 from ligermodels.kernels.attention.rope import rope_
 from ligermodels.kernels.attention.shared_keys import gather_keys
 from ligermodels.kernels.attention.sigmoid_gate import sigmoid_gate
-from ligermodels.kernels.checks import WIDE_FLOATS, check_floats, check_one_of, check_shape, shape_of
 from ligermodels.kernels.decoding.cache_write import (
     CacheSlots,
     qk_norm_rope_write_cache,
@@ -80,7 +79,7 @@ from ligermodels.kernels.decoding.cache_write import (
 )
 from ligermodels.kernels.decoding.decode_attention import decode_attention
 from ligermodels.kernels.decoding.sample import sample
-from ligermodels.kernels.dispatch import runs_kernels
+from ligermodels.kernels.dispatch import WIDE_FLOATS, check_floats, check_one_of, check_shape, runs_kernels, shape_of
 from ligermodels.kernels.linear.linear import (
     LowRank,
     activated_linear,

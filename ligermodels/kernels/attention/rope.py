@@ -26,8 +26,17 @@ from ligermodels.kernels.attention.qkv_heads import (
     split_heads,
     with_unit_stride,
 )
-from ligermodels.kernels.checks import WIDE_FLOATS, check_floats, check_one_of, shape_of
-from ligermodels.kernels.dispatch import Node, is_traced, register_op, runs_kernels, widen
+from ligermodels.kernels.dispatch import (
+    WIDE_FLOATS,
+    Node,
+    check_floats,
+    check_one_of,
+    is_traced,
+    register_op,
+    runs_kernels,
+    shape_of,
+    widen,
+)
 from ligermodels.kernels.launch import Launcher, cdiv, kernel
 from ligermodels.kernels.pdl import pdl_constants, wait_for_previous_kernel
 

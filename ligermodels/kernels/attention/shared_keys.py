@@ -18,8 +18,17 @@ import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.activations.gated_activation import split_row
-from ligermodels.kernels.checks import INT32, check_floats, check_one_of, check_shape, shape_of
-from ligermodels.kernels.dispatch import Node, register_op, runs_kernels, widen
+from ligermodels.kernels.dispatch import (
+    INT32,
+    Node,
+    check_floats,
+    check_one_of,
+    check_shape,
+    register_op,
+    runs_kernels,
+    shape_of,
+    widen,
+)
 from ligermodels.kernels.launch import Kernel, as_rows_with_stride, kernel
 
 

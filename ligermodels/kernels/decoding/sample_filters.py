@@ -23,8 +23,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.checks import INT32, check_floats, check_one_of, check_shape, shape_of
-from ligermodels.kernels.dispatch import register_op, runs_kernels
+from ligermodels.kernels.dispatch import (
+    INT32,
+    check_floats,
+    check_one_of,
+    check_shape,
+    register_op,
+    runs_kernels,
+    shape_of,
+)
 from ligermodels.kernels.launch import as_rows_with_stride, cdiv, kernel
 from ligermodels.kernels.losses.softmax_sweep import LOG2_E
 from ligermodels.kernels.pdl import pdl_constants, wait_for_previous_kernel

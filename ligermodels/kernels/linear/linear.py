@@ -40,8 +40,16 @@ from ligermodels.kernels.activations.plain_activation import (
     plain_activation_reference,
     plain_backward_from_saved,
 )
-from ligermodels.kernels.checks import check_dtypes, check_linear, check_shape, shape_of
-from ligermodels.kernels.dispatch import Node, autocast, is_traced, runs_kernels
+from ligermodels.kernels.dispatch import (
+    Node,
+    autocast,
+    check_dtypes,
+    check_linear,
+    check_shape,
+    is_traced,
+    runs_kernels,
+    shape_of,
+)
 from ligermodels.kernels.launch import as_matrix
 from ligermodels.kernels.norms.layer_norm import (
     add_layer_norm_forward,

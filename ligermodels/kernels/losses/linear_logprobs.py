@@ -27,8 +27,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.kernels.checks import INT64, check_dtypes, check_linear, check_one_of, check_shape, shape_of
-from ligermodels.kernels.dispatch import Node, autocast, is_last_use, is_traced, runs_kernels, widen
+from ligermodels.kernels.dispatch import (
+    INT64,
+    Node,
+    autocast,
+    check_dtypes,
+    check_linear,
+    check_one_of,
+    check_shape,
+    is_last_use,
+    is_traced,
+    runs_kernels,
+    shape_of,
+    widen,
+)
 from ligermodels.kernels.launch import as_matrix
 from ligermodels.kernels.losses.logits_chunks import all_logits, keeps_logits
 from ligermodels.kernels.losses.logprob_chunks import (

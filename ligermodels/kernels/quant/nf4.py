@@ -21,8 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.checks import check_floats, shape_of
-from ligermodels.kernels.dispatch import register_op, runs_kernels
+from ligermodels.kernels.dispatch import check_floats, register_op, runs_kernels, shape_of
 from ligermodels.kernels.launch import cdiv, kernel
 from ligermodels.kernels.quant.quantised_weight import (
     ALIGNMENT,

@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.kernels.checks import check_dtypes, check_linear, shape_of
-from ligermodels.kernels.dispatch import Node, autocast
+from ligermodels.kernels.dispatch import Node, autocast, check_dtypes, check_linear, shape_of
 from ligermodels.kernels.launch import as_matrix, cdiv
 
 ALIGNMENT = 16  # bytes; of each section of a weight's bytes
