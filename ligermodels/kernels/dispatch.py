@@ -173,7 +173,8 @@ def register_op(
 
 def _signature(launcher: Callable[..., Any], outputs: Sequence[str], writes: Sequence[str]) -> str:
     """The arguments and outputs of a launcher, by its annotations, as native_functions.yaml has them."""
-    kinds, arguments = typing.get_type_hints(launcher), []
+    kinds = typing.get_type_hints(launcher)
+    arguments: list[str] = []
     for name, parameter in inspect.signature(launcher).parameters.items():
         if parameter.kind is not parameter.KEYWORD_ONLY:
             (kind,) = (each for each in typing.get_args(kinds[name]) or (kinds[name],) if each is not type(None))
