@@ -9,7 +9,7 @@ from ligermodels.kernels.losses import linear_logprobs_loss as module
 from ligermodels.kernels.losses import logits_chunks
 from ligermodels.kernels.losses.linear_logprobs import EXTRAS, linear_logprobs, linear_logprobs_reference
 from ligermodels.kernels.losses.linear_logprobs_loss import linear_logprobs_loss
-from ligermodels.kernels.losses.logits_chunks import Ring, ring_of
+from ligermodels.kernels.losses.logits_chunks import Ring
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import DTYPES, check, relative_error
 from tests.kernels.losses import test_linear_logprobs as op_tests
