@@ -17,7 +17,8 @@ from ligermodels.kernels.losses.logits_chunks import (
     keeps_logits,
     low_memory_buffer,
     piece_rows,
-    ring_of_pieces,
+    ring_of,
+    ring_of_units,
     round_up_to_tile,
     rows_of_pieces,
     vocabulary_buffer,
@@ -337,9 +338,10 @@ def formed_bytes(tokens: int, hidden: int, vocab: int, dtype: torch.dtype, train
     """Counts what a loss of log-probabilities takes that forms the gradients in the forward: these, and a ring of fp32
     logits or, later, the weight's gradient in `dtype`. Where the longest unit may be too long, and the logits are then
     computed again, the larger of both."""
-    piece = piece_rows(tokens, hidden, vocab, FP32)
+    size = tokens, hidden, vocab, FP32
+    piece = piece_rows(*size)
     spans = range(1, min(cdiv(unit - 1, piece) + 1, cdiv(tokens, piece)) + 1)  # pieces of a unit that begins anywhere
-    rings = [ring_of_pieces(count, piece, vocab, FP32) for count in spans]
+    rings = [ring_of(*size, None)] if unit == 1 else [ring_of_units(pieces, *size) for pieces in spans]
     found = [recomputed_bytes(tokens, hidden, vocab, dtype)] if None in rings else []
     for ring in filter(None, rings):
         of_hidden, of_weight = ring.sums_dtypes(tokens, dtype)

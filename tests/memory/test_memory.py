@@ -139,9 +139,10 @@ def test_what_checkpointed_blocks_keep_matches_the_estimate(name):
 
 @pytest.fixture
 def short_ring(monkeypatch):
-    """Of 512 classes: pieces of 128 rows, and a ring of one; of two where units need them, not of more."""
+    """Of 512 classes: pieces of 128 rows, and a ring of one. With 512 rows of 128 columns, two fit where units need
+    them, three do not."""
     piece = 128 * 512 * 4
-    sizes = {"MAX_PIECE_BYTES": piece, "MAX_LOGITS_BYTES": piece, "MAX_RING_BYTES": 2 * piece, "MIN_CHUNK_ROWS": 128}
+    sizes = {"MAX_PIECE_BYTES": piece, "MAX_LOGITS_BYTES": piece, "MIN_CHUNK_ROWS": 128}
     for name, size in sizes.items():
         monkeypatch.setattr(logits_chunks, name, size)
 
@@ -154,7 +155,7 @@ def test_a_loss_of_log_probabilities_takes_what_the_plan_says(monkeypatch, unit,
     """Both gradients, that of the head in fp32 where it would be rounded often, and a ring of fp32 logits."""
     monkeypatch.setattr(logits_chunks, "MAX_ROUNDINGS", most_roundings)
     dtype, rows, taken = torch.bfloat16, 512, []
-    model = ligermodels.create(BASE | {"hidden_size": 64, "vocab_size": 512}, dtype=dtype).to(DEVICE)
+    model = ligermodels.create(BASE | {"hidden_size": 128, "vocab_size": 512}, dtype=dtype).to(DEVICE)
     weight = model.lm_head.weight.requires_grad_(not frozen)
     gradients, logits = linear_logprobs_loss.empty_gradients, linear_logprobs_loss.empty_logits
 
@@ -176,7 +177,7 @@ def test_a_loss_of_log_probabilities_takes_what_the_plan_says(monkeypatch, unit,
 
 @pytest.mark.usefixtures("short_ring")
 def test_the_plan_of_units_that_may_be_too_long_has_what_their_log_probabilities_take():
-    model = ligermodels.create(BASE | {"hidden_size": 64, "vocab_size": 512}, dtype=torch.bfloat16, device="meta")
+    model = ligermodels.create(BASE | {"hidden_size": 128, "vocab_size": 512}, dtype=torch.bfloat16, device="meta")
     needs = {
         op: training_memory(model, 1, 512, torch.bfloat16, head_op=op).loss
         for op in (HeadOp("linear_logprobs"), *(HeadOp("linear_logprobs_loss", unit) for unit in (128, 129, 130)))

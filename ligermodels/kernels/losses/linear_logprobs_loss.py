@@ -145,9 +145,9 @@ def linear_logprobs_loss(
     units at a time with the log-probabilities of their rows [c], their entropies [c] or None, and which of the N rows
     they are, as a slice; returns their share of the loss, a scalar. The share of a unit must depend on its own numbers
     alone; that of an ignored row is the caller's to leave out.
-    With few rows, with a unit whose logits take more than 2 GiB, with low_memory, on a CPU or while tracing it is
-    `linear_logprobs` and one call of row_loss; also with borders where the head is frozen, and the entropy without a
-    gradient.
+    With few rows, with units whose logits take more memory than fp32 sums of the gradients, with low_memory, on a CPU
+    or while tracing it is `linear_logprobs` and one call of row_loss; also with borders where the head is frozen and
+    the entropy has no gradient.
     Raises ValueError for borders that are not those of the rows, and the errors of `linear_logprobs`.
     """
     options: dict[str, Any] = {"temperature": temperature, "softcap": softcap, "logit_scale": logit_scale}

@@ -17,7 +17,6 @@ from ligermodels.kernels.launch import cdiv
 
 MAX_LOGITS_BYTES = 2**30  # of one chunk
 MAX_PIECE_BYTES = 3 * 2**28  # of logits that are wider than their factors, projected at a time
-MAX_RING_BYTES = 2**31  # of logits in `sweeps` whose units are long
 MAX_ROUNDINGS = 8  # of a sum in half precision: its error is then that of about two
 # Memory for logits and fp32 sums beyond the gradients, if chunks of PREFERRED_CHUNK_ROWS fit it.
 EXTRA_BYTES = 6 * 2**30 // 5
@@ -188,17 +187,20 @@ class Ring(NamedTuple):
 
 def ring_of(rows: int, columns: int, vocab: int, dtype: torch.dtype, borders: Sequence[int] | None) -> Ring | None:
     """The ring for logits in `dtype`: as large as a chunk that is multiplied, or as the longest unit needs. None where
-    that is more than MAX_RING_BYTES."""
+    units would take more memory than fp32 sums of the gradients."""
     piece = piece_rows(rows, columns, vocab, dtype)
-    spans = [(b - 1) // piece - a // piece + 1 for a, b in pairwise(borders or ()) if a < b]
-    return ring_of_pieces(max(spans, default=1), piece, vocab, dtype)
+    if borders is None:
+        return Ring(piece, rows_of_pieces(piece, vocab, dtype))
+    spans = [(b - 1) // piece - a // piece + 1 for a, b in pairwise(borders) if a < b]
+    return ring_of_units(max(spans, default=1), rows, columns, vocab, dtype)
 
 
-def ring_of_pieces(count: int, piece: int, vocab: int, dtype: torch.dtype) -> Ring | None:
-    """The ring for units with rows in at most `count` pieces."""
-    least, needed = rows_of_pieces(piece, vocab, dtype), count * piece
-    fits = needed <= least or needed * round_up_to_tile(vocab) * dtype.itemsize <= MAX_RING_BYTES
-    return Ring(piece, max(least, needed)) if fits else None
+def ring_of_units(pieces: int, rows: int, columns: int, vocab: int, dtype: torch.dtype) -> Ring | None:
+    """The ring for units that have rows in at most so many pieces."""
+    piece = piece_rows(rows, columns, vocab, dtype)
+    ring = Ring(piece, max(pieces * piece, rows_of_pieces(piece, vocab, dtype)))
+    taken = min(ring.rows, rows) * round_up_to_tile(vocab) * dtype.itemsize
+    return ring if taken <= 4 * columns * (rows + vocab) else None
 
 
 def project_pieces(hidden: Tensor, weight: Tensor, logits: Tensor, piece: int) -> None:

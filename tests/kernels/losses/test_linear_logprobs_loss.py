@@ -6,7 +6,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ligermodels import losses
 from ligermodels.kernels.losses import linear_logprobs_loss as module
-from ligermodels.kernels.losses import logits_chunks
 from ligermodels.kernels.losses.linear_logprobs import EXTRAS, linear_logprobs, linear_logprobs_reference
 from ligermodels.kernels.losses.linear_logprobs_loss import linear_logprobs_loss
 from ligermodels.kernels.losses.logits_chunks import Ring
@@ -109,6 +108,7 @@ def test_double_backward_raises():
 
 # Of 45 rows in pieces of 16, of which the ring has two: units that end between pieces and within, an empty one, and one
 # that needs three pieces.
+UNITS = (45, 40, 33)
 BORDERS = [0, 11, 11, 20, 33, 45], [0, 16, 32, 45], [0, 5, 44, 45], [0, 45]
 
 
@@ -130,7 +130,7 @@ def of_units(borders, called=None):
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("borders", BORDERS)
 def test_a_loss_of_units_equals_that_of_linear_logprobs(borders, entropy, dtype):
-    (hidden, weight, targets), called = leaves(*RECOMPUTED, dtype=dtype), []
+    (hidden, weight, targets), called = leaves(*UNITS, dtype=dtype), []
     options = {"entropy": entropy, "extras": EXTRAS, **OPTIONS}
     got = linear_logprobs_loss(hidden, weight, targets, of_units(borders, called), borders=borders, **options)
     assert got.loss.grad_fn.name() == "_KnownCoefficientsBackward"
@@ -146,7 +146,7 @@ def test_a_loss_of_units_equals_that_of_linear_logprobs(borders, entropy, dtype)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_loss_of_units_is_within_the_error_budget(dtype):
-    inputs, borders = op_tests.draw(*RECOMPUTED), BORDERS[0]
+    inputs, borders = op_tests.draw(*UNITS), BORDERS[0]
 
     def ours(hidden, weight, targets):
         return linear_logprobs_loss(hidden, weight, targets, of_units(borders), borders=borders, **OPTIONS).loss
@@ -159,7 +159,7 @@ def test_a_loss_of_units_is_within_the_error_budget(dtype):
 
 
 def test_the_first_step_of_dpo_in_one_pass_has_a_loss_of_exactly_log_2():
-    hidden, weight, targets = leaves(40, 17, 33)
+    hidden, weight, targets = leaves(40, 40, 33)
     offsets = torch.tensor([0, 11, 20, 33, 40], dtype=torch.int32, device=DEVICE)
     with torch.no_grad():
         reference = losses.pair_sums(linear_logprobs(hidden, weight, targets).logprobs, offsets)
@@ -174,18 +174,18 @@ def test_the_first_step_of_dpo_in_one_pass_has_a_loss_of_exactly_log_2():
     assert loss.item() == torch.tensor(math.log(2)).item() and seen == [20, 40]
 
 
-def test_where_linear_logprobs_takes_as_few_products_or_less_memory_it_is_called(monkeypatch):
-    hidden, weight, targets = leaves(*RECOMPUTED)
+def test_where_linear_logprobs_takes_as_few_products_or_less_memory_it_is_called():
+    hidden, weight, targets = leaves(45, 24, 33)
 
-    def in_one_pass(borders=(0, 5, 44, 45), head=weight, **options):
+    def in_one_pass(borders=(0, 32, 45), head=weight, **options):
         loss = linear_logprobs_loss(hidden, head, targets, of_units(borders), borders=borders, **options).loss
         return loss.grad_fn.name() == "_KnownCoefficientsBackward"
 
     frozen = weight.detach()
     assert [in_one_pass(), in_one_pass(low_memory=True), in_one_pass(head=frozen)] == [True, False, False]
     assert in_one_pass(head=frozen, entropy=True)  # whose gradient linear_logprobs computes from logits of its own
-    monkeypatch.setattr(logits_chunks, "MAX_RING_BYTES", 48 * 48 * 4 - 1)  # rows of logits are 48 wide
-    assert [in_one_pass(), in_one_pass((0, 32, 45))] == [False, True]
+    # Of three pieces, 45 rows of 48 logits: more than 24 (45 + 33) sums. Those of 32 rows are not.
+    assert not in_one_pass((0, 33, 45))
 
 
 @pytest.mark.parametrize("borders", [[], [0, 44], [1, 45], [0, 30, 20, 45]])
