@@ -98,7 +98,7 @@ def _scaled(gradient: Tensor, dloss: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _scale(dtype: torch.dtype) -> float:
-    """Of the gradients in the forward, where the inputs have `dtype`. Only fp16 has a narrow range."""
+    """What the gradients of the forward are multiplied by: only fp16 has a narrow range."""
     return GRADIENT_SCALE if dtype == torch.float16 else 1.0
 
 
@@ -106,10 +106,9 @@ def _coefficients(
     row_loss: RowLoss, results: RowLogProbs, entropy: bool, rows: slice
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The loss of units, and its gradients with respect to log-probabilities and entropies."""
-    logprobs, entropies = results.logprobs.detach().requires_grad_(), results.entropy
-    inputs = [logprobs]
-    if entropy:
-        inputs.append(entropies := entropies.detach().requires_grad_())
+    logprobs = results.logprobs.detach().requires_grad_()
+    entropies = None if results.entropy is None else results.entropy.detach().requires_grad_(entropy)
+    inputs = [x for x in (logprobs, entropies) if x is not None and x.requires_grad]
     with torch.enable_grad():
         loss = row_loss(logprobs, entropies, rows)
         dlogprobs, *dentropies = torch.autograd.grad(loss, inputs, allow_unused=True)
@@ -157,7 +156,7 @@ def linear_logprobs_loss(
     if borders is not None:
         check_borders(borders, targets.numel())
     needed = [torch.is_grad_enabled() and x.requires_grad for x in cast]
-    ring = None if low_memory or is_traced(cast) else _ring(*cast, borders, needed, entropy)
+    ring = None if low_memory or is_traced(cast) else _ring(cast[0], cast[1], borders, needed, entropy)
     if ring is None:
         out = linear_logprobs(
             hidden, weight, targets, entropy=entropy, extras=extras, low_memory=low_memory, ignore_index=ignore_index,
