@@ -155,7 +155,8 @@ def test_a_loss_of_units_is_within_the_error_budget(dtype):
         logprobs = linear_logprobs_reference(hidden, weight, targets, **OPTIONS).logprobs
         return of_units(borders)(logprobs, None, slice(0, 45))
 
-    check(ours, reference, inputs, dtype, op_tests.FACTOR)
+    # Rounded each time that the ring is full, and once more with the upstream gradient.
+    check(ours, reference, inputs, dtype, 1.5 * op_tests.FACTOR)
 
 
 def test_the_first_step_of_dpo_in_one_pass_has_a_loss_of_exactly_log_2():

@@ -159,6 +159,7 @@ def test_a_loss_whose_gradients_the_head_forms_is_the_sum_of_those_of_units(obje
     whole, called = steps(run(objective, **settings)), []
 
     def in_units(hidden, weight, targets, row_loss, *, borders, **options):
+        assert not options.get("entropy")  # it would have a gradient, for which a frozen head computes logits again
         found = linear_logprobs(hidden, weight, targets, **options)
         ends = [*borders[1:-1:3], borders[-1]]  # one unit, then three at a time
         parts = [slice(a, b) for a, b in pairwise([0, *ends])]
