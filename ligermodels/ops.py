@@ -41,7 +41,7 @@
 | `linear_cross_entropy` | output projection and cross-entropy, one chunk of logits at a time                |
 | `sample`               | one token per row of logits: temperature, top-k, top-p, min-p; its log-probability |
 | `linear_logprobs`      | log-probability of each target and entropy, one chunk of fp32 logits at a time |
-| `linear_logprobs_loss` | a loss that is a sum over rows of them, with gradients computed in the forward pass |
+| `linear_logprobs_loss` | a loss that is a sum over rows or pairs of them, with gradients formed in the forward pass |
 | `linear_divergence`    | distillation: output projections and the divergence from a teacher                |
 | `adamw_`               | one AdamW step on one parameter, in place                                         |
 | `adamw8bit_`           | the same with both moments in 8 bits                                              |
