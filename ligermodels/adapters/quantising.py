@@ -16,8 +16,7 @@ from ligermodels.errors import InputError, suggest
 from ligermodels.kernels.quant.fp8 import FP8_BLOCK, Float8
 from ligermodels.kernels.quant.fp8_products import MultipliedFloat8
 from ligermodels.kernels.quant.mxfp4 import Mxfp4Layout
-from ligermodels.kernels.quant.nf4 import NF4_BLOCK, Nf4
-from ligermodels.kernels.quant.partly_nf4 import DensePart, PartlyNf4
+from ligermodels.kernels.quant.nf4 import NF4_BLOCK, DensePart, Nf4, PartlyNf4
 from ligermodels.kernels.quant.quantised_weight import WeightLayout
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.lora import lora_modules

@@ -230,19 +230,9 @@ def _fake_weight_gradient(dy, x, offsets):
     return x.new_empty(offsets.shape[0], dy.shape[1], x.shape[1])
 
 
-_forward = register_op(
-    "grouped_gemm(Tensor x, Tensor weight, Tensor offsets) -> Tensor", _launch_forward, _fake_forward
-)
-_input_gradient = register_op(
-    "grouped_gemm_input_gradient(Tensor dy, Tensor weight, Tensor offsets) -> Tensor",
-    _launch_input_gradient,
-    _fake_input_gradient,
-)
-_weight_gradient = register_op(
-    "grouped_gemm_weight_gradient(Tensor dy, Tensor x, Tensor offsets) -> Tensor",
-    _launch_weight_gradient,
-    _fake_weight_gradient,
-)
+_forward = register_op("grouped_gemm", _launch_forward, _fake_forward)
+_input_gradient = register_op("grouped_gemm_input_gradient", _launch_input_gradient, _fake_input_gradient)
+_weight_gradient = register_op("grouped_gemm_weight_gradient", _launch_weight_gradient, _fake_weight_gradient)
 
 
 @register_flop_formula([torch.ops.ligermodels.grouped_gemm, torch.ops.ligermodels.grouped_gemm_input_gradient])
