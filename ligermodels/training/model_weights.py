@@ -59,10 +59,8 @@ def load_checkpoint(config: TrainConfig, folder: Path, step: int) -> tuple[Causa
     if not checkpoint.is_dir():
         raise InputError(f"{checkpoint}: is not there any more; newer checkpoints have replaced it")
     verify_files(checkpoint, 0, 1)
-    offloads = "weights" in run.config.offload
-    give_initial_weights(
-        run.model, run.pretrained, run.adapter, config.seed, distributed.start().device, offloads=offloads
-    )
+    device, offloads = distributed.start().device, "weights" in run.config.offload
+    give_initial_weights(run.model, run.pretrained, run.adapter, config.seed, device, offloads=offloads)
     load_tensors(checkpoint, trained_weights(run.model), part="weights.")
     run.model.generation_config = generation_config(
         data.tokenizer, run.model.generation_config, run.model.config.raw, chats=bool(data.tokenizer.templates)

@@ -15,13 +15,13 @@ from ligermodels.kernels.quant.quantised_weight import WeightLayout, starts_of
 from ligermodels.layers.checkpointing.host_memory import event_on, pinned_memory
 from ligermodels.layers.quantised import FrozenWeights
 
-BUFFERS = 2  # for the block that computes, and its neighbour that was or will be computed
+BLOCKS_ON_DEVICE = 2  # for the block that computes, and its neighbour that was or will be computed
 
 
 def offloaded_bytes(blocks: Sequence[nn.Module]) -> tuple[int, int]:
     """Bytes on the device and in host memory of the quantised weights of these blocks, where they are offloaded."""
     sizes = [[*starts_of(layout.nbytes for *_, layout in weights_of(block))][-1] for block in blocks]
-    return BUFFERS * max(sizes), sum(sizes)
+    return BLOCKS_ON_DEVICE * max(sizes), sum(sizes)
 
 
 def weights_of(block: nn.Module) -> list[tuple[FrozenWeights, str, WeightLayout]]:
@@ -41,11 +41,11 @@ class OffloadedWeights:
         self.module, self.device = torch.get_device_module(device), device  # those of torch.cpu do nothing
         self.inward = self.module.Stream(device)
         on_device, _ = offloaded_bytes(blocks)
-        self.buffers = torch.empty(BUFFERS, on_device // BUFFERS, dtype=torch.uint8, device=device)
+        self.buffers = torch.empty(BLOCKS_ON_DEVICE, on_device // BLOCKS_ON_DEVICE, dtype=torch.uint8, device=device)
         self.owners: list[set[FrozenWeights]] = []  # of each block's weights
         self.on_host: list[Tensor] = []  # the bytes of each block
         for index, block in enumerate(blocks):
-            weights, buffer = weights_of(block), self.buffers[index % BUFFERS]
+            weights, buffer = weights_of(block), self.buffers[index % BLOCKS_ON_DEVICE]
             *starts, end = starts_of(layout.nbytes for *_, layout in weights)
             memory = pinned_memory(end, device)
             for start, (owner, name, layout) in zip(starts, weights, strict=True):
@@ -53,14 +53,14 @@ class OffloadedWeights:
                 owner.offload(name, memory[place], buffer[place])
             self.owners.append({owner for owner, *_ in weights})
             self.on_host.append(memory)
-        self.held: list[int | None] = [None] * BUFFERS  # the block whose weights each buffer has, or will have
-        self.copied: list[Any] = [None] * BUFFERS  # the event behind the last copy to each
+        self.held: list[int | None] = [None] * BLOCKS_ON_DEVICE  # the block whose weights each buffer has, or will have
+        self.copied: list[Any] = [None] * BLOCKS_ON_DEVICE  # the event behind the last copy to each
         self.last = 0  # the block that was brought last
 
     def bring(self, index: int) -> None:
         """Lets a block compute: its weights are on the device then, and those of the next one on their way."""
         self.fetch(index)
-        self.module.current_stream(self.device).wait_event(self.copied[index % BUFFERS])
+        self.module.current_stream(self.device).wait_event(self.copied[index % BLOCKS_ON_DEVICE])
         for owner in self.owners[index]:
             owner.is_on_device = True
         following = index + 1 if index > self.last or index == 0 else index - 1
@@ -70,7 +70,7 @@ class OffloadedWeights:
 
     def fetch(self, index: int) -> None:
         """Starts to copy the weights of a block to the device, in the place of those that its buffer has."""
-        slot = index % BUFFERS
+        slot = index % BLOCKS_ON_DEVICE
         if self.held[slot] == index:
             return
         if (before := self.held[slot]) is not None:

@@ -116,7 +116,7 @@ def refuse_unused_offload(config: TrainConfig) -> None:
     if "activations" in offload and (checkpointing == "none" or (checkpointing is None and config.is_tiny)):
         raise InputError(f"{given}: keeps inputs of checkpointed blocks: add --activation-checkpointing full")
     if "weights" in offload and checkpointing != "full":
-        raise InputError("--offload weights: every block must be recomputed: add --activation-checkpointing full")
+        raise InputError("--offload weights: every block is recomputed: add --activation-checkpointing full")
     if config.compile:
         raise InputError(f"{given}: compiled blocks save other tensors; leave --compile out")
 
@@ -176,7 +176,7 @@ def refuse_unfit_offload(config: RunConfig, world: "World", memory: "TrainingMem
     if "weights" in config.offload and world.size > 1:
         raise InputError(f"--offload weights: runs on one process; {world.size} ranks shard the weights; leave it out")
     if "weights" in config.offload and not memory.offloaded_weights:
-        raise InputError("--offload weights: no weight is in few bits; add --quantize nf4, or leave it out")
+        raise InputError("--offload weights: the model has no weights in few bits; add --quantize nf4, or leave it out")
     if "activations" in config.offload and not checkpointed_blocks:
         raise InputError(
             "--offload activations: has no effect, because a step fits into memory without activation checkpointing; "

@@ -51,11 +51,11 @@ from ligermodels.training.settings.config import RL, SUPERVISED, UNIT_SETTINGS, 
 from ligermodels.units import counted, memory_size
 
 MANY_EPOCHS = 10
-OFFLOADED = {
+OFFLOADED = {  # by the values of --offload
     "optimizer": "optimizer states",
     "activations": "inputs of blocks",
     "weights": "quantised weights",
-}  # by the values of --offload
+}
 
 
 @dataclass(frozen=True)
@@ -448,10 +448,8 @@ def memory_needs(
         _, on_device, on_host = states
     if "activations" in config.offload:
         free = min(gather_objects(available_host_memory() // ranks_of_host()))
-        of_weights = offloaded_bytes(model.blocks)[1] if offload_weights else 0
-        room = (
-            max(0, free - copied - on_host - of_weights) if world.planned_for is None else math.inf
-        )  # its host is not known
+        needed = copied + on_host + offloaded_bytes(model.blocks)[1] * offload_weights
+        room = max(0, free - needed) if world.planned_for is None else math.inf  # its host is not known
     estimate = functools.partial(
         training_memory, model, sequence_length=config.sequence_length, dtype=dtype,
         shards=dp_shard_size(world, config.dp_replicate), optimizer_states=on_device, offloaded_states=on_host,
