@@ -107,9 +107,9 @@ def register_op(
     sharding: how the op runs on DTensors; without it they are refused.
     """
     name = schema.partition("(")[0]
-    LIBRARY.define(
-        schema + ("" if "(" in schema else _signature(launcher, outputs, writes)), tags=(torch.Tag.pt2_compliant_tag,)
-    )
+    if name == schema:
+        schema += _signature(launcher, outputs, writes)
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, _none_to_empty(launcher), "CUDA")  # ROCm's dispatch key as well
     LIBRARY.impl(name, _none_to_empty(launcher), "CPU")  # reached under TRITON_INTERPRET=1 only
     registered = getattr(torch.ops.ligermodels, name).default
@@ -126,7 +126,8 @@ def register_op(
 
 def _signature(launcher: Callable[..., Any], outputs: Sequence[str], writes: Sequence[str]) -> str:
     """The arguments and outputs of a launcher, by its annotations, as native_functions.yaml has them."""
-    kinds, arguments = typing.get_type_hints(launcher), []
+    kinds = typing.get_type_hints(launcher)
+    arguments: list[str] = []
     for name, parameter in inspect.signature(launcher).parameters.items():
         if parameter.kind is not parameter.KEYWORD_ONLY:
             (kind,) = (each for each in typing.get_args(kinds[name]) or (kinds[name],) if each is not type(None))
