@@ -41,7 +41,7 @@
 | `linear_cross_entropy` | output projection and cross-entropy, one chunk of logits at a time                |
 | `sample`               | one token per row of logits: temperature, top-k, top-p, min-p; its log-probability |
 | `linear_logprobs`      | log-probability of each target and entropy, one chunk of fp32 logits at a time |
-| `linear_logprobs_loss` | a loss that is a sum over rows of them, with gradients computed in the forward pass |
+| `linear_logprobs_loss` | a loss that is a sum over rows or pairs of them, with gradients formed in the forward pass |
 | `linear_divergence`    | distillation: output projections and the divergence from a teacher                |
 | `adamw_`               | one AdamW step on one parameter, in place                                         |
 | `adamw8bit_`           | the same with both moments in 8 bits                                              |
@@ -71,7 +71,6 @@ from ligermodels.kernels.attention.qk_norm_rope import qk_norm_rope
 from ligermodels.kernels.attention.rope import rope_
 from ligermodels.kernels.attention.shared_keys import gather_keys
 from ligermodels.kernels.attention.sigmoid_gate import sigmoid_gate
-from ligermodels.kernels.checks import WIDE_FLOATS, check_floats, check_one_of, check_shape, shape_of
 from ligermodels.kernels.decoding.cache_write import (
     CacheSlots,
     qk_norm_rope_write_cache,
@@ -80,7 +79,7 @@ from ligermodels.kernels.decoding.cache_write import (
 )
 from ligermodels.kernels.decoding.decode_attention import decode_attention
 from ligermodels.kernels.decoding.sample import sample
-from ligermodels.kernels.dispatch import runs_kernels
+from ligermodels.kernels.dispatch import WIDE_FLOATS, check_floats, check_one_of, check_shape, runs_kernels, shape_of
 from ligermodels.kernels.linear.linear import (
     LowRank,
     activated_linear,

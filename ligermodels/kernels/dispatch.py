@@ -26,6 +26,8 @@ from ligermodels.kernels import launch
 from ligermodels.kernels.row_sharding import RowSharding, register_row_sharding
 
 LIBRARY = torch.library.Library("ligermodels", "DEF")
+INT32, INT64, INDICES = (torch.int32,), (torch.int64,), (torch.int32, torch.int64)  # of `check_one_of`
+WIDE_FLOATS = torch.float32, torch.float64
 SCHEMA_KINDS = {
     Tensor: "Tensor", int: "int", float: "float", bool: "bool", str: "str", torch.dtype: "ScalarType",
 }  # fmt: skip
@@ -46,6 +48,51 @@ def runs_kernels(x: Tensor) -> bool:
     """
     compiled = not x.is_cpu and x.dtype != torch.float64
     return (launch.interpreting or compiled) and not _are_functorch_transforms_active()
+
+
+def check_floats(op: str, **inputs: Tensor | None) -> None:
+    """Raises ValueError for an input that is not floating point. Like the checks below it is called before an op
+    chooses between kernels and reference, so that a CPU and a GPU refuse the same inputs; None is no input."""
+    for name, x in inputs.items():
+        if x is not None and not x.is_floating_point():
+            raise ValueError(f"{op}: {name} is {x.dtype}; a floating-point tensor is needed")
+
+
+def check_one_of(op: str, dtypes: tuple[torch.dtype, ...], **inputs: Tensor | None) -> None:
+    """Raises ValueError for an input of another dtype than these."""
+    for name, x in inputs.items():
+        if x is not None and x.dtype not in dtypes:
+            raise ValueError(f"{op}: {name} is {x.dtype}; needed {' or '.join(map(str, dtypes))}")
+
+
+def check_dtypes(op: str, **operands: Any) -> None:
+    """Raises ValueError unless the operands of a product have one floating-point dtype. operands: tensors or quantised
+    weights, as autocast has left them."""
+    dtypes = {x.dtype for x in operands.values() if x is not None}
+    if len(dtypes) != 1 or not dtypes.pop().is_floating_point:
+        found = ", ".join(f"{name} {x.dtype}" for name, x in operands.items() if x is not None)
+        raise ValueError(f"{op}: operands are {found}; they must be equal, and floating-point")
+
+
+def check_shape(op: str, name: str, x: Any, *needed: int) -> None:
+    """Raises ValueError for an input, a tensor or a quantised weight, of another shape."""
+    if x is not None and x.shape != needed:
+        raise ValueError(f"{op}: {name} has shape {list(x.shape)}; needed {list(needed)}")
+
+
+def shape_of(op: str, name: str, x: Any, axes: str = "..., N") -> torch.Size:
+    """The shape of an input. Raises ValueError unless it has these axes; of "..., N" any that there are, and one."""
+    shape = x.shape
+    if len(shape) != axes.count(",") + 1 and not (axes.startswith("...") and shape):
+        raise ValueError(f"{op}: {name} has shape {list(shape)}; needed [{axes}]")
+    return shape
+
+
+def check_linear(op: str, columns: int, weight: Any, bias: Tensor | None) -> None:
+    """Raises ValueError unless a linear takes rows of so many columns, and its bias has an element for each output."""
+    rows = shape_of(op, "weight", weight, "N, K")[0]
+    check_shape(op, "weight", weight, rows, columns)
+    check_shape(op, "bias", bias, rows)
 
 
 def autocast(*operands: Any) -> tuple[Any, ...]:
@@ -191,6 +238,12 @@ def _forbid_double_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
         return backward(ctx, *gradients)
 
     return call
+
+
+def refuse_gradients(op: str, *inputs: Tensor | None) -> None:
+    """Raises RuntimeError if autograd would record an op that has no backward."""
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+        raise RuntimeError(f"{op}: has no backward; call it under torch.no_grad()")
 
 
 def widen(x: Tensor) -> Tensor:

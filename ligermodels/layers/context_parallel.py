@@ -1,11 +1,12 @@
 """Context parallelism: ranks share a row of tokens, each a part of it, and exchange heads for tokens around attention.
 
 A rank computes its T / R of the row's tokens everywhere but in attention. There it has all T tokens of Hq / R query
-heads, with the key-value heads that they read: all-to-all    q, k, v [T / R, heads, D] of this rank's tokens -> [T,
-heads / R, D] of this rank's heads attention     as on one rank: windows, softcaps, sinks, packed documents with the
-offsets of the whole row all-to-all    output [T, Hq / R, D] -> [T / R, Hq, D] Of R ranks and Hkv key-value heads, each
-head has R / gcd(Hkv, R) copies, so that every rank gets equally many. Source: Jacobs et al. 2023, DeepSpeed Ulysses,
-https://arxiv.org/abs/2309.14509.
+heads, with the key-value heads that they read:
+    all-to-all    q, k, v [T / R, heads, D] of this rank's tokens -> [T, heads / R, D] of this rank's heads
+    attention     as on one rank: windows, softcaps, sinks, packed documents with the offsets of the whole row
+    all-to-all    output [T, Hq / R, D] -> [T / R, Hq, D]
+Of R ranks and Hkv key-value heads, each head has R / gcd(Hkv, R) copies, so that every rank gets equally many.
+Source: Jacobs et al. 2023, DeepSpeed Ulysses, https://arxiv.org/abs/2309.14509.
 """
 
 import math

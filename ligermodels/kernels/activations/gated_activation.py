@@ -22,8 +22,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.checks import check_floats, shape_of
-from ligermodels.kernels.dispatch import Node, is_last_use, promoted_dtype, register_op, runs_kernels, widen
+from ligermodels.kernels.dispatch import (
+    Node,
+    check_floats,
+    is_last_use,
+    promoted_dtype,
+    register_op,
+    runs_kernels,
+    shape_of,
+    widen,
+)
 from ligermodels.kernels.launch import Launcher, as_rows_with_stride, cdiv, kernel
 from ligermodels.kernels.pdl import pdl_constants, wait_for_previous_kernel
 from ligermodels.kernels.row_sharding import RowSharding

@@ -16,8 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.activations.gated_activation import ACTIVATION_FUNCTIONS, activate, locate_tile, split_row
-from ligermodels.kernels.checks import check_floats, shape_of
-from ligermodels.kernels.dispatch import Node, is_last_use, register_op, runs_kernels, widen
+from ligermodels.kernels.dispatch import Node, check_floats, is_last_use, register_op, runs_kernels, shape_of, widen
 from ligermodels.kernels.launch import Launcher, as_rows_with_stride, kernel
 from ligermodels.kernels.pdl import pdl_constants, wait_for_previous_kernel
 from ligermodels.kernels.row_sharding import RowSharding

@@ -38,8 +38,20 @@ from ligermodels.kernels.attention.flash_attention import (
     runs_flash_attention_2,
 )
 from ligermodels.kernels.attention.flex_attention import MIN_FLEX_HEAD_DIM, flex_attention, runs_wide_heads
-from ligermodels.kernels.checks import INDICES, INT32, check_dtypes, check_floats, check_one_of, check_shape, shape_of
-from ligermodels.kernels.dispatch import autocast, can_be_read, is_traced, runs_kernels, widen
+from ligermodels.kernels.dispatch import (
+    INDICES,
+    INT32,
+    autocast,
+    can_be_read,
+    check_dtypes,
+    check_floats,
+    check_one_of,
+    check_shape,
+    is_traced,
+    runs_kernels,
+    shape_of,
+    widen,
+)
 
 SDPA_BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,

@@ -32,8 +32,7 @@ from ligermodels.kernels.attention.qkv_heads import (
     with_unit_stride,
 )
 from ligermodels.kernels.attention.rope import check_qkv_shapes, rotate_reference
-from ligermodels.kernels.checks import check_floats, shape_of
-from ligermodels.kernels.dispatch import Node, register_op, runs_kernels
+from ligermodels.kernels.dispatch import Node, check_floats, register_op, runs_kernels, shape_of
 from ligermodels.kernels.launch import Launcher, as_rows_with_stride, cdiv, empty_where, kernel, multiprocessors
 from ligermodels.kernels.norms.partial_sums import sum_partials
 from ligermodels.kernels.norms.rms_norm import rms_norm_reference

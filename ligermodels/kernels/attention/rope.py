@@ -2,11 +2,12 @@
 
 x₁ and x₂ are the halves of a head's first R dimensions (half-split), or the even and the odd ones (interleaved); the
 other dimensions are unchanged. Backward is the inverse rotation, with sin negated. It reads dq, dk and dv in any layout
-and writes them packed, so that they need no separate concatenation. B batch, T length, D head size, Hq query heads, Hkv
-key and value heads: qkv [B, T, (Hq + 2 Hkv) D] any float dtype, all query heads first, then keys, then values; cos, sin
-[T, R/2] fp32 (shared by the batch) or [B T, R/2]. Computed in fp32, one rounding. Moves 2 B T (Hq + Hkv) R elements
-forward, 2 B T (Hq + 2 Hkv) D backward: bound by memory bandwidth. Maths: Su et al. 2021,
-https://arxiv.org/abs/2104.09864.
+and writes them packed, so that they need no separate concatenation.
+B batch, T length, D head size, Hq query heads, Hkv key and value heads: qkv [B, T, (Hq + 2 Hkv) D] any float dtype, all
+query heads first, then keys, then values; cos, sin [T, R/2] fp32 (shared by the batch) or [B T, R/2].
+Computed in fp32, one rounding. Moves 2 B T (Hq + Hkv) R elements forward, 2 B T (Hq + 2 Hkv) D backward: bound by
+memory bandwidth.
+Maths: Su et al. 2021, https://arxiv.org/abs/2104.09864.
 """
 
 import functools
@@ -25,8 +26,17 @@ from ligermodels.kernels.attention.qkv_heads import (
     split_heads,
     with_unit_stride,
 )
-from ligermodels.kernels.checks import WIDE_FLOATS, check_floats, check_one_of, shape_of
-from ligermodels.kernels.dispatch import Node, is_traced, register_op, runs_kernels, widen
+from ligermodels.kernels.dispatch import (
+    WIDE_FLOATS,
+    Node,
+    check_floats,
+    check_one_of,
+    is_traced,
+    register_op,
+    runs_kernels,
+    shape_of,
+    widen,
+)
 from ligermodels.kernels.launch import Launcher, cdiv, kernel
 from ligermodels.kernels.pdl import pdl_constants, wait_for_previous_kernel
 

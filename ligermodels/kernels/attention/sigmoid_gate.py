@@ -14,8 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.attention.qkv_heads import with_unit_stride
-from ligermodels.kernels.checks import check_floats, check_shape, shape_of
-from ligermodels.kernels.dispatch import Node, register_op, runs_kernels, widen
+from ligermodels.kernels.dispatch import Node, check_floats, check_shape, register_op, runs_kernels, shape_of, widen
 from ligermodels.kernels.launch import Launcher, cdiv, empty_where, kernel
 
 GATED_ELEMENTS, GATED_WARPS = 2048, 4  # of one program: a thread loads 16 elements of each tensor

@@ -33,8 +33,14 @@ from ligermodels.kernels.attention.qkv_heads import (
     with_unit_stride,
 )
 from ligermodels.kernels.attention.rope import check_qkv_shapes, check_row_stride, rope_reference, rotate_heads
-from ligermodels.kernels.checks import check_dtypes, check_shape, refuse_gradients, shape_of
-from ligermodels.kernels.dispatch import register_op, runs_kernels
+from ligermodels.kernels.dispatch import (
+    check_dtypes,
+    check_shape,
+    refuse_gradients,
+    register_op,
+    runs_kernels,
+    shape_of,
+)
 from ligermodels.kernels.launch import Launcher, as_rows_with_stride, cdiv, kernel
 from ligermodels.kernels.pdl import pdl_constants, wait_for_previous_kernel
 

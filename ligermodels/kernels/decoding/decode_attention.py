@@ -26,16 +26,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.checks import (
+from ligermodels.kernels.dispatch import (
     INDICES,
     INT32,
     check_floats,
     check_one_of,
     check_shape,
     refuse_gradients,
+    register_op,
+    runs_kernels,
     shape_of,
+    widen,
 )
-from ligermodels.kernels.dispatch import register_op, runs_kernels, widen
 from ligermodels.kernels.launch import Launcher, as_rows, cdiv, kernel, multiprocessors
 from ligermodels.kernels.losses.softmax_sweep import LOG2_E, apply_softcap
 from ligermodels.kernels.pdl import launch_dependents, pdl_constants, wait_for_previous_kernel

@@ -15,8 +15,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.checks import check_dtypes, refuse_gradients
-from ligermodels.kernels.dispatch import autocast, register_op, runs_kernels
+from ligermodels.kernels.dispatch import autocast, check_dtypes, refuse_gradients, register_op, runs_kernels
 from ligermodels.kernels.launch import Launcher, cdiv, kernel
 from ligermodels.kernels.moe.expert_product import expert_glu
 from ligermodels.kernels.moe.experts import check_expert_inputs, experts_reference

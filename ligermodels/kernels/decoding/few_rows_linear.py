@@ -28,8 +28,16 @@ import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.activations.gated_activation import activate, check_gate_up
-from ligermodels.kernels.checks import check_dtypes, check_floats, check_linear, refuse_gradients
-from ligermodels.kernels.dispatch import autocast, promoted_dtype, register_op, runs_kernels
+from ligermodels.kernels.dispatch import (
+    autocast,
+    check_dtypes,
+    check_floats,
+    check_linear,
+    promoted_dtype,
+    refuse_gradients,
+    register_op,
+    runs_kernels,
+)
 from ligermodels.kernels.launch import Launcher, as_rows, cdiv, kernel, multiprocessors
 from ligermodels.kernels.linear.linear import gated_linear_reference, low_rank_linear_reference, norm_linear_reference
 from ligermodels.kernels.norms.norm_tiles import to_fp32

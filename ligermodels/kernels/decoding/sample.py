@@ -15,9 +15,9 @@ batch. The error, at most 2^-40 of the most likely token, is below the rounding 
 of 62 bits (philox.py), determined by the row's seed and counters.
 
 logits [B, V] any float dtype, read as fp32, V < 2^22 -> tokens [B] int64, logprobs [B] fp32. Logits are finite or -inf;
-a row with NaN, infinity or only -inf gives some token of the vocabulary and a logprob that is not finite. Three
-launches. Two read the logits, in blocks of 256 that all programs share: bound by memory bandwidth. In the third, one
-program for each row reads the block of its token; with filters it first searches for the thresholds
+a row with NaN, infinity or only -inf gives some token of the vocabulary and a logprob that is not finite.
+Three launches. Two read the logits, in blocks of 256 that all programs share: bound by memory bandwidth. In the third,
+one program for each row reads the block of its token; with filters it first searches for the thresholds
 (sample_filters.py).
 """
 
@@ -28,7 +28,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.checks import INDICES, INT64, check_floats, check_one_of, check_shape, shape_of
 from ligermodels.kernels.decoding.sample_filters import (
     KERNEL_MASS_OF_ONE,
     MASS_OF_ONE,
@@ -39,7 +38,16 @@ from ligermodels.kernels.decoding.sample_filters import (
     mass_of,
     softmax_weight,
 )
-from ligermodels.kernels.dispatch import register_op, runs_kernels
+from ligermodels.kernels.dispatch import (
+    INDICES,
+    INT64,
+    check_floats,
+    check_one_of,
+    check_shape,
+    register_op,
+    runs_kernels,
+    shape_of,
+)
 from ligermodels.kernels.launch import Launcher, as_rows_with_stride, cdiv, kernel
 from ligermodels.kernels.pdl import pdl_constants, wait_for_previous_kernel
 from ligermodels.kernels.philox import draw_bits, draw_bits_reference, multiply_high, multiply_high_reference

@@ -16,10 +16,16 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import libdevice
 
-from ligermodels.kernels.checks import check_floats, check_pool, check_shape, count_documents, shape_of
-from ligermodels.kernels.dispatch import Node, register_op, runs_kernels, widen
+from ligermodels.kernels.dispatch import Node, check_floats, check_shape, register_op, runs_kernels, shape_of, widen
 from ligermodels.kernels.launch import PTX, Launcher, as_rows_with_stride, cdiv, empty_where, kernel
-from ligermodels.kernels.linear_attention.document_chunks import SPAN, locate_in_document, number_of_slots, row_offsets
+from ligermodels.kernels.linear_attention.document_chunks import (
+    SPAN,
+    check_pool,
+    count_documents,
+    locate_in_document,
+    number_of_slots,
+    row_offsets,
+)
 from ligermodels.kernels.norms.partial_sums import sum_partials
 
 MAX_TAPS = 4

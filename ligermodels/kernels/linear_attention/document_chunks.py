@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ligermodels.kernels.dispatch import INDICES, INT32, check_one_of, check_shape, shape_of
 from ligermodels.kernels.launch import multiprocessors, shared_memory
 
 SPAN = tl.constexpr(64)  # tokens of a chunk
@@ -126,6 +127,25 @@ def fills_device(programs: int, device: torch.device) -> bool:
 
 def number_of_slots(tokens: int, cu_seqlens: Tensor) -> int:
     return tokens // SPAN.value + cu_seqlens.shape[0] - 1
+
+
+def count_documents(op: str, batch: int, cu_seqlens: Tensor | None) -> int:
+    """How many documents a batch of rows holds. Raises ValueError for offsets of several rows, or that are none."""
+    if cu_seqlens is None:
+        return batch
+    if batch != 1:
+        raise ValueError(f"{op}: cu_seqlens needs a batch of one row, but there are {batch} rows")
+    check_one_of(op, INT32, cu_seqlens=cu_seqlens)
+    return shape_of(op, "cu_seqlens", cu_seqlens, "N + 1")[0] - 1
+
+
+def check_pool(op: str, pool: Tensor, row: Tensor, rows: int, dtype: torch.dtype, *state: int) -> None:
+    """Raises ValueError unless a pool holds states of this dtype and shape, and each of the rows says which is its."""
+    check_shape(op, "row", row, rows)
+    check_one_of(op, INDICES, row=row)
+    if pool.shape[1:] != state or pool.dtype != dtype or not pool.is_contiguous():
+        needed = f"{dtype} [R, {', '.join(map(str, state))}]"
+        raise ValueError(f"{op}: pool is {pool.dtype} {list(pool.shape)}; needed contiguous {needed}")
 
 
 def row_offsets(x: Tensor) -> Tensor:

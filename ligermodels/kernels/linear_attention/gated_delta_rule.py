@@ -27,8 +27,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.checks import check_floats, check_pool, check_shape, count_documents, shape_of
-from ligermodels.kernels.dispatch import Node, as_factor, autocast, register_op, runs_kernels, wide_dtype, widen
+from ligermodels.kernels.dispatch import (
+    Node,
+    as_factor,
+    autocast,
+    check_floats,
+    check_shape,
+    register_op,
+    runs_kernels,
+    shape_of,
+    wide_dtype,
+    widen,
+)
 from ligermodels.kernels.launch import as_rows_with_stride, cdiv, empty_where, kernel
 from ligermodels.kernels.linear_attention.delta_chunks import (
     L2_EPS,
@@ -40,7 +50,13 @@ from ligermodels.kernels.linear_attention.delta_chunks import (
 )
 from ligermodels.kernels.linear_attention.delta_gradients import compute_gradients
 from ligermodels.kernels.linear_attention.delta_states import backward_scan, forward_scan, recompute_states
-from ligermodels.kernels.linear_attention.document_chunks import SPAN, each_document, tile_columns
+from ligermodels.kernels.linear_attention.document_chunks import (
+    SPAN,
+    check_pool,
+    count_documents,
+    each_document,
+    tile_columns,
+)
 
 
 def gated_delta_rule_reference(

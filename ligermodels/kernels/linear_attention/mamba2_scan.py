@@ -24,10 +24,25 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.checks import check_floats, check_pool, check_shape, count_documents, shape_of
-from ligermodels.kernels.dispatch import Node, as_factor, autocast, register_op, runs_kernels, wide_dtype, widen
+from ligermodels.kernels.dispatch import (
+    Node,
+    as_factor,
+    autocast,
+    check_floats,
+    check_shape,
+    register_op,
+    runs_kernels,
+    shape_of,
+    wide_dtype,
+    widen,
+)
 from ligermodels.kernels.launch import as_rows_with_stride, cdiv, empty_where, kernel
-from ligermodels.kernels.linear_attention.document_chunks import each_document, tile_columns
+from ligermodels.kernels.linear_attention.document_chunks import (
+    check_pool,
+    count_documents,
+    each_document,
+    tile_columns,
+)
 from ligermodels.kernels.linear_attention.mamba2_chunks import (
     ScanInputs,
     ScanShape,

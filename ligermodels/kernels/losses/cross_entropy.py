@@ -22,8 +22,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ligermodels.kernels.checks import INT64, check_floats, check_one_of, check_shape, shape_of
-from ligermodels.kernels.dispatch import Node, is_last_use, is_traced, register_op, runs_kernels, widen
+from ligermodels.kernels.dispatch import (
+    INT64,
+    Node,
+    check_floats,
+    check_one_of,
+    check_shape,
+    is_last_use,
+    is_traced,
+    register_op,
+    runs_kernels,
+    shape_of,
+    widen,
+)
 from ligermodels.kernels.launch import as_rows
 from ligermodels.kernels.losses.cross_entropy_rows import RowResults, empty_results, launch_cross_entropy
 from ligermodels.kernels.losses.loss_reduction import (

@@ -35,8 +35,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ligermodels.kernels.checks import check_dtypes, check_linear, shape_of
-from ligermodels.kernels.dispatch import Node, autocast, is_traced, register_op, runs_kernels
+from ligermodels.kernels.dispatch import (
+    Node,
+    autocast,
+    check_dtypes,
+    check_linear,
+    is_traced,
+    register_op,
+    runs_kernels,
+    shape_of,
+)
 from ligermodels.kernels.launch import as_matrix
 from ligermodels.kernels.losses.cross_entropy import (
     OPTIONS,

@@ -25,16 +25,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.kernels.checks import (
+from ligermodels.kernels.dispatch import (
     INT64,
+    Node,
+    autocast,
     check_dtypes,
     check_floats,
     check_linear,
     check_one_of,
     check_shape,
+    runs_kernels,
     shape_of,
+    widen,
 )
-from ligermodels.kernels.dispatch import Node, autocast, runs_kernels, widen
 from ligermodels.kernels.launch import as_matrix, as_rows
 from ligermodels.kernels.losses.linear_divergence_chunks import (
     linear_divergence_forward,

@@ -27,8 +27,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.kernels.checks import INT64, check_dtypes, check_linear, check_one_of, check_shape, shape_of
-from ligermodels.kernels.dispatch import Node, autocast, is_last_use, is_traced, runs_kernels, widen
+from ligermodels.kernels.dispatch import (
+    INT64,
+    Node,
+    autocast,
+    check_dtypes,
+    check_linear,
+    check_one_of,
+    check_shape,
+    is_last_use,
+    is_traced,
+    runs_kernels,
+    shape_of,
+    widen,
+)
 from ligermodels.kernels.launch import as_matrix
 from ligermodels.kernels.losses.logits_chunks import all_logits, keeps_logits
 from ligermodels.kernels.losses.logprob_chunks import (
@@ -229,7 +241,7 @@ def linear_logprobs(
     outputs = _choose_node(rows, weight, entropy, low_memory).apply(rows, weight, flat, *flags, *options)
     if targets.ndim != 1:  # a view takes microseconds
         outputs = [x.view(*x.shape[:-1], *targets.shape) for x in outputs]
-    return _as_logprobs(outputs, entropy, flags[0], more, extras)
+    return as_logprobs(outputs, entropy, flags[0], more, extras)
 
 
 def _choose_node(rows: Tensor, weight: Tensor, entropy: bool, low_memory: bool) -> type[Node]:
@@ -241,7 +253,7 @@ def _choose_node(rows: Tensor, weight: Tensor, entropy: bool, low_memory: bool) 
     return _KeptLogits if keeps else _Recomputed
 
 
-def _as_logprobs(
+def as_logprobs(
     outputs: Sequence[Tensor], entropy: bool, has_entropy: bool, more: bool, extras: Sequence[str]
 ) -> LogProbs:
     """The outputs of a node by name; extras without gradient."""

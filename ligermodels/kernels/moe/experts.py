@@ -32,8 +32,18 @@ import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active
 
-from ligermodels.kernels.checks import INDICES, check_dtypes, check_floats, check_one_of, check_shape, shape_of
-from ligermodels.kernels.dispatch import Node, autocast, runs_kernels, widen
+from ligermodels.kernels.dispatch import (
+    INDICES,
+    Node,
+    autocast,
+    check_dtypes,
+    check_floats,
+    check_one_of,
+    check_shape,
+    runs_kernels,
+    shape_of,
+    widen,
+)
 from ligermodels.kernels.moe.expert_bias import bias_dots, grouped_row_sums, sort_weights, unpermute_with_bias
 from ligermodels.kernels.moe.expert_product import (
     EXPERT_ACTIVATIONS,

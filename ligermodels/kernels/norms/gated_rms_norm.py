@@ -21,8 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ligermodels.kernels.activations.gated_activation import activate
-from ligermodels.kernels.checks import check_floats, check_shape
-from ligermodels.kernels.dispatch import Node, register_op, runs_kernels, widen
+from ligermodels.kernels.dispatch import Node, check_floats, check_shape, register_op, runs_kernels, widen
 from ligermodels.kernels.launch import Launcher, cdiv, empty_where, kernel, multiprocessors
 from ligermodels.kernels.norms.partial_sums import sum_partials
 from ligermodels.kernels.norms.rms_norm import check_norm

@@ -16,8 +16,16 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.checks import check_floats, check_shape, shape_of
-from ligermodels.kernels.dispatch import Node, promoted_dtype, register_op, runs_kernels, widen
+from ligermodels.kernels.dispatch import (
+    Node,
+    check_floats,
+    check_shape,
+    promoted_dtype,
+    register_op,
+    runs_kernels,
+    shape_of,
+    widen,
+)
 from ligermodels.kernels.launch import Launcher, as_rows_with_stride, cdiv, kernel
 from ligermodels.kernels.norms.norm_tiles import (
     SMALL_M_ROWS,

@@ -17,8 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.checks import check_floats, check_one_of, check_shape
-from ligermodels.kernels.dispatch import register_op, runs_kernels, widen
+from ligermodels.kernels.dispatch import check_floats, check_one_of, check_shape, register_op, runs_kernels, widen
 from ligermodels.kernels.launch import cdiv, kernel
 from ligermodels.kernels.optim.param_rounding import (
     EXACT,

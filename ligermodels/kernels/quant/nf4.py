@@ -21,11 +21,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.checks import check_floats, shape_of
-from ligermodels.kernels.dispatch import register_op, runs_kernels
+from ligermodels.kernels.dispatch import check_floats, register_op, runs_kernels, shape_of
 from ligermodels.kernels.launch import cdiv, kernel
 from ligermodels.kernels.quant.quantised_weight import (
     ALIGNMENT,
+    DenseProducts,
     QuantisedWeight,
     RowsLayout,
     aligned,
@@ -406,7 +406,7 @@ class DensePart(RowsLayout):
 
 
 @dataclass(frozen=True)
-class PartlyNf4:
+class PartlyNf4(DenseProducts):
     """The layout of a weight of which some of the Hub's tensors are not quantised, such as the queries beside keys and
     values. W [rows, K], dequantised part by part.
 
