@@ -108,7 +108,7 @@ def test_peft_reads_the_adapter_and_transformers_the_merged_export(run, device, 
     assert relative_error(found, expected.double()) < 1e-5 and torch.equal(found.argmax(-1), expected.argmax(-1))
 
 
-def test_the_first_update_of_grpo_has_ratios_of_exactly_one(device, folder_of, tmp_path, monkeypatch):
+def test_the_first_update_of_grpo_has_ratios_of_exactly_one(device, shallow, tmp_path, monkeypatch):
     """The log-probabilities of the completions, taken after sampling, are those of the first update to the bit."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "rewards.py").write_text(REWARD)
@@ -123,7 +123,7 @@ def test_the_first_update_of_grpo_has_ratios_of_exactly_one(device, folder_of, t
 
     monkeypatch.setattr(grpo, "policy_loss", watched)
     settings = {
-        "model": str(folder_of("smollm2")), "objective": "grpo", "data": (write(tmp_path / "prompts.jsonl", prompts),),
+        "model": str(shallow), "objective": "grpo", "data": (write(tmp_path / "prompts.jsonl", prompts),),
         "reward": (f"{tmp_path / 'rewards.py'}:short",), "prompts": 2, "generations": 2, "max_completion_length": 8,
         "iterations": 2, "steps": 2, "warmup": 0, "learning_rate": 1e-6, "eval_every": 9,
         "checkpoint_every": 0, "no_export": True, "output": tmp_path / "run",
