@@ -154,9 +154,9 @@ def register_op(
     sharding: how the op runs on DTensors; without it they are refused.
     """
     name = schema.partition("(")[0]
-    LIBRARY.define(
-        schema + ("" if "(" in schema else _signature(launcher, outputs, writes)), tags=(torch.Tag.pt2_compliant_tag,)
-    )
+    if name == schema:
+        schema += _signature(launcher, outputs, writes)
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, _none_to_empty(launcher), "CUDA")  # ROCm's dispatch key as well
     LIBRARY.impl(name, _none_to_empty(launcher), "CPU")  # reached under TRITON_INTERPRET=1 only
     registered = getattr(torch.ops.ligermodels, name).default

@@ -17,7 +17,7 @@ from ligermodels.kernels.launch import cdiv
 
 MAX_LOGITS_BYTES = 2**30  # of one chunk
 MAX_PIECE_BYTES = 3 * 2**28  # of logits that are wider than their factors, projected at a time
-MAX_ROUNDINGS = 8  # of a sum in half precision: its error is then that of about two
+MAX_ROUNDINGS = 16  # of a sum in half precision: its error is then that of about three roundings of the result
 # Memory for logits and fp32 sums beyond the gradients, if chunks of PREFERRED_CHUNK_ROWS fit it.
 EXTRA_BYTES = 6 * 2**30 // 5
 LOW_MEMORY_BYTES = 2**26  # most logits at a time with low_memory; also at most an eighth of the weight

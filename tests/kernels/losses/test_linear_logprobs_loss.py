@@ -199,5 +199,5 @@ def test_borders_that_are_not_those_of_the_rows_raise(borders):
 def test_sums_in_half_precision_are_rounded_a_few_times_only():
     half, fp32 = torch.bfloat16, torch.float32
     ring = Ring(16, 32)
-    assert [ring.sums_dtypes(n, half) for n in (8 * 32, 8 * 32 + 1)] == [(half, half), (half, fp32)]
+    assert [ring.sums_dtypes(n, half) for n in (16 * 32, 16 * 32 + 1)] == [(half, half), (half, fp32)]
     assert ring.sums_dtypes(1, torch.float16) == (fp32, fp32) and ring.sums_dtypes(999, fp32) == (fp32, fp32)

@@ -17,6 +17,7 @@ from ligermodels.kernels.losses.linear_logprobs import linear_logprobs
 from ligermodels.kernels.losses.linear_logprobs_loss import LogProbsLoss
 from ligermodels.layers import lm_head
 from ligermodels.layers.decoder import CausalLM
+from ligermodels.memory.blocks import HeadOp
 from ligermodels.training import TrainConfig, plan, train
 from ligermodels.training.data import embedded
 from ligermodels.training.objectives.preference.pairs import DPO
@@ -172,6 +173,15 @@ def test_a_loss_whose_gradients_the_head_forms_is_the_sum_of_those_of_units(obje
     for one, other in zip(whole, divided, strict=True):
         names = one.keys() - {"tokens_per_second", "seconds_left"}
         assert {name: one[name] for name in names} == pytest.approx({name: other[name] for name in names}, rel=1e-5)
+
+
+@pytest.mark.parametrize("objective", ["orpo", "kto"])
+def test_the_plan_of_the_head_has_the_longest_pair_or_answer(objective):
+    config = TrainConfig(**COMMON | MEASURED[objective] | {"eval_every": None})
+    made = prepare(config, World(torch.device("cpu"))).objective
+    groups = made.data.training.groups
+    lengths = [sum(map(len, groups.piece(number, 0).group.completions)) for number in range(len(groups))]
+    assert made.head_op == HeadOp("linear_logprobs_loss", max(lengths)) and len({*lengths}) > 1
 
 
 @pytest.mark.parametrize("settings", [{"loss": ("aot",)}, {"wpo": True}])
