@@ -15,6 +15,7 @@ import ligermodels
 from ligermodels.aliases import flag_of
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
+from ligermodels.layers.checkpointing import host_memory
 from ligermodels.layers.moe import QuantisedExperts
 from ligermodels.layers.quantised import QuantisedLinear
 from ligermodels.memory.model import count_parameters, training_memory
@@ -319,7 +320,7 @@ def test_offloaded_weights_change_no_bit_of_a_run_its_validations_and_its_export
     assert a.read_bytes() == b.read_bytes()
 
 
-def test_the_plan_counts_offloaded_weights_on_the_host_and_two_blocks_of_them_on_the_device(folder):
+def test_the_plan_counts_offloaded_weights_on_the_host_and_two_blocks_of_them_on_the_device(folder, monkeypatch):
     given = LORA | objectives(folder)["sft"] | {"model": str(folder / "base"), "quantize": "nf4", "output": "run"}
     configs = (TrainConfig(**given, activation_checkpointing="full", offload=offload) for offload in ((), ("weights",)))
     usual, offloaded = (prepare(config, World(torch.device("cpu"))) for config in configs)
@@ -330,3 +331,6 @@ def test_the_plan_counts_offloaded_weights_on_the_host_and_two_blocks_of_them_on
     on_device = sum(p.nbytes for name, p in model.named_parameters() if not name.endswith("_bytes"))
     assert memory.weights == on_device + held.buffers.nbytes == usual.plan.memory.weights
     assert f"{memory_size(memory.host)} of them quantised weights" in offloaded.plan.text()
+    monkeypatch.setattr(host_memory, "available_host_memory", lambda: 2**10)
+    with pytest.raises(InputError, match=r"--offload weights: takes .* of host memory, .* available; leave it out"):
+        prepare(offloaded.config, offloaded.world)

@@ -188,18 +188,20 @@ def refuse_unfit_offload(config: RunConfig, world: "World", memory: "TrainingMem
     from ligermodels.layers.checkpointing.host_memory import available_host_memory
 
     given, both = f"--offload {' '.join(config.offload)}", {"optimizer", "activations"} <= {*config.offload}
+    fewer = "offload less" if len(config.offload) > 1 else "leave it out"
     needed, available = memory.host * ranks_of_host(), available_host_memory()
     if needed > available:
         smaller = "optimizer" in config.offload and config.optimizer != "adamw8bit"
         raise InputError(
             f"{given}: takes {memory_size(needed)} of host memory, which has {memory_size(available)} available; "
-            f"{'use --optimizer adamw8bit, or ' * smaller}{'offload activations alone' if both else 'leave it out'}"
+            f"{'use --optimizer adamw8bit, or ' * smaller}{'offload activations alone' if both else fewer}"
         )
     if "activations" in config.offload and not memory.offloads_every:
+        moved = memory_size(memory.host)
         raise InputError(
             f"{given}: the host has {memory_size(available)} available, and beside "
-            f"{'the offloaded states and ' * both}a copy of weights and optimizer states no room for the input of a "
-            f"block; {'offload one of the two' if both else 'leave it out'}, or shorten --sequence-length"
+            f"{f'{moved} of what else is offloaded and ' * (memory.host > 0)}a copy of weights and optimizer states no "
+            f"room for the input of a block; {fewer}, or shorten --sequence-length"
         )
 
 

@@ -118,7 +118,9 @@ class StepTime:
         rates, trained = self.rates, self.trained
         products = self.flops * (tokens + TOKENS_OF_MICRO_BATCH) / rates.flops
         again = tokens * self.recomputed_by(checkpointed_blocks, kept_tensors) / rates.flops
-        micro_batch = max(products + again, len(self.blocks) * HOST_SECONDS_OF_BLOCK) + self.sent / rates.link
+        fetched = 2 * memory.offloaded_weights / rates.host  # beside the products, forward and backward
+        of_host = len(self.blocks) * HOST_SECONDS_OF_BLOCK
+        micro_batch = max(products + again, of_host, fetched) + self.sent / rates.link
         accumulation = 3 * trained * (micro_batches - 1) / rates.copy  # two are read, and their sum is written
         states = memory.optimizer_states + memory.offloaded_states
         # Weights, states and, for their norm too, gradients are read; weights and states are written.

@@ -10,7 +10,7 @@ from tests.cases import CASES
 from tests.conftest import DEVICE
 
 LAYERS = 4
-IDS = torch.randint(3, 99, (3, 2, 8), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+IDS = torch.randint(3, 99, (2, 2, 8), generator=torch.Generator().manual_seed(0)).to(DEVICE)
 SIZES = {
     "num_hidden_layers": LAYERS, "hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "shared_expert_intermediate_size": 64,
@@ -43,13 +43,15 @@ def results(model, all_forward_first=False):
         loss.backward()
         with torch.no_grad():
             found.append(model(IDS[0]).logits)
-    found.append(model.generate(IDS[0], max_new_tokens=3))
+    found.append(model.generate(IDS[0], max_new_tokens=2))
     return [*found, *(p.grad for p in model.parameters() if p.requires_grad)]
 
 
-@pytest.mark.parametrize(("scheme", "name"), [("nf4", "llama"), ("fp8", "qwen2_moe")])
-@pytest.mark.parametrize("all_forward_first", [False, True])
-def test_gradients_logits_and_tokens_have_the_same_bits(name, scheme, all_forward_first):
+@pytest.mark.parametrize(
+    ("scheme", "name", "all_forward_first"),
+    [("nf4", "llama", False), ("nf4", "llama", True), ("fp8", "qwen2_moe", True)],
+)
+def test_gradients_logits_and_tokens_have_the_same_bits(scheme, name, all_forward_first):
     expected, found = (results(new_model(scheme, offloads, name), all_forward_first) for offloads in (False, True))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)) and expected[-1].any()
 

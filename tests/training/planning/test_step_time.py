@@ -1,6 +1,7 @@
 """The plan of a step's time beside what was measured of Llama-3-8B, 8 x 2048 tokens."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -68,6 +69,16 @@ def test_the_time_of_a_sharded_step(ranks, dtype, of_states, rows, length, micro
     time = StepTime(model, length, device_rates(H200, "bfloat16"), ranks)
     seconds = time.seconds(memory, rows * length, micro_batches, blocks, 0, in_backward=False, in_8_bits=False)
     assert 1e3 * seconds == pytest.approx(measured, rel=0.035)
+
+
+def test_a_micro_batch_takes_at_least_the_time_of_the_copies_of_offloaded_weights():
+    memory = training_memory(llama(), 1, LENGTH, torch.bfloat16, checkpointed_blocks=32)
+    time = StepTime(llama(), LENGTH, device_rates(H200, "bfloat16"))
+    usual, short, long, twice = (
+        time.seconds(replace(memory, offloaded_weights=size), 2048, 2, 32, 0, in_backward=False, in_8_bits=False)
+        for size in (0, 2**20, 2**36, 2**37)
+    )
+    assert usual == short < long and twice - long == pytest.approx(2 * 2**37 / 46e9)
 
 
 def test_states_that_come_and_go_take_time_where_the_backward_pass_does_not_hide_them():
