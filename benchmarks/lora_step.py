@@ -39,11 +39,12 @@ LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 def ligermodels_lora(
-    raw: dict[str, Any], checkpointing: bool, targets: Sequence[str], base: str | None = None, offload: bool = False
-) -> nn.Module:
+    raw: dict[str, Any], checkpointing: bool, targets: Sequence[str], base: str | None = None, offload: bool = False,
+    float8: bool = False,
+) -> nn.Module:  # fmt: skip
     import ligermodels
     from ligermodels.adapters.lora_targets import expert_projections
-    from ligermodels.adapters.quantising import quantise
+    from ligermodels.adapters.quantising import multiply_in_fp8, quantise
     from ligermodels.kernels.quant.mxfp4 import EXPONENT_BIAS, Mxfp4Layout
     from ligermodels.layers.quantised import FrozenWeights
 
@@ -52,6 +53,8 @@ def ligermodels_lora(
         quantise(model, base, list(expert_projections(model)))
     elif base is not None:
         quantise(model, base)
+    if float8:
+        multiply_in_fp8(model)
     model.to_empty(device="cuda")
     for parameter in model.parameters():
         if parameter.is_floating_point():
@@ -139,6 +142,7 @@ PROVIDERS: dict[str, Callable[..., nn.Module]] = {
     "ligermodels, QLoRA": partial(ligermodels_lora, base="nf4"),
     OFFLOADED: partial(ligermodels_lora, base="nf4", offload=True),
     "ligermodels, LoRA on FP8": partial(ligermodels_lora, base="fp8"),
+    "ligermodels, LoRA on FP8, multiplied in FP8": partial(ligermodels_lora, base="fp8", float8=True),
     "ligermodels, LoRA on MXFP4": partial(ligermodels_lora, base="mxfp4"),
     "hugging face + peft, LoRA": peft_lora,
     "hugging face + peft + liger, LoRA": peft_lora_liger,

@@ -43,7 +43,7 @@ GRPO = {
     "max_completion_length": 96,
     "steps": 60,
 }
-LORA = {"lora_rank": 16}
+LORA: dict[str, Any] = {"lora_rank": 16}
 
 
 def varied(model: str, data: str, base: dict[str, Any], **lists: list[Any]) -> Iterator[Recipe]:
@@ -86,6 +86,14 @@ def trl(model: str) -> Iterator[Recipe]:
         yield Recipe(model, data, "default", {}, TRL)
     yield Recipe(model, "questions", "default LoRA", {"lora": True}, TRL)
     yield Recipe(model, "pairs", "default LoRA", {"objective": "dpo", "lora": True}, TRL)
+
+
+def float8(model: str) -> Iterator[Recipe]:
+    """LoRA on a base in bf16, in FP8, and in FP8 whose products are FP8 too."""
+    for data in SUPERVISED:
+        yield Recipe(model, data, "bf16", LORA)
+        yield Recipe(model, data, "fp8", LORA | {"quantize": "fp8"})
+        yield Recipe(model, data, "float8", LORA | {"quantize": "fp8", "float8": True})
 
 
 def sweep(model: str) -> Iterator[Recipe]:
@@ -138,4 +146,4 @@ def sweep_of_little_things(model: str) -> Iterator[Recipe]:
         yield Recipe(model, "calls", f"lr={rate:g}", settings, teacher=f"{model}-calls-sft-{OURS}-lr=5e-05")
 
 
-SETS = {"before": before, "defaults": defaults, "sweep": sweep, "trl": trl}
+SETS = {"before": before, "defaults": defaults, "float8": float8, "sweep": sweep, "trl": trl}

@@ -14,6 +14,7 @@ from ligermodels.adapters.lora_targets import expert_projections, linear_project
 from ligermodels.configs.quantisation import FORMATS, Fp8, read_scaled, scheme_of
 from ligermodels.errors import InputError, suggest
 from ligermodels.kernels.quant.fp8 import FP8_BLOCK, Float8
+from ligermodels.kernels.quant.fp8_products import MultipliedFloat8
 from ligermodels.kernels.quant.mxfp4 import Mxfp4Layout
 from ligermodels.kernels.quant.nf4 import NF4_BLOCK, Nf4
 from ligermodels.kernels.quant.partly_nf4 import DensePart, PartlyNf4
@@ -58,6 +59,30 @@ def quantise(
     model.requires_grad_(False)
     for name, of_module in layouts.items():
         model.set_submodule(name, quantised_module(name, model.get_submodule(name), of_module))
+
+
+def multiply_in_fp8(model: CausalLM) -> None:
+    """Makes the products of linears in FP8 ones of FP8, in place, before loading sets their bytes.
+
+    model: on the meta device, quantised in FP8. Weights that its checkpoint does not store in FP8 get a scale for each
+    row, with which products are fastest. Raises InputError if none is in sizes that FP8 products take.
+    """
+    stored = scheme_of(model.config.raw) == "fp8"
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, QuantisedLinear)}
+    layouts = {name: module.weight.layout for name, module in linears.items()}
+    multiplied = {
+        name: MultipliedFloat8(x.shape, x.parts, x.dtype, x.block if stored else (1, x.columns))
+        for name, x in layouts.items()
+        if isinstance(x, Float8)
+    }
+    if not any(layout.is_multiplied for layout in multiplied.values()):
+        raise InputError(
+            "float8: no linear in FP8 is used in bfloat16 and has sizes that are multiples of 16, or of 128 where its "
+            "scales are of blocks; leave it out"
+        )
+    for name, layout in multiplied.items():
+        bias, device = linears[name].bias, linears[name].weight.data.device
+        model.set_submodule(name, QuantisedLinear(layout, bias, device))
 
 
 def quantised_module(name: str, module: nn.Module, layouts: Mapping[str, WeightLayout]) -> nn.Module:

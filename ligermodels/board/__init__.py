@@ -6,7 +6,8 @@ runs.py         a run: state, settings, texts, checkpoints; all runs, kept up to
 server.py       the HTTP server; which requests are answered
 actions.py      what each address answers
 form.py         the form of TrainConfig
-processes.py  answers.py    starting, stopping and resuming runs; the processes that plan runs and that chat
+processes.py    starting, stopping and resuming runs
+answers.py      the processes that plan runs and that chat
 static/         the page: HTML, CSS and ES modules, without a build step
 """
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ligermodels.adapters.quantising import quantise
+from ligermodels.adapters.quantising import multiply_in_fp8, quantise
 from ligermodels.architectures import ARCHITECTURES
 from ligermodels.configs.base import Config
 from ligermodels.configs.quantisation import scheme_of
@@ -109,16 +109,19 @@ def quantise_as_stored(model: CausalLM, plan: LoadPlan, quantize: str | None) ->
         quantise(model, quantize)
 
 
-def quantise_on_meta(model: CausalLM, folder: Path, quantize: str | None) -> bool:
+def quantise_on_meta(model: CausalLM, folder: Path, quantize: str | None, *, float8: bool = False) -> bool:
     """Quantises weights of a model on the meta device, whose values `load_weights` will read from `folder`. Returns
-    whether it has quantised any: as `quantize` says, or as the folder stores them. Raises InputError."""
+    whether it has quantised any: as `quantize` says, or as the folder stores them. float8: the products of a base
+    that `quantize` has put in FP8 are FP8 too. Raises InputError."""
     scheme = scheme_of(model.config.raw)
-    if scheme is not None and scheme in ("nf4", quantize):
+    stored = scheme is not None and scheme in ("nf4", quantize)
+    if stored:
         quantise_as_stored(model, plan_loading(model, open_checkpoint(folder)), quantize)
-        return True
-    if quantize is not None:
+    elif quantize is not None:
         quantise(model, quantize)
-    return quantize is not None
+    if float8 and quantize == "fp8":
+        multiply_in_fp8(model)
+    return stored or quantize is not None
 
 
 def load_tokenizer(

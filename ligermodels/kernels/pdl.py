@@ -5,7 +5,8 @@ This hides the latency of a launch (NVIDIA, Hopper and later). Once every progra
 `wait_for_previous_kernel` before they touch memory: it returns when all earlier work in the stream is complete and its
 writes are visible. Order and results are therefore those of a plain launch, in a CUDA graph too. Waiting is free.
 `launch_dependents` takes 0.24 ns a program on an H200, 20 us for 80,000 programs: kernels of many small programs do not
-call it. https://docs.nvidia.com/cuda/cuda-c-programming-guide/#programmatic-dependent-launch-and-synchronization
+call it.
+https://docs.nvidia.com/cuda/cuda-c-programming-guide/#programmatic-dependent-launch-and-synchronization
 """
 
 import functools

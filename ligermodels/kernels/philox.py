@@ -1,10 +1,11 @@
 """Counter-based random numbers: Philox 4x32-10. A number depends on its key and counter, and on no earlier number.
 
-draw_bits_reference   seed [B] int64, counter [B, 2] int64 -> [B] int64, uniform in [0, 2^62) draw_bits             the
-same of one row, for kernels; equal to the bit The key is the seed's 64 bits. The counter's four words of 32 bits are
-its second number, low word first, then its first number: (request, position) gives (position, request). The result is
-the first word without its lowest bit, followed by the second word without its lowest bit. Salmon et al. 2011,
-https://doi.org/10.1145/2063384.2063405; test vectors: Random123, kat_vectors.
+    draw_bits_reference   seed [B] int64, counter [B, 2] int64 -> [B] int64, uniform in [0, 2^62)
+    draw_bits             the same of one row, for kernels; equal to the bit
+The key is the seed's 64 bits. The counter's four words of 32 bits are its second number, low word first, then its first
+number: (request, position) gives (position, request). The result is the first word without its lowest bit, followed by
+the second word without its lowest bit.
+Salmon et al. 2011, https://doi.org/10.1145/2063384.2063405; test vectors: Random123, kat_vectors.
 """
 
 import triton

@@ -1,9 +1,10 @@
 """The blocks of Gemma and of Gemma 2, which the text models of PaliGemma have too, and what Gemma 4 alone has.
 
-Gemma 4 has normed values, keys that later layers read, per-layer embeddings, a router with a norm. Per-layer
-embeddings: each block reads a vector of its own for each token, beside the residual stream. For layer l of L and token
-t with embedding x_t: e = table[t], scaled, j = norm(projection(x_t) / sqrt(H)), each of L vectors; the input of layer l
-is (j_l + e_l) / sqrt(2).
+Gemma 4 has normed values, keys that later layers read, per-layer embeddings, a router with a norm.
+Per-layer embeddings: each block reads a vector of its own for each token, beside the residual stream. For layer l of L
+and token t with embedding x_t:
+    e = table[t], scaled        j = norm(projection(x_t) / sqrt(H))        each of L vectors
+    (j_l + e_l) / sqrt(2)       the input of layer l
 """
 
 from typing import Any, ClassVar

@@ -1,10 +1,11 @@
 """Multi-head latent attention (MLA): keys and values are projections of one latent per token, which a cache keeps.
 
 Of a token: queries [q_nope | q_rope] of each head, a latent c of L elements, and a key k_rope of R that all heads
-share. Head h has the key [W_k c | k_rope] and the value W_v c. RoPE rotates q_rope and k_rope alone. Training and
-prefill compute these keys and values. A decode step moves W_k to the query and W_v to the output, score = (W_kᵀ q_nope)
-· c + q_rope · k_rope        out = W_v Σ p c so that what is cached, L + R elements a token, is read as one key of all
-heads, and its first L columns as the value. Source: DeepSeek-V2, https://arxiv.org/abs/2405.04434.
+share. Head h has the key [W_k c | k_rope] and the value W_v c. RoPE rotates q_rope and k_rope alone.
+Training and prefill compute these keys and values. A decode step moves W_k to the query and W_v to the output,
+    score = (W_kᵀ q_nope) · c + q_rope · k_rope        out = W_v Σ p c
+so that what is cached, L + R elements a token, is read as one key of all heads, and its first L columns as the value.
+Source: DeepSeek-V2, https://arxiv.org/abs/2405.04434.
 """
 
 import torch

@@ -1,9 +1,9 @@
 """Rotary position embedding (RoPE): cos and sin for given positions, with every supported frequency scaling.
 
 R is the rotated part of head_dim, inv_freq[j] = theta^(-2j/R), angle = position * inv_freq. All of it is in fp32,
-whatever the model's dtype: with frequencies rounded to bf16 the error grows with the position. Sources: RoPE
-https://arxiv.org/abs/2104.09864, YaRN https://arxiv.org/abs/2309.00071, LongRoPE https://arxiv.org/abs/2402.13753,
-Llama 3.1's scaling from its reference implementation.
+whatever the model's dtype: with frequencies rounded to bf16 the error grows with the position.
+Sources: RoPE https://arxiv.org/abs/2104.09864, YaRN https://arxiv.org/abs/2309.00071, LongRoPE
+https://arxiv.org/abs/2402.13753, Llama 3.1's scaling from its reference implementation.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Images of any size, which the tower of Pixtral encodes: their places, the tower, its merger, their names.
 
-Each row of an image's features stands in the text by itself: a token that is not an image's ends it. Source: Pixtral,
-https://arxiv.org/abs/2410.07073; the merger, the model card of Mistral Small 3.1.
+Each row of an image's features stands in the text by itself: a token that is not an image's ends it.
+Source: Pixtral, https://arxiv.org/abs/2410.07073; the merger, the model card of Mistral Small 3.1.
 """
 
 from collections.abc import Mapping

@@ -1,8 +1,9 @@
 """Pictures of one size that SigLIP encodes: the tower, its features, pooled or not, and which tokens see ahead.
 
 All tokens of a picture see all of their picture. In PaliGemma each token of a text with pictures sees all of its
-prompt, and what follows is causal. Source: SigLIP, https://arxiv.org/abs/2303.15343; the pooling and the attention of
-Gemma 3, https://arxiv.org/abs/2503.19786; PaliGemma, https://arxiv.org/abs/2407.07726.
+prompt, and what follows is causal.
+Sources: SigLIP, https://arxiv.org/abs/2303.15343; the pooling and the attention of Gemma 3,
+https://arxiv.org/abs/2503.19786; PaliGemma, https://arxiv.org/abs/2407.07726.
 """
 
 from collections.abc import Sequence

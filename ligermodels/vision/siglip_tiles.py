@@ -1,8 +1,9 @@
 """Images in square tiles, which SigLIP encodes one by one: their places, layout, projector, names.
 
 A tile may be padded: its patches of padding have features too, but no other patch sees them. Every tile has the same
-number of tokens, causal as those of text. Source: Idefics 3, https://arxiv.org/abs/2408.12637; positions of parts of
-tiles NaViT, https://arxiv.org/abs/2307.06304.
+number of tokens, causal as those of text.
+Sources: Idefics 3, https://arxiv.org/abs/2408.12637; positions of parts of tiles NaViT,
+https://arxiv.org/abs/2307.06304.
 """
 
 from collections.abc import Mapping, Sequence

@@ -2,8 +2,8 @@
 
 FlashAttention 4: the kernels are those of the package flash-attn-4 (the extra `flash`), here for Hopper GPUs. It
 compiles a kernel for each kind of call at its first use, in about five seconds, and caches it on disk. This module
-makes an op of them that a compiler can trace. Source: Shah et al. 2024, https://arxiv.org/abs/2407.08608, and
-https://github.com/Dao-AILab/flash-attention.
+makes an op of them that a compiler can trace.
+Source: Shah et al. 2024, https://arxiv.org/abs/2407.08608, and https://github.com/Dao-AILab/flash-attention.
 
 FlashAttention 2, as torch has it, does not know sinks. A sink s adds a column of the value zero to the softmax. With
 the output o and the log-sum-exp l of the scores alone,

@@ -1,7 +1,7 @@
 """FlexAttention, compiled: what the FlashAttention that is there cannot compute, without a dense mask.
 
-Block masks are cached, because one batch needs the same in all layers. Source: Dong et al. 2024,
-https://arxiv.org/abs/2412.05496, and torch.nn.attention.flex_attention.
+Block masks are cached, because one batch needs the same in all layers.
+Source: Dong et al. 2024, https://arxiv.org/abs/2412.05496, and torch.nn.attention.flex_attention.
 """
 
 import functools

@@ -1,10 +1,10 @@
 """Access to the heads of a packed projection [B, T, (Hq + 2 Hkv) D], and their rotation: shared by the RoPE kernels.
 
 B batch, T length, D head size, Hq query heads, Hkv key and value heads; all query heads come first, then keys, then
-values. A gated projection has (2 Hq + 2 Hkv) D columns: behind each query head its gate. Angles are cos, sin [rows,
-pairs] fp32: one row for each position if the batch shares positions, otherwise one for each token. In kernels: HEADS
-heads of SIZE dimensions, the first ROTATED of which are rotated, TILE heads at a time; PAIRS is half the dimensions
-that are held, padded to a power of two.
+values. A gated projection has (2 Hq + 2 Hkv) D columns: behind each query head its gate. Angles are cos, sin
+[rows, pairs] fp32: one row for each position if the batch shares positions, otherwise one for each token.
+In kernels: HEADS heads of SIZE dimensions, the first ROTATED of which are rotated, TILE heads at a time; PAIRS is half
+the dimensions that are held, padded to a power of two.
 """
 
 from dataclasses import dataclass

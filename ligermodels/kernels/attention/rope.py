@@ -2,11 +2,12 @@
 
 x₁ and x₂ are the halves of a head's first R dimensions (half-split), or the even and the odd ones (interleaved); the
 other dimensions are unchanged. Backward is the inverse rotation, with sin negated. It reads dq, dk and dv in any layout
-and writes them packed, so that they need no separate concatenation. B batch, T length, D head size, Hq query heads, Hkv
-key and value heads: qkv [B, T, (Hq + 2 Hkv) D] any float dtype, all query heads first, then keys, then values; cos, sin
-[T, R/2] fp32 (shared by the batch) or [B T, R/2]. Computed in fp32, one rounding. Moves 2 B T (Hq + Hkv) R elements
-forward, 2 B T (Hq + 2 Hkv) D backward: bound by memory bandwidth. Maths: Su et al. 2021,
-https://arxiv.org/abs/2104.09864.
+and writes them packed, so that they need no separate concatenation.
+B batch, T length, D head size, Hq query heads, Hkv key and value heads: qkv [B, T, (Hq + 2 Hkv) D] any float dtype, all
+query heads first, then keys, then values; cos, sin [T, R/2] fp32 (shared by the batch) or [B T, R/2].
+Computed in fp32, one rounding. Moves 2 B T (Hq + Hkv) R elements forward, 2 B T (Hq + 2 Hkv) D backward: bound by
+memory bandwidth.
+Maths: Su et al. 2021, https://arxiv.org/abs/2104.09864.
 """
 
 import functools

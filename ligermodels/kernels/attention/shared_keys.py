@@ -1,9 +1,10 @@
 """Keys or values of documents that share a prefix: a gather before attention, and its gradient.
 
 In a packed row of T tokens a token's key is read by its own document and by every document that has the token in its
-prefix: token t has the copies offsets[t], …, offsets[t + 1] - 1, and copy c is row places[c] of K rows. forward
-y[places[c]] = x[t]             for each copy c of token t backward   dx[t] = Σ_c dy[places[c]]       in fp32, in
-ascending order of c x [1, T, Hkv, D] any float dtype -> y [1, K, Hkv, D]; offsets int32 [T + 1], places int32 [K].
+prefix: token t has the copies offsets[t], …, offsets[t + 1] - 1, and copy c is row places[c] of K rows.
+    forward    y[places[c]] = x[t]             for each copy c of token t
+    backward   dx[t] = Σ_c dy[places[c]]       in fp32, in ascending order of c
+x [1, T, Hkv, D] any float dtype -> y [1, K, Hkv, D]; offsets int32 [T + 1], places int32 [K].
 Moves (T + K) Hkv D elements in each direction: a program handles one token, and so reads x, or writes dx, once. No
 atomics: gradients are bit-identical from run to run. No host synchronisation: K is a shape.
 """

@@ -15,9 +15,9 @@ batch. The error, at most 2^-40 of the most likely token, is below the rounding 
 of 62 bits (philox.py), determined by the row's seed and counters.
 
 logits [B, V] any float dtype, read as fp32, V < 2^22 -> tokens [B] int64, logprobs [B] fp32. Logits are finite or -inf;
-a row with NaN, infinity or only -inf gives some token of the vocabulary and a logprob that is not finite. Three
-launches. Two read the logits, in blocks of 256 that all programs share: bound by memory bandwidth. In the third, one
-program for each row reads the block of its token; with filters it first searches for the thresholds
+a row with NaN, infinity or only -inf gives some token of the vocabulary and a logprob that is not finite.
+Three launches. Two read the logits, in blocks of 256 that all programs share: bound by memory bandwidth. In the third,
+one program for each row reads the block of its token; with filters it first searches for the thresholds
 (sample_filters.py).
 """
 

@@ -4,8 +4,9 @@ Penalties on tokens that a text already has: repetition (Hugging Face's), presen
     in the prompt or generated:  l = l / repetition if l > 0, else l * repetition
     generated n > 0 times:       l = l - (frequency * n + presence)
 One table [B, V] int32 records what the formulas need: 2 n, plus 1 for tokens of the prompt. 4 B V bytes; a row is reset
-by `start_penalty_row`, and each generated token adds 2 to one number. logits [B, V] any float dtype -> fp32. Repetition
-1, presence 0 and frequency 0 change nothing. Reads logits and table once and writes once: bound by memory bandwidth.
+by `start_penalty_row`, and each generated token adds 2 to one number.
+logits [B, V] any float dtype -> fp32. Repetition 1, presence 0 and frequency 0 change nothing. Reads logits and table
+once and writes once: bound by memory bandwidth.
 Sources: Keskar et al. 2019, https://arxiv.org/abs/1909.05858, for repetition; OpenAI's API reference for the others.
 
 Thresholds, in one program for a row of logits; `sample.py` has the definitions.

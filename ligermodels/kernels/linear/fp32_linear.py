@@ -2,10 +2,11 @@
 
 The product of two numbers in half precision is exact in fp32, so that the operands need no copies in fp32: tensor cores
 take them as they are, and sum in fp32. Backward has dy in fp32. Beside bf16 operands it enters the products as two bf16
-numbers, dy = high + low + rest with |rest| <= 2^-17 |dy|, which makes them twice as deep: dx = [high, low] [W; W];
-dW = highᵀ x + lowᵀ x fp16 has no room for small dy: its operands are widened there. x [R, K], W [N, K] fp32, bf16 or
-fp16, y [R, N] fp32; sums in fp32, one rounding of each gradient. Saved for backward: x as it is. 2 R N K FLOP forward,
-twice that backward, in bf16 four times.
+numbers, dy = high + low + rest with |rest| <= 2^-17 |dy|, which makes them twice as deep:
+    dx = [high, low] [W; W];    dW = highᵀ x + lowᵀ x
+fp16 has no room for small dy: its operands are widened there.
+x [R, K], W [N, K] fp32, bf16 or fp16, y [R, N] fp32; sums in fp32, one rounding of each gradient. Saved for backward: x
+as it is. 2 R N K FLOP forward, twice that backward, in bf16 four times.
 """
 
 import torch

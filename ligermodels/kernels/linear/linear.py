@@ -66,7 +66,15 @@ from ligermodels.kernels.norms.rms_norm import (
     rms_norm_forward,
     rms_norm_reference,
 )
-from ligermodels.kernels.quant.quantised_weight import Weight, dense, dense_dtype, frozen_linear, operand
+from ligermodels.kernels.quant.quantised_weight import (
+    Weight,
+    WeightLayout,
+    dense_dtype,
+    frozen_linear,
+    operand,
+    product,
+    product_gradient,
+)
 
 Columns = tuple[tuple[int, int], ...]
 
@@ -164,10 +172,11 @@ def split_by_projection(y: Tensor, low: Tensor, b: Tensor, columns: Columns) -> 
 
 
 def linear_forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor | None, b: Tensor | None, columns: Columns, scale: float
-) -> tuple[Tensor, Tensor | None]:
+    x: Tensor, weight: Tensor, layout: WeightLayout | None, bias: Tensor | None, a: Tensor | None, b: Tensor | None,
+    columns: Columns, scale: float,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """y [..., N], and low [..., P r], which is None without an update. Call it only where autograd does not record."""
-    y = F.linear(x, weight, bias)
+    y = product(x, weight, layout, bias)
     if a is None or b is None:
         return y, None
     low = F.linear(x, a)
@@ -195,12 +204,14 @@ def low_gradient(dy: Tensor, a: Tensor, b: Tensor, columns: Columns, scale: floa
     return dlow
 
 
-def input_gradient(dy: Tensor, weight: Tensor, dlow: Tensor | None = None, a: Tensor | None = None) -> Tensor:
+def input_gradient(
+    dy: Tensor, weight: Tensor, layout: WeightLayout | None, dlow: Tensor | None, a: Tensor | None
+) -> Tensor:
     """dx [..., K] = dy W + dlow A; without an update dy W."""
-    dx = torch.mm(as_matrix(dy), weight)
+    dx = product_gradient(as_matrix(dy), weight, layout)
     if dlow is not None and a is not None:
         dx.addmm_(as_matrix(dlow), a)
-    return dx if dy.ndim == 2 else dx.view(*dy.shape[:-1], weight.shape[1])
+    return dx if dy.ndim == 2 else dx.view(*dy.shape[:-1], -1)
 
 
 def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
@@ -241,7 +252,7 @@ def parameter_gradients(
 class _LowRankLinear(Node):
     @staticmethod
     def forward(ctx, x, weight, layout, bias, a, b, columns, scale):
-        y, low = linear_forward(x, dense(weight, layout), bias, a, b, columns, scale)
+        y, low = linear_forward(x, weight, layout, bias, a, b, columns, scale)
         ctx.save_for_backward(x, weight, a, b, low)
         ctx.layout, ctx.update = layout, (columns, scale)
         return y
@@ -253,7 +264,7 @@ class _LowRankLinear(Node):
         *_, needs_a, _ = needed
         dlow = low_gradient(dy, a, b, *ctx.update) if a is not None and (needs_x or needs_a) else None
         return (
-            input_gradient(dy, dense(weight, ctx.layout), dlow, a) if needs_x else None,
+            input_gradient(dy, weight, ctx.layout, dlow, a) if needs_x else None,
             *parameter_gradients(dy, x, dlow, low, b, ctx.update, needed),
             None,
             None,
@@ -321,7 +332,7 @@ class NormLinear(Node):
             hidden = x.view_as(x)  # a new output, so that its gradient arrives at this node
         else:
             normed, hidden, statistics = norm.add_forward(x, residual, *parameters, eps, *offset, dtype)
-        y, low = linear_forward(normed, dense(weight, layout), bias, a, b, columns, scale)
+        y, low = linear_forward(normed, weight, layout, bias, a, b, columns, scale)
         ctx.save_for_backward(hidden, statistics, weight, a, b, low, *parameters)
         ctx.layout, ctx.update = layout, (columns, scale)
         ctx.norm, ctx.eps, ctx.offset = norm, eps, offset
@@ -341,7 +352,7 @@ class NormLinear(Node):
             dlow = low_gradient(dy, a, b, *ctx.update)
         if needs_normed:  # dnormed is not bound to a name: its memory is freed before the weight gradients are computed
             dx, *gradients, normed = ctx.norm.backward(
-                input_gradient(dy, dense(weight, ctx.layout), dlow, a), dhidden, hidden, statistics, *parameters,
+                input_gradient(dy, weight, ctx.layout, dlow, a), dhidden, hidden, statistics, *parameters,
                 *ctx.offset, needs_hidden, *needs_parameters, reads_normed,
             )  # fmt: skip
         elif reads_normed:
@@ -412,7 +423,7 @@ class ActivatedLinear(Node):
     @staticmethod
     def forward(ctx, x, weight, layout, bias, a, b, columns, scale, activation, inplace, *multipliers):
         activated = _activate(x, activation, multipliers)
-        y, low = linear_forward(activated, dense(weight, layout), bias, a, b, columns, scale)
+        y, low = linear_forward(activated, weight, layout, bias, a, b, columns, scale)
         ctx.save_for_backward(x, weight, a, b, low)
         ctx.layout, ctx.update = layout, (columns, scale)
         ctx.activation, ctx.inplace, ctx.multipliers = activation, inplace, multipliers
@@ -430,7 +441,7 @@ class ActivatedLinear(Node):
         if needs_x:  # its gradient behind the activation is not bound to a name: the memory is freed before dW
             through_activation = gated_backward_from_saved if ctx.multipliers else plain_backward_from_saved
             dx, activated, *_ = through_activation(
-                input_gradient(dy, dense(weight, ctx.layout), dlow, a), x, ctx.activation, reads_activated,
+                input_gradient(dy, weight, ctx.layout, dlow, a), x, ctx.activation, reads_activated,
                 *ctx.multipliers, ctx.inplace,
             )  # fmt: skip
         elif reads_activated:

@@ -1,11 +1,13 @@
 """Chunks of the gated delta rule: their normalized queries and keys, and the inverse of each.
 
-`_prepare_kernel` computes of each chunk and value head, with G the cumulative sum of g inside the chunk: norms [T, 2,
-Hk] fp32        rsqrt(Σ x² + eps) of each query and key decay [T, Hv] fp32           G inverse [T, Hv, SPAN]       M =
-(1 + A)^-1, A = strict_lower(β_i (k_i·k_j) exp(G_i - G_j)); row i of M at token i and `_pairs_kernel`, for the forward
-pass and again for the backward pass, pairs [T, Hv, SPAN]         P = (Q Kᵀ)∘exp(G_i - G_j), i >= j Diagonal blocks of
-INVERSE_BLOCK rows are inverted by substitution. With D these inverses and E = D (A without blocks), whose power SPAN /
-INVERSE_BLOCK = 4 is zero, M = (1 - E + E² - E³) D.
+`_prepare_kernel` computes of each chunk and value head, with G the cumulative sum of g inside the chunk:
+    norms [T, 2, Hk] fp32       rsqrt(Σ x² + eps) of each query and key
+    decay [T, Hv] fp32          G
+    inverse [T, Hv, SPAN]       M = (1 + A)^-1, A = strict_lower(β_i (k_i·k_j) exp(G_i - G_j)); row i of M at token i
+and `_pairs_kernel`, for the forward pass and again for the backward pass,
+    pairs [T, Hv, SPAN]         P = (Q Kᵀ)∘exp(G_i - G_j), i >= j
+Diagonal blocks of INVERSE_BLOCK rows are inverted by substitution. With D these inverses and E = D (A without blocks),
+whose power SPAN / INVERSE_BLOCK = 4 is zero, M = (1 - E + E² - E³) D.
 """
 
 from dataclasses import dataclass

@@ -8,10 +8,10 @@ p = softmax(l), g and h the upstream gradients of logprob and entropy:
     dlogits_j = s (g ([j = t] - p_j) - h p_j (log p_j + entropy)) (1 - (l_j / softcap)²)      1 - p_t = -expm1(logprob)
 
 A temperature divides both softcap and s. All are zero if t is ignore_index. If t is another number outside [0, V),
-logprob is minus infinity and the rest is zero. logits [rows, V] fp32 (or fp64), targets [rows] int64, results fp32;
-dlogits in any float dtype, rounded once. A dlogits that is narrower than the logits may be in their memory, in the
-second half of each row (`gradient_memory`). Reads V elements a row forward, 2 V for results and gradient together; one
-program a row.
+logprob is minus infinity and the rest is zero.
+logits [rows, V] fp32 (or fp64), targets [rows] int64, results fp32; dlogits in any float dtype, rounded once. A dlogits
+that is narrower than the logits may be in their memory, in the second half of each row (`gradient_memory`).
+Reads V elements a row forward, 2 V for results and gradient together; one program a row.
 """
 
 import functools

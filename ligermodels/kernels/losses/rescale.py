@@ -1,10 +1,11 @@
 """Multiplies a tensor by scalars that live on the device: out = x * scale * other * factor, rounded once.
 
-scale is one number for the whole tensor, or one for each row. `rescale` writes a new tensor of another dtype (fp32 sums
-become half-precision gradients). `rescale_pair` does this for two tensors in one launch. `rescale_` works in place and
-skips the rows whose scale is 1. `scale_gradient_` uses it to multiply a gradient computed in the forward by its
-upstream gradient, which is 1 in most training loops: the host never reads that number. Reads and writes each element
-once; `rescale_` by 1 moves nothing: bound by memory bandwidth.
+scale is one number for the whole tensor, or one for each row.
+`rescale` writes a new tensor of another dtype (fp32 sums become half-precision gradients). `rescale_pair` does this for
+two tensors in one launch. `rescale_` works in place and skips the rows whose scale is 1. `scale_gradient_` uses it to
+multiply a gradient computed in the forward by its upstream gradient, which is 1 in most training loops: the host never
+reads that number.
+Reads and writes each element once; `rescale_` by 1 moves nothing: bound by memory bandwidth.
 """
 
 import functools

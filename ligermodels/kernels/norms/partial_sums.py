@@ -1,8 +1,8 @@
 """Sums the partial weight gradients of persistent programs: dw = Σ_programs partial, rounded once.
 
 Each program keeps its share in fp32 registers and writes it to a row of its own, without atomics. The rows are summed
-here in an order that depends on the shapes alone, so the result is bit-identical from run to run. Moves 4 P N bytes for
-P programs and N columns.
+here in an order that depends on the shapes alone, so the result is bit-identical from run to run.
+Moves 4 P N bytes for P programs and N columns.
 """
 
 import functools

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.kernels.quant.nf4 import Nf4
-from ligermodels.kernels.quant.quantised_weight import ALIGNMENT, RowsLayout, section, starts_of
+from ligermodels.kernels.quant.quantised_weight import ALIGNMENT, DenseProducts, RowsLayout, section, starts_of
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class DensePart(RowsLayout):
 
 
 @dataclass(frozen=True)
-class PartlyNf4:
+class PartlyNf4(DenseProducts):
     """The layout of such a weight. layouts: of its parts, each of which is one Hub tensor."""
 
     layouts: tuple[Nf4 | DensePart, ...]

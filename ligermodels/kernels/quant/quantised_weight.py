@@ -1,10 +1,10 @@
 """Frozen weights in few bits as operands of matrix products, and the linear of one as an autograd node.
 
 A `QuantisedWeight` is one tensor of bytes and their layout. Ops with a frozen weight take it in the place of a tensor.
-Its nodes dequantise it when they multiply, forward and again backward, and keep the bytes alone between the two: y = x
-Ŵᵀ + b    dx = dy Ŵ      Ŵ: W dequantised, in the layout's dtype x [..., K], W [N, K], b [N] -> y [..., N] in Ŵ's dtype.
-The products are torch GEMMs. Dequantising writes and reads N K elements, which is little beside a product of many rows;
-few_rows_linear.py multiplies few rows without writing them.
+Its nodes dequantise it when they multiply, forward and again backward, and keep the bytes alone between the two:
+    y = x Ŵᵀ + b    dx = dy Ŵ      Ŵ: W dequantised, in the layout's dtype
+x [..., K], W [N, K], b [N] -> y [..., N] in Ŵ's dtype. The products are torch GEMMs. Dequantising writes and reads N K
+elements, which is little beside a product of many rows; few_rows_linear.py multiplies few rows without writing them.
 """
 
 import math
@@ -62,9 +62,27 @@ class WeightLayout(Protocol):
 
     def unpack(self, data: Tensor) -> list[dict[str, Tensor]]: ...
 
+    def product(self, x: Tensor, data: Tensor, bias: Tensor | None) -> Tensor:
+        """x [..., K], the bytes of a weight [N, K], bias [N] or None -> x Ŵᵀ + b [..., N]."""
+        ...
+
+    def input_gradient(self, dy: Tensor, data: Tensor) -> Tensor:
+        """dy [M, N], the bytes of a weight [N, K] -> dy Ŵ [M, K]."""
+        ...
+
+
+class DenseProducts:
+    """Products of layouts that dequantise a weight first."""
+
+    def product(self: WeightLayout, x: Tensor, data: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, self.dequantize(data), bias)
+
+    def input_gradient(self: WeightLayout, dy: Tensor, data: Tensor) -> Tensor:
+        return torch.mm(dy, self.dequantize(data))
+
 
 @dataclass(frozen=True)
-class RowsLayout:
+class RowsLayout(DenseProducts):
     """What layouts of weights share whose rows are quantised by parts.
 
     shape: of the weight, [rows, columns] or [experts, rows, columns].
@@ -177,6 +195,16 @@ def dense(weight: Tensor, layout: WeightLayout | None) -> Tensor:
     return weight if layout is None else layout.dequantize(weight)
 
 
+def product(x: Tensor, weight: Tensor, layout: WeightLayout | None, bias: Tensor | None) -> Tensor:
+    """x [..., K] and an operand [N, K] -> x Wᵀ + b [..., N]. Call it only where autograd does not record."""
+    return F.linear(x, weight, bias) if layout is None else layout.product(x, weight, bias)
+
+
+def product_gradient(dy: Tensor, weight: Tensor, layout: WeightLayout | None) -> Tensor:
+    """The gradient [M, K] of the input of `product`, dy [M, N]."""
+    return torch.mm(dy, weight) if layout is None else layout.input_gradient(dy, weight)
+
+
 def dense_dtype(weight: Tensor, layout: WeightLayout | None) -> torch.dtype:
     return weight.dtype if layout is None else layout.dtype
 
@@ -186,14 +214,19 @@ class _FrozenLinear(Node):
     def forward(ctx, x, data, layout, bias):
         ctx.save_for_backward(data)
         ctx.layout = layout
-        return F.linear(x, layout.dequantize(data), bias)
+        return layout.product(x, data, bias)
 
     @staticmethod
     def backward(ctx, dy):
         (data,) = ctx.saved_tensors
         needs_x, _, _, needs_bias = ctx.needs_input_grad
-        dx = torch.matmul(dy, ctx.layout.dequantize(data)) if needs_x else None
-        return dx, None, None, as_matrix(dy).sum(0) if needs_bias else None
+        dx = ctx.layout.input_gradient(as_matrix(dy), data) if needs_x else None
+        return (
+            dx if dx is None else dx.view(*dy.shape[:-1], -1),
+            None,
+            None,
+            as_matrix(dy).sum(0) if needs_bias else None,
+        )
 
 
 def frozen_linear(x: Tensor, weight: QuantisedWeight, bias: Tensor | None = None) -> Tensor:

@@ -1,10 +1,11 @@
 """Learning rate schedules. The rate depends only on the step number, so that resume needs no schedule state.
 
-Steps count from 0. Every schedule has a linear warmup to `peak`; the first step after the warmup has `peak` too. cosine
-cosine decay to a tenth of the peak at the last step linear   linear decay to zero, which would be reached one step
-after the last: Bergsma et al. 2025, https://arxiv.org/abs/2502.15938 wsd      warmup, stable, decay: constant, then
-over the last fifth of all steps 1 - √(fraction of the decay that is done): Hägele et al. 2024,
-https://arxiv.org/abs/2405.18392
+Steps count from 0. Every schedule has a linear warmup to `peak`; the first step after the warmup has `peak` too.
+    cosine   cosine decay to a tenth of the peak at the last step
+    linear   linear decay to zero, which would be reached one step after the last: Bergsma et al. 2025,
+             https://arxiv.org/abs/2502.15938
+    wsd      warmup, stable, decay: constant, then over the last fifth of all steps 1 - √(fraction of the decay that is
+             done): Hägele et al. 2024, https://arxiv.org/abs/2405.18392
 """
 
 import math

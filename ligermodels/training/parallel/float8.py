@@ -2,7 +2,8 @@
 
 Input, weight and output gradient are each scaled by their largest absolute value and rounded to float8 just before the
 product (torchao's recipe "tensorwise"). Results have the compute dtype. Embedding, head, routers and routed experts are
-not converted, nor is a linear whose sizes float8 products do not support. All this module knows of a model is that the
+not converted, nor is a linear whose sizes float8 products do not support. A base in FP8 needs no torchao: see
+kernels/quant/fp8_products.py. All this module knows of a model is that the
 linears to convert are in its blocks and have names that end in `_proj`.
 """
 
@@ -13,11 +14,11 @@ from torch import nn
 
 from ligermodels.adapters.lora_targets import BLOCKS
 from ligermodels.errors import InputError
+from ligermodels.kernels.quant.fp8_products import FP8_SIZES
 from ligermodels.layers.packed import PackedLinear, PackedPart
 from ligermodels.optional_packages import import_package
 
 MIN_CAPABILITY = (8, 9)
-SIZE_MULTIPLE = 16  # float8 products need both sizes of a weight to be multiples of it
 
 
 def convert(model: nn.Module, device: torch.device) -> int:
@@ -33,7 +34,7 @@ def convert(model: nn.Module, device: torch.device) -> int:
         if isinstance(packed := blocks.get_submodule(name), PackedLinear):
             blocks.set_submodule(name, packed.as_linear())
     if not names:
-        raise InputError(f"float8: no linear of the blocks has sizes that are multiples of {SIZE_MULTIPLE}; omit it")
+        raise InputError(f"float8: no linear of the blocks has sizes that are multiples of {FP8_SIZES}; omit it")
     torchao.convert_to_float8_training(
         blocks,
         module_filter_fn=lambda _, name: name in names,
@@ -48,7 +49,7 @@ def is_convertible(module: nn.Module, name: str) -> bool:
         return False
     if isinstance(module, PackedPart) or module.weight is None:
         return False  # either the packed linear is converted, or its parts are
-    return module.in_features % SIZE_MULTIPLE == 0 and module.out_features % SIZE_MULTIPLE == 0
+    return module.in_features % FP8_SIZES == 0 and module.out_features % FP8_SIZES == 0
 
 
 def import_torchao(device: torch.device) -> Any:

@@ -60,7 +60,7 @@ def refuse_contradictions(config: TrainConfig) -> None:
         )
     if "activations" in (config.offload or ()):
         refuse_unused_offload(config)
-    if config.float8 and not config.compile:
+    if config.float8 and not config.compile and not config.quantize:
         raise InputError("--float8 takes twice the time of bfloat16 unless blocks are compiled: add --compile")
     if config.quantize:
         refuse_unfit_quantisation(config)
@@ -104,8 +104,8 @@ def refuse_unfit_quantisation(config: TrainConfig) -> None:
         raise InputError(f"{given}: {config.model} is a family with new weights; name a checkpoint, or leave it out")
     if not config.with_lora:
         raise InputError(f"{given}: quantised weights cannot be trained in full; add --lora-rank 16, or leave it out")
-    if config.float8:
-        raise InputError(f"{given}: --float8 quantises the same linears for its products; leave one of them out")
+    if config.float8 and config.quantize != "fp8":
+        raise InputError(f"{given}: --float8 multiplies weights of --quantize fp8; give that, or leave --float8 out")
 
 
 def refuse_unused_offload(config: TrainConfig) -> None:

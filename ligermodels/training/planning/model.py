@@ -49,7 +49,7 @@ def build_model(config: TrainConfig, pretrained: Path | None, adapter: Path | No
 
 def quantise_base(model: CausalLM, folder: Path, config: TrainConfig) -> None:
     """Quantises the frozen linears, as --quantize says or as the checkpoint stores them. Raises InputError."""
-    if quantise_on_meta(model, folder, config.quantize) and not config.with_lora:
+    if quantise_on_meta(model, folder, config.quantize, float8=config.float8) and not config.with_lora:
         raise InputError(
             f"--model {config.model}: its weights are stored in 4 bits, which cannot be trained in full: add "
             "--lora-rank 16, or name the original model"

@@ -6,8 +6,9 @@ and of a value in forward, and twice that in backward; a query attends to itself
 window. A state costs 6 FLOPs per element in forward with the gated delta rule, 4 with Mamba-2, and twice that in
 backward. A row counts as one document. Blocks of cross-attention count with images alone: see `image_flops`. Embedding,
 norms and activation functions do not count, nor does recomputation by activation checkpointing: these are FLOPs of the
-model, not of the hardware. Source: Chowdhery et al. 2022, appendix B, https://arxiv.org/abs/2204.02311. There every
-query attends to all keys of its row, which doubles the attention FLOPs.
+model, not of the hardware.
+Source: Chowdhery et al. 2022, appendix B, https://arxiv.org/abs/2204.02311. There every query attends to all keys of
+its row, which doubles the attention FLOPs.
 """
 
 from collections.abc import Iterator

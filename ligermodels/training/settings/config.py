@@ -145,7 +145,8 @@ class TrainConfig:
     param_rounding: Literal["exact", "nearest", "stochastic"] = setting("training", "exact", "of updated bfloat16 "
         "parameters; exact: the curve of float32 parameters, 2 more bytes a parameter; nearest: loses small updates; "
         "stochastic: makes them noise")
-    float8: bool = setting("training", False, "float8 matrix products in the blocks, through torchao; needs --compile")
+    float8: bool = setting("training", False, "float8 matrix products in the blocks: of a base that is quantised in fp8, else "
+        "through torchao, which needs --compile")
     activation_checkpointing: Literal["none", "auto", "selective", "full"] | None = setting("training", None, "full: "
         "blocks keep only their inputs for the backward pass; selective: attention and the products around it too; "
         "auto: as little of it as memory demands", shown="auto; tiny: none")

@@ -3,8 +3,8 @@
 A folder has one model: one file, or all parts of a split one (name-00001-of-00003.gguf). A tensor name's pattern has
 `{}` for a number: the layer, then the expert. Patterns without `.weight` carry the rest of a name over. A pattern of a
 stack of experts has one `{}` more on the Hub's side: each expert is a tensor there. What the converter changed in
-values stands beside the names. Source: llama.cpp's conversion scripts,
-https://github.com/ggml-org/llama.cpp/tree/master/conversion.
+values stands beside the names.
+Source: llama.cpp's conversion scripts, https://github.com/ggml-org/llama.cpp/tree/master/conversion.
 """
 
 import re

@@ -84,7 +84,7 @@ def test_gradients_agree_with_torch_linear():
     x, weight, bias = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in [(2, 3, 5), (4, 5), (4,)])
     dy = torch.randn(3, 2, 4, dtype=torch.float64).transpose(0, 1)
     expected = torch.autograd.grad(torch.nn.functional.linear(x, weight, bias), (x, weight, bias), dy)
-    got = input_gradient(dy, weight), weight_gradient(dy, x), bias_gradient(dy)
+    got = input_gradient(dy, weight, None, None, None), weight_gradient(dy, x), bias_gradient(dy)
     torch.testing.assert_close(got, expected)
 
 

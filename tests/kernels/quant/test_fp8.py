@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from ligermodels.kernels.quant.fp8 import LARGEST, Float8, fp8_dequantize_reference, fp8_quantize
+from ligermodels.kernels.quant.fp8_products import MultipliedFloat8, quantize_rows, transposed
+from ligermodels.kernels.quant.quantised_weight import QuantisedWeight, frozen_linear
 from tests.conftest import DEVICE
-from tests.kernels.error_budget import DTYPES
+from tests.kernels.error_budget import DTYPES, relative_error
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -55,3 +57,79 @@ def test_every_matrix_has_blocks_of_its_own():
 def test_another_number_of_rows_is_refused():
     with pytest.raises(ValueError, match=r"fp8: \[3, 100, 72\] in parts of \(299,\) rows"):
         Float8((3, 100, 72), (299,), torch.float32)
+
+
+PRODUCTS = {"rows": (1, 256), "blocks": (128, 128)}
+
+
+@pytest.mark.parametrize("block", PRODUCTS.values(), ids=PRODUCTS)
+def test_both_factors_of_a_product_are_rounded_to_fp8(block):
+    """Forward and backward equal the product of what was quantised, and differ from the exact one by its rounding."""
+    torch.manual_seed(0)
+    layout = MultipliedFloat8((384, 256), (256, 128), torch.bfloat16, block)
+    weight = layout.quantize(torch.randn(384, 256, device=DEVICE) * torch.rand(384, 1, device=DEVICE))
+    x, bias = torch.randn(2, 80, 256, device=DEVICE), torch.randn(384, device=DEVICE)
+    leaves = [y.bfloat16().requires_grad_() for y in (x, bias)]
+    y = frozen_linear(leaves[0], QuantisedWeight(weight, layout), leaves[1])
+    dy = torch.randn_like(y)
+    y.backward(dy)
+    dense = layout.with_dtype(torch.float32).dequantize(weight).double()
+    of_row = layout.view(weight)[1] if layout.has_row_scales else torch.ones(384, 1, device=DEVICE)
+    group = layout.columns_of_scale
+    expected = rounded(leaves[0], group) @ dense.mT + leaves[1].double()
+    assert relative_error(y.flatten(0, 1), expected) < 3e-3
+    scaled = rounded(dy.float() * of_row.mT, 384 if layout.has_row_scales else group)
+    assert relative_error(leaves[0].grad.flatten(0, 1), scaled @ (dense / of_row)) < 3e-3
+    exact = leaves[0].double() @ dense.mT + leaves[1].double()
+    assert 0.02 < relative_error(y, exact) < 0.05
+    assert 0.02 < relative_error(leaves[0].grad, dy.double() @ dense) < 0.05
+
+
+def rounded(x, group):
+    """x after FP8, with a scale for each group of a row; float64."""
+    x = x.detach().flatten(0, -2)
+    codes, scale = fp8_quantize(x, (1, group))
+    return codes.double() * scale.double().repeat_interleave(group, 1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "parts", "dtype", "block"),
+    [
+        ((40, 32), (40,), torch.bfloat16, (1, 32)),
+        ((32, 40), (32,), torch.bfloat16, (1, 40)),
+        ((192, 256), (192,), torch.bfloat16, (128, 128)),
+        ((128, 128), (128,), torch.float32, (128, 128)),
+    ],
+)
+def test_a_weight_that_fp8_products_do_not_take_is_dequantised(shape, parts, dtype, block):
+    layouts = [kind(shape, parts, dtype, block) for kind in (Float8, MultipliedFloat8)]
+    data = layouts[0].quantize(torch.randn(shape, device=DEVICE))
+    x = torch.randn(3, shape[1], dtype=dtype, device=DEVICE)
+    first, second = (frozen_linear(x, QuantisedWeight(data, layout)) for layout in layouts)
+    assert not layouts[1].is_multiplied and torch.equal(first, second)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("rows", "columns", "group"), [(7, 28672, 28672), (513, 576, 576), (130, 4096, 128), (9, 200, 128)]
+)
+def test_rows_are_quantised_to_the_bits_of_pytorch(rows, columns, group, dtype):
+    """The interpreter truncates where a GPU rounds."""
+    x = torch.randn(rows, columns, device=DEVICE, dtype=dtype) * torch.rand(rows, 1, device=DEVICE)
+    x[2] = 0
+    factor = torch.rand(columns, 1, device=DEVICE)
+    for given in (None, factor):
+        codes, scale = quantize_rows(x, group, given)
+        scaled = x.float() if given is None else x.float() * given.t()
+        expected, of_groups = fp8_quantize(scaled, (1, group))
+        assert torch.equal(scale, of_groups) and scale.stride(0) == 1
+        # Triton divides to 2 ulp: few elements lie between two codes.
+        assert (codes.view(torch.uint8) != expected.view(torch.uint8)).float().mean() < 1e-4
+        assert relative_error(codes.float(), expected.double()) < 1e-3
+
+
+@pytest.mark.gpu
+def test_codes_are_transposed():
+    codes = torch.randint(256, (300, 530), device=DEVICE, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    assert torch.equal(transposed(codes).view(torch.uint8), codes.view(torch.uint8).t())

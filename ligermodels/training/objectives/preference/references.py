@@ -221,7 +221,7 @@ class ModelReference(Reference):
                 f"--reference model:{self.folder}: is a reward model, without logits of tokens; name a language model"
             )
         if isinstance(source, Path):
-            quantise_on_meta(model, source, None if self.folder else config.quantize)
+            quantise_on_meta(model, source, None if self.folder else config.quantize, float8=config.float8)
         if model.config.vocab_size != policy.config.vocab_size:
             raise InputError(
                 f"--reference model:{self.folder}: has a vocabulary of {model.config.vocab_size:,} tokens, the policy "
