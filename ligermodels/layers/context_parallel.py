@@ -11,6 +11,7 @@ often. Source: Jacobs et al. 2023, DeepSpeed Ulysses, https://arxiv.org/abs/2309
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -36,6 +37,10 @@ class ContextGroup:
             raise ValueError("forward: context needs the input_ids of one row; pack the documents, and pass cu_seqlens")
         if input_ids.shape[1] % self.size:
             raise ValueError(f"forward: {self.size} ranks cannot share a row of {input_ids.shape[1]} tokens equally")
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of x over the ranks."""
+        return self.mean(x) * self.size
 
     def mean(self, x: Tensor) -> Tensor:
         """The mean of x over the ranks: over the row's tokens, where x is one over those of a rank."""
@@ -63,6 +68,13 @@ class ContextGroup:
         """[1, T, heads of a rank, D] of this rank's heads -> [1, T / R, H, D] of this rank's tokens. heads: H."""
         rows = all_to_all(out[0].unflatten(0, (self.size, -1)), self.group)  # [R, T / R, heads of a rank, D]
         return rows.transpose(0, 1).flatten(1, 2)[None, :, :: copies_of_heads(heads, self.size)]
+
+    def gather(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """x [n] of this rank -> [Σ counts], those of all ranks in their order; counts: how many each rank has.
+
+        Its gradient is the sum of those on all ranks.
+        """
+        return all_to_all(x.repeat(self.size), self.group, [len(x)] * self.size, list(counts))
 
     def from_previous_rank(self, rows: Tensor) -> Tensor:
         """rows [n, ...] of the previous rank; on the first those of the last."""

@@ -55,10 +55,10 @@ class Inputs:
         if self.context is not None:
             self.context.check(self.input_ids)
             others = (
-                self.attention_mask, self.cache, self.inputs_embeds, self.shared_keys, self.features, self.rope_ids,
+                self.attention_mask, self.cache, self.inputs_embeds, self.features, self.rope_ids,
             )  # fmt: skip
             if any(other is not None for other in others):
-                raise ValueError("forward: context goes with input_ids, position_ids and cu_seqlens alone")
+                raise ValueError("forward: context goes with input_ids, position_ids, cu_seqlens and shared_keys alone")
         if self.shared_keys is not None and (self.cu_seqlens is None or self.position_ids is None):
             raise ValueError("forward: shared_keys need cu_seqlens and position_ids")
         cached = self.cache is not None

@@ -1,4 +1,4 @@
-"""Two ranks, with FSDP2 over gloo, have the losses and metrics of one."""
+"""Several ranks, with FSDP2 over gloo, have the losses and metrics of one."""
 
 import json
 
@@ -29,6 +29,7 @@ KINDS = {
                "model", "--max-length", "100"),
     "model": (*PAIRS, "--objective", "dpo", "--pairs", "1", "--reference", "model"),  # one rank has padding alone
 }  # fmt: skip
+SHARING = {"precomputed": (4, 2), "kto": (2, 2), "reward": (2, 2), "grpo": (4, 4)}  # ranks, and how many share a row
 MEASURED = (
     *("peak_memory_gib", "tokens_per_second", "seconds_left", "step_time"),
     *("time/sample", "time/reward", "time/score"),
@@ -72,10 +73,15 @@ def assert_same_records(alone, shared):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_ranks_have_the_losses_and_metrics_of_one(launcher, kind):
+def test_several_ranks_have_the_losses_and_metrics_of_one(launcher, kind):
     for ranks in (1, 2):
         states = ("--teacher-states", f"states-{ranks}") if kind == "distill" else ()
         launcher.succeed(*RUN, *KINDS[kind], *states, "--output", f"{kind}-{ranks}", ranks=ranks)
     alone, shared = (records(launcher.folder / f"{kind}-{ranks}") for ranks in (1, 2))
     assert len(alone) == len(shared) == 4 + (kind in ("distill", "images"))  # pretrained weights are validated first
     assert_same_records(alone, shared)
+    if kind in SHARING:
+        ranks, sharing = SHARING[kind]
+        options = "--context-parallel", str(sharing), "--output", f"{kind}-rows"
+        launcher.succeed(*RUN, *KINDS[kind], *options, ranks=ranks)
+        assert_same_records(alone, records(launcher.folder / f"{kind}-rows"))

@@ -161,8 +161,8 @@ def test_settings_that_cannot_be_are_refused_in_one_line():
         prepare(TrainConfig(**settings), World(CPU, 0, 2))
     with pytest.raises(InputError, match=r"leave out --packing off$"):
         prepare(TrainConfig(**settings, packing=False), World(CPU, 0, 2))
-    with pytest.raises(InputError, match="--context-parallel has no effect under --objective dpo"):
-        prepare(TrainConfig(**settings, objective="dpo"), World(CPU, 0, 2))
+    with pytest.raises(InputError, match="--context-parallel has no effect under --objective distill"):
+        prepare(TrainConfig(**settings, objective="distill"), World(CPU, 0, 2))
 
 
 def test_forward_refuses_rows_that_ranks_cannot_share(on_cpu):
@@ -177,5 +177,5 @@ def test_forward_refuses_rows_that_ranks_cannot_share(on_cpu):
     with pytest.raises(ValueError, match="3 ranks cannot share a row of 4 tokens equally"):
         model(ids[:1], ids[:1], context=context)
     context.size = 2
-    with pytest.raises(ValueError, match="context goes with input_ids, position_ids and cu_seqlens alone"):
+    with pytest.raises(ValueError, match="context goes with input_ids, position_ids, cu_seqlens and shared_keys alone"):
         model(ids[:1], ids[:1], context=context, attention_mask=torch.ones(1, 4))

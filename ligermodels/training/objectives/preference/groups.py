@@ -133,7 +133,7 @@ class GroupObjective(Objective):
     def assemble(self, model: CausalLM, step: Step, mismatched: Callable[[], Step]) -> Work:
         """The work of a step. mismatched: returns the same prompts with other examples' completions, for KTO."""
         own = torch.stack([self.count(batch) for batch in step.batches]).sum(0)
-        counts = distributed.total(own).clamp_min(1).float()
+        counts = (distributed.total(own) // self.world.context).clamp_min(1).float()
         saved = {"tokens_saved": 1 - step.tokens / step.tokens_unshared} if self.shares_prompts else {}
         return Work(step.batches, counts, units=step.units, tokens=step.tokens, metrics=saved)
 
@@ -146,8 +146,9 @@ class GroupObjective(Objective):
         routers). extras are those of `ops.linear_logprobs`, beside what is always measured."""
         more = ["mean_logit"] if self.config.mean_logits else []
         options = {"entropy": True, "extras": (*MEASURED, *more, *extras)}
-        output = model(**batch.model_inputs, row_lengths=batch.row_lengths, logprobs=options)
-        found = output.logprobs.map(lambda x: x[: batch.supervised])
+        context = self.run.context
+        output = model(**batch.model_inputs, row_lengths=batch.row_lengths, logprobs=options, context=context)
+        found = output.logprobs.map(lambda x: batch.of_all_rows(x, context)[: batch.supervised])
         if output.aux_loss is None:
             return found, None
         return found, getattr(model.config, "router_aux_loss_coef", 0.0) * output.aux_loss

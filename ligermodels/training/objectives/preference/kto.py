@@ -85,7 +85,8 @@ class KTO(ReferenceObjective):
         for batch in step.batches:
             batch = batch.to(self.world.device)
             reference = self.reference.sums(model, batch, None)
-            sums.append(torch.stack(losses.kto_kl_sum(row_logprobs(model, batch), batch.completions, reference)))
+            logprobs = row_logprobs(model, batch, context=self.run.context)
+            sums.append(torch.stack(losses.kto_kl_sum(logprobs, batch.completions, reference)))
         return losses.kto_z(*distributed.total(torch.stack(sums).sum(0)).unbind())
 
     def loss(self, model: CausalLM, batch: PreferenceBatch, work: Work) -> Share:
@@ -97,7 +98,7 @@ class KTO(ReferenceObjective):
         loss = result.loss / examples + balance_share(balance, batch, work) + 0.0 * found.logprobs.sum()
         sums = {"examples": result.examples, "kl": z * result.examples, **result.metrics, **token_sums(found)}
         sums |= logit_sums(found, batch.completions, batch.desirable)
-        return Share(loss, sums)
+        return Share(loss, sums).of_one_of(self.world.context)
 
     def metrics(self, sums: Mapping[str, float], maxima: Mapping[str, float], step: int) -> dict[str, float]:
         found = {"kl": sums["kl"] / max(1.0, sums["examples"]), **mean_logits(sums)}

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from ligermodels import losses
+from ligermodels.distributed import World
 from ligermodels.layers.decoder import IGNORE_INDEX, next_tokens
 from ligermodels.training.data.preferences import Group, collate_groups, empty_batch
 from ligermodels.training.data.preferences.layout import GroupPiece, split_group
@@ -52,6 +53,18 @@ def test_the_rows_of_the_head_predict_the_completions(share):
     assert (next_tokens(batch.labels, batch.cu_seqlens) != IGNORE_INDEX).sum() == batch.supervised == len(expected)
     assert losses.segment_sums(torch.ones(len(batch.rows)), batch.completions).tolist() == [2, 1, 2, 5, 6]
     assert (batch.shared_keys is None) != share
+
+
+def test_ranks_that_share_a_row_have_the_rows_of_their_parts():
+    groups = [group(30, 20, 40), group(60, 7, 150, first=100)]
+    whole = row(*groups)
+    worlds = [World(torch.device("cpu"), rank, 3, context=3) for rank in range(3)]
+    parts = [collate_groups(groups, range(2), 512, world=world)[0] for world in worlds]
+    length, sizes = parts[0].input_ids.shape[1], parts[0].parts
+    assert length == 384 and sizes == (60, 105, 52) and sum(sizes) == whole.supervised
+    places = [part.rows[:size] + rank * 128 for rank, (part, size) in enumerate(zip(parts, sizes, strict=True))]
+    assert torch.equal(torch.cat(places), whole.rows[: whole.supervised])
+    assert [part.rows[size:].unique().tolist() for part, size in zip(parts, sizes, strict=True)] == [[127]] * 3
 
 
 def test_a_row_of_padding_supervises_nothing():
