@@ -27,9 +27,9 @@ class ContextGroup:
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
-    def part(self, row: Tensor) -> Tensor:
-        """What this rank has of a row: [1, T, ...] -> [1, T / R, ...], contiguous."""
-        return row.chunk(self.size, 1)[self.rank].contiguous()
+    def part(self, row: Tensor, dim: int = 1) -> Tensor:
+        """What this rank has of a row: [1, T, ...] -> [1, T / R, ...], contiguous. dim: that of the tokens."""
+        return row.chunk(self.size, dim)[self.rank].contiguous()
 
     def check(self, input_ids: Tensor | None) -> None:
         """Raises ValueError for a batch that is not one row, or cannot be divided."""

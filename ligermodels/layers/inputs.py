@@ -54,11 +54,12 @@ class Inputs:
         batch, length = self.tokens.shape[:2]
         if self.context is not None:
             self.context.check(self.input_ids)
-            others = (
-                self.attention_mask, self.cache, self.inputs_embeds, self.features, self.rope_ids,
-            )  # fmt: skip
-            if any(other is not None for other in others):
-                raise ValueError("forward: context goes with input_ids, position_ids, cu_seqlens and shared_keys alone")
+            others = self.attention_mask, self.cache, self.inputs_embeds
+            if any(other is not None for other in others) or isinstance(self.features, CrossFeatures):
+                raise ValueError(
+                    "forward: context goes with packed input_ids, without attention_mask, cache, inputs_embeds and "
+                    "images that cross-attention reads"
+                )
         if self.shared_keys is not None and (self.cu_seqlens is None or self.position_ids is None):
             raise ValueError("forward: shared_keys need cu_seqlens and position_ids")
         cached = self.cache is not None

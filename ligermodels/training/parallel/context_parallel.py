@@ -12,6 +12,7 @@ from ligermodels.errors import InputError
 from ligermodels.layers.context_parallel import ContextGroup
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.training.settings.config import RunConfig, TrainConfig
+from ligermodels.vision.tiled_model import TiledVisionLanguageModel
 
 
 def share_rows(world: World, config: TrainConfig) -> World:
@@ -40,8 +41,11 @@ def refuse_unfit_model(model: CausalLM, ranks: int) -> None:
     """Raises InputError for a model whose rows ranks cannot share. model: on the meta device."""
     if ranks == 1:
         return
-    if model.takes_images:
-        raise InputError(f"--context-parallel {ranks}: rows with images cannot be divided over ranks; leave it out")
+    if isinstance(model, TiledVisionLanguageModel):
+        raise InputError(
+            f"--context-parallel {ranks}: rows whose images are read by cross-attention cannot be divided over ranks; "
+            "leave it out"
+        )
 
 
 def refuse_unfit_length(config: RunConfig) -> None:

@@ -29,7 +29,13 @@ KINDS = {
                "model", "--max-length", "100"),
     "model": (*PAIRS, "--objective", "dpo", "--pairs", "1", "--reference", "model"),  # one rank has padding alone
 }  # fmt: skip
-SHARING = {"precomputed": (4, 2), "kto": (2, 2), "reward": (2, 2), "grpo": (4, 4)}  # ranks, and how many share a row
+SHARING = {
+    "precomputed": (4, 2),
+    "kto": (2, 2),
+    "reward": (2, 2),
+    "images": (2, 2),
+    "grpo": (4, 4),
+}  # ranks, and how many share a row
 MEASURED = (
     *("peak_memory_gib", "tokens_per_second", "seconds_left", "step_time"),
     *("time/sample", "time/reward", "time/score"),
@@ -70,6 +76,15 @@ def assert_same_records(alone, shared):
     for one, other in zip(alone, shared, strict=True):
         names = {name for name in one if name not in MEASURED}
         assert {name: other[name] for name in names} == pytest.approx({name: one[name] for name in names}, abs=5e-4)
+
+
+def test_ranks_share_rows_in_which_tokens_of_an_image_see_those_behind_them(launcher):
+    (launcher.folder / "ahead").mkdir()
+    save_image_model(launcher.folder / "ahead", "gemma3")
+    run = (*RUN, *KINDS["images"], "--model", "ahead", "--steps", "1", "--checkpoint-every", "0")
+    launcher.succeed(*run, "--output", "ahead-whole")
+    launcher.succeed(*run, "--context-parallel", "2", "--output", "ahead-rows", ranks=2)
+    assert_same_records(*(records(launcher.folder / f"ahead-{name}") for name in ("whole", "rows")))
 
 
 @pytest.mark.parametrize("kind", KINDS)

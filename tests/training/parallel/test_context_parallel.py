@@ -7,6 +7,7 @@ import ligermodels
 from ligermodels import distributed
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
+from ligermodels.generation.image_features import ImageFeatures
 from ligermodels.layers import context_parallel
 from ligermodels.layers.context_parallel import ContextGroup, copies_of_heads, heads_of_rank
 from ligermodels.memory.blocks import saved_by_block, saved_by_exchanges
@@ -113,6 +114,14 @@ def test_a_rank_needs_memory_for_its_part_of_the_tokens():
     assert checkpointed[0] == checkpointed[1]
 
 
+def test_the_parts_of_a_row_have_the_features_of_its_images():
+    features = ImageFeatures(torch.randn(4, 2), torch.tensor([1, 3, 4, 6]), (torch.randn(4, 2),))
+    row = torch.randn(1, 8, 2)
+    parts = [(features.part(first, 4), row[:, first : first + 4]) for first in (0, 4)]
+    assert torch.equal(torch.cat([part.insert(x) for part, x in parts], 1), features.insert(row))
+    assert torch.equal(torch.cat([part.add(0, x) for part, x in parts], 1), features.add(0, row))
+
+
 SAVING = {  # name: (config, the type of its layers)
     "copies of query heads": (config("llama", False) | {"num_attention_heads": 6, "head_dim": 8}, None),
     "gated delta rule": (DELTA_EXPERTS, "linear_attention"),
@@ -139,7 +148,7 @@ def test_a_rank_saves_what_its_plan_counts(name, monkeypatch):
 
 
 REFUSED = {
-    "images": ({"model_type": "qwen2_vl"}, 2, "rows with images cannot be divided over ranks"),
+    "images": ({"model_type": "mllama"}, 2, "rows whose images are read by cross-attention cannot be divided"),
 }
 
 
@@ -177,5 +186,5 @@ def test_forward_refuses_rows_that_ranks_cannot_share(on_cpu):
     with pytest.raises(ValueError, match="3 ranks cannot share a row of 4 tokens equally"):
         model(ids[:1], ids[:1], context=context)
     context.size = 2
-    with pytest.raises(ValueError, match="context goes with input_ids, position_ids, cu_seqlens and shared_keys alone"):
+    with pytest.raises(ValueError, match="context goes with packed input_ids, without attention_mask"):
         model(ids[:1], ids[:1], context=context, attention_mask=torch.ones(1, 4))
