@@ -141,7 +141,7 @@ class GroupObjective(Objective):
     def assemble(self, model: CausalLM, step: Step, mismatched: Callable[[], Step]) -> Work:
         """The work of a step. mismatched: returns the same prompts with other examples' completions, for KTO."""
         own = torch.stack([self.count(batch) for batch in step.batches]).sum(0)
-        counts = distributed.total(own).clamp_min(1).float()
+        counts = (distributed.total(own) // self.world.context).clamp_min(1).float()
         saved = {"tokens_saved": 1 - step.tokens / step.tokens_unshared} if self.shares_prompts else {}
         return Work(step.batches, counts, units=step.units, tokens=step.tokens, metrics=saved)
 
@@ -153,12 +153,16 @@ class GroupObjective(Objective):
         """The policy's pass over a row. extras are those of `ops.linear_logprobs`, beside what is always measured; loss
         has the row_loss of `ops.linear_logprobs_loss` and its borders, where the loss is one of units."""
         more = ["mean_logit"] if self.config.mean_logits else []
-        options = {"extras": (*MEASURED, *more, *extras), **loss}
-        output = model(**batch.model_inputs, row_lengths=batch.row_lengths, logprobs=options)
-        found = output.logprobs.map(lambda x: x[: batch.supervised])
+        options, context = {"extras": (*MEASURED, *more, *extras)}, self.run.context
+        options |= loss if context is None else {}
+        output = model(**batch.model_inputs, row_lengths=batch.row_lengths, logprobs=options, context=context)
+        found, of_units = output.logprobs.map(lambda x: batch.of_all_rows(x, context)), output.loss
+        if context is not None and loss:
+            of_units = loss["row_loss"](found.logprobs, None, slice(0, len(found.logprobs)))
+        found = found.map(lambda x: x[: batch.supervised])
         if output.aux_loss is None:
-            return PolicyOutput(output.loss, found)
-        return PolicyOutput(output.loss, found, getattr(model.config, "router_aux_loss_coef", 0.0) * output.aux_loss)
+            return PolicyOutput(of_units, found)
+        return PolicyOutput(of_units, found, getattr(model.config, "router_aux_loss_coef", 0.0) * output.aux_loss)
 
     def validation_steps(self, model: CausalLM) -> Iterator[Step]:
         """The held-out groups, once."""
