@@ -167,7 +167,7 @@ def test_weights_that_cannot_be_offloaded_are_refused(given, words):
 def test_weights_of_several_ranks_are_not_offloaded():
     run = prepared(activation_checkpointing="full")
     config = replace(run.config, offload=("weights",))
-    with pytest.raises(InputError, match="^--offload weights: runs on one process; 2 ranks shard the weights; leave"):
+    with pytest.raises(InputError, match=r"^--offload weights: runs on one process; 2 ranks shard the weights; leave"):
         refuse_unfit_offload(config, World(torch.device("cpu"), size=2), run.plan.memory, 2)
 
 

@@ -69,6 +69,7 @@ from ligermodels.training.objectives.grpo.sampling import (
     most_prompt_tokens,
 )
 from ligermodels.training.objectives.objective import Objective, RunSetup, Share, Work
+from ligermodels.training.objectives.preference.groups import one_of
 from ligermodels.training.objectives.preference.references import (
     Reference,
     ReferenceSpec,
@@ -360,7 +361,7 @@ class GRPO(Objective):
             return Share(out.loss, *metric_sums(self.policy, batch, out.logprobs))
         found = self.logprobs(model, batch)
         loss = self.loss_of_tokens(batch, work.counts, found.logprobs, found.entropy)
-        return Share(loss, *metric_sums(self.policy, batch, found)).of_one_of(self.world.context)
+        return one_of(self.world.context, Share(loss, *metric_sums(self.policy, batch, found)))
 
     def loss_of_tokens(
         self, batch: RolloutBatch, counts: Tensor, logprobs: Tensor, entropy: Tensor | None, only: Tensor | None = None

@@ -26,7 +26,7 @@ from ligermodels.training.data.preferences import GroupOptions, PreferenceBatch,
 from ligermodels.training.data.preferences.formats import GroupKind
 from ligermodels.training.data.reader import image_options
 from ligermodels.training.objectives.evaluation import start_stop_check
-from ligermodels.training.objectives.objective import Objective, StepTotals, Work
+from ligermodels.training.objectives.objective import Objective, Share, StepTotals, Work
 from ligermodels.training.planning.defaults import TRAINING_PASSES, Choice, image_limits, validation_interval
 from ligermodels.training.reporting.metrics import Validation
 from ligermodels.training.run.stopping import Stop
@@ -224,6 +224,11 @@ def mean_logits(sums: Mapping[str, float]) -> dict[str, float]:
 def balance_share(balance: Tensor | None, batch: PreferenceBatch, work: Work) -> Tensor | float:
     """The micro-batch's part of the routers' balance loss: its share of the step's tokens, which routers see."""
     return 0.0 if balance is None else balance * (batch.tokens / work.tokens)
+
+
+def one_of(ranks: int, share: Share) -> Share:
+    """What each of the ranks adds that have all computed this share."""
+    return Share(share.loss / ranks, {name: value / ranks for name, value in share.sums.items()}, share.maxima)
 
 
 def given(**options: Any) -> dict[str, Any]:

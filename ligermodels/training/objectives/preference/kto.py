@@ -15,7 +15,14 @@ from ligermodels.layers.decoder import CausalLM
 from ligermodels.memory.blocks import HeadOp
 from ligermodels.training.data.preferences import PreferenceBatch, Step
 from ligermodels.training.objectives.objective import Share, Work
-from ligermodels.training.objectives.preference.groups import balance_share, given, logit_sums, mean_logits, token_sums
+from ligermodels.training.objectives.preference.groups import (
+    balance_share,
+    given,
+    logit_sums,
+    mean_logits,
+    one_of,
+    token_sums,
+)
 from ligermodels.training.objectives.preference.references import ReferenceObjective, default_reference, row_logprobs
 from ligermodels.training.settings.config import TrainConfig
 
@@ -105,7 +112,7 @@ class KTO(ReferenceObjective):
         result = losses.kto(found.logprobs, batch.completions, reference, batch.desirable, z, **self.options)
         sums = {"examples": result.examples, "kl": z * result.examples, **result.metrics, **token_sums(found)}
         sums |= logit_sums(found, batch.completions, batch.desirable)
-        return Share(loss + balance_share(balance, batch, work), sums).of_one_of(self.world.context)
+        return one_of(self.world.context, Share(loss + balance_share(balance, batch, work), sums))
 
     def loss_of_rows(
         self, batch: PreferenceBatch, reference: Tensor, counts: Tensor, logprobs: Tensor, _: Any, rows: slice

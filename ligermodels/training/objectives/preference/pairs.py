@@ -30,6 +30,7 @@ from ligermodels.training.objectives.preference.groups import (
     given,
     logit_sums,
     mean_logits,
+    one_of,
     token_sums,
 )
 from ligermodels.training.objectives.preference.references import ReferenceObjective
@@ -89,7 +90,7 @@ class PairObjective(GroupObjective):
         sums |= logit_sums(found, batch.completions, chosen)
         assert found.greedy is not None  # `policy` asked for it
         sums["mean_token_accuracy"] = segment_sums(found.greedy.float(), batch.completions)[chosen].sum()
-        return Share(of_pairs + balance_share(balance, batch, work), sums).of_one_of(self.world.context)
+        return one_of(self.world.context, Share(of_pairs + balance_share(balance, batch, work), sums))
 
     def loss_of_rows(
         self, batch: PreferenceBatch, reference: Mapping[str, Tensor], counts: Tensor, logprobs: Tensor, _: Any,
@@ -316,7 +317,7 @@ class Reward(GroupObjective):
         found = losses.reward(scores, margin=batch.margins, center_rewards_coefficient=self.config.center_rewards)
         sums = {"pairs": found.pairs} | {name: found.metrics[name] for name in REWARD_MEANS}
         maxima = {"max_reward": found.metrics["max_reward"], "min_reward": -found.metrics["min_reward"]}
-        return Share(found.loss / work.counts[0], sums, maxima).of_one_of(self.world.context)
+        return one_of(self.world.context, Share(found.loss / work.counts[0], sums, maxima))
 
     def metrics(self, sums: Mapping[str, float], maxima: Mapping[str, float], step: int) -> dict[str, float]:
         means = {name: sums[name] / max(1.0, sums["pairs"]) for name in REWARD_MEANS}
