@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -156,12 +157,20 @@ class ImageFeatures(NamedTuple):
 
     deepstack: further features [N, H], the first of which are added behind the first block, and so on.
     ahead: which tokens of the flattened batch see others behind them; None for none.
+    is_part: whether some are of tokens elsewhere; their place is then the one behind the last token.
     """
 
     values: Tensor
     places: Tensor
     deepstack: tuple[Tensor, ...] = ()
     ahead: SeenAhead | None = None
+    is_part: bool = False
+
+    def part(self, first: int, tokens: int) -> "ImageFeatures":
+        """Keeps the places of `tokens` tokens from `first` on."""
+        places = self.places - first
+        places = places.where((places >= 0) & (places < tokens), tokens)
+        return self._replace(places=places, ahead=None, is_part=True)
 
     def moved(self, new_places: Callable[[Tensor], Tensor]) -> "ImageFeatures":
         """Moves the tokens to where they stand elsewhere."""
@@ -171,12 +180,19 @@ class ImageFeatures(NamedTuple):
     def insert(self, embeddings: Tensor) -> Tensor:
         """Embeddings [B, T, H] with the features at their places. The host does not wait for the device."""
         values = self.values.to(embeddings.dtype)
-        return embeddings.flatten(0, 1).index_copy(0, self.places, values).unflatten(0, embeddings.shape[:2])
+        return (
+            self.rows(embeddings).index_copy(0, self.places, values)[: embeddings[..., 0].numel()].view_as(embeddings)
+        )
 
     def add(self, block: int, hidden: Tensor) -> Tensor:
         """The output [B, T, H] of a block, by its number, plus the features that are added behind it."""
         values = self.deepstack[block].to(hidden.dtype)
-        return hidden.flatten(0, 1).index_add(0, self.places, values).unflatten(0, hidden.shape[:2])
+        return self.rows(hidden).index_add(0, self.places, values)[: hidden[..., 0].numel()].view_as(hidden)
+
+    def rows(self, x: Tensor) -> Tensor:
+        """The tokens of x [B, T, H], and behind them, of a part, a row that nothing reads."""
+        rows = x.flatten(0, 1)
+        return F.pad(rows, (0, 0, 0, 1)) if self.is_part else rows
 
     def seen_ahead(self, shape: Sequence[int]) -> Tensor | None:
         """How many tokens behind it each token of a batch of shape (B, T) sees, int64; None if all see none."""

@@ -1,17 +1,17 @@
 """Context parallelism: ranks share a row of tokens, each a part of it, and exchange heads for tokens around attention.
 
-A rank computes its T / R of the row's tokens everywhere but in attention. There it has all T tokens of Hq / R query
-heads, with the key-value heads that they read:
+A rank computes its T / R of the row's tokens everywhere but where tokens meet. There it has all T tokens of its heads:
     all-to-all    q, k, v [T / R, heads, D] of this rank's tokens -> [T, heads / R, D] of this rank's heads
     attention     as on one rank: windows, softcaps, sinks, packed documents with the offsets of the whole row
     all-to-all    output [T, Hq / R, D] -> [T / R, Hq, D]
-Of R ranks and Hkv key-value heads, each head has R / gcd(Hkv, R) copies, so that every rank gets equally many.
-Source: Jacobs et al. 2023, DeepSpeed Ulysses, https://arxiv.org/abs/2309.14509.
+Linear attention does the same, so that no rank waits for the state of another; a convolution needs a few tokens of the
+previous rank alone. Of R ranks and H heads each head has R / gcd(H, R) copies, so that every rank gets equally many:
+key-value heads beside the query heads that read them, and query heads that R does not divide, which are computed so
+often. Source: Jacobs et al. 2023, DeepSpeed Ulysses, https://arxiv.org/abs/2309.14509.
 """
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -27,9 +27,9 @@ class ContextGroup:
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
-    def part(self, row: Tensor) -> Tensor:
-        """What this rank has of a row: [1, T, ...] -> [1, T / R, ...], contiguous."""
-        return row.chunk(self.size, 1)[self.rank].contiguous()
+    def part(self, row: Tensor, dim: int = 1) -> Tensor:
+        """What this rank has of a row: [1, T, ...] -> [1, T / R, ...], contiguous. dim: that of the tokens."""
+        return row.chunk(self.size, dim)[self.rank].contiguous()
 
     def check(self, input_ids: Tensor | None) -> None:
         """Raises ValueError for a batch that is not one row, or cannot be divided."""
@@ -38,42 +38,62 @@ class ContextGroup:
         if input_ids.shape[1] % self.size:
             raise ValueError(f"forward: {self.size} ranks cannot share a row of {input_ids.shape[1]} tokens equally")
 
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of x over the ranks."""
+        return self.mean(x) * self.size
+
     def mean(self, x: Tensor) -> Tensor:
         """The mean of x over the ranks: over the row's tokens, where x is one over those of a rank."""
         return mean_over_ranks(x, self.group)
 
-    def attend(
-        self, attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, **options: Any
-    ) -> Tensor:
-        """`attention` over the whole row, of this rank's tokens: q [1, T / R, Hq, D], k and v likewise -> as q.
+    def pack_heads(self, *heads: Tensor) -> Tensor:
+        """[1, T / R, H, D] of this rank's tokens -> [1, T, columns], side by side, of this rank's heads.
 
-        sinks: [Hq], or None. options: other arguments of `attention`.
+        H and D may differ from one to the next; the dtype may not.
         """
-        copies = copies_of_keys(k.shape[2], self.size)
-        if copies > 1:
-            k, v = (x.repeat_interleave(copies, 2) for x in (k, v))
-        if sinks is not None:
-            options["sinks"] = sinks.chunk(self.size)[self.rank]
-        return self.take_tokens(attention(*self.take_heads(q, k, v), **options))
+        by_rank = [copied(x, 2, self.size)[0].unflatten(1, (self.size, -1)).transpose(0, 1).flatten(2) for x in heads]
+        return all_to_all(torch.cat(by_rank, -1), self.group).flatten(0, 1)[None]
 
     def take_heads(self, *heads: Tensor) -> list[Tensor]:
-        """[1, T / R, heads, D] of this rank's tokens -> [1, T, heads / R, D] of this rank's heads; D may differ."""
-        by_rank = [x[0].unflatten(1, (self.size, -1)).transpose(0, 1) for x in heads]  # [R, T / R, heads / R, D]
-        rows = all_to_all(torch.cat([x.flatten(2) for x in by_rank], -1), self.group)  # [R, T / R, columns]
-        columns = rows.flatten(0, 1)[None].split([x.shape[2] * x.shape[3] for x in by_rank], -1)
-        return [x.unflatten(-1, y.shape[2:]) for x, y in zip(columns, by_rank, strict=True)]
+        """The same, each apart: [1, T / R, H, D] -> [1, T, heads of a rank, D]."""
+        sizes = [(heads_of_rank(x.shape[2], self.size), x.shape[3]) for x in heads]
+        columns = self.pack_heads(*heads).split([count * size for count, size in sizes], -1)
+        return [x.unflatten(-1, size) for x, size in zip(columns, sizes, strict=True)]
 
-    def take_tokens(self, out: Tensor) -> Tensor:
-        """[1, T, heads / R, D] of this rank's heads -> [1, T / R, heads, D] of this rank's tokens."""
-        rows = all_to_all(out[0].unflatten(0, (self.size, -1)), self.group)  # [R, T / R, heads / R, D]
-        return rows.transpose(0, 1).flatten(1, 2)[None]
+    def of_own_heads(self, x: Tensor) -> Tensor:
+        """What this rank's heads have of x [H]."""
+        return copied(x, 0, self.size).chunk(self.size)[self.rank]
+
+    def take_tokens(self, out: Tensor, heads: int) -> Tensor:
+        """[1, T, heads of a rank, D] of this rank's heads -> [1, T / R, H, D] of this rank's tokens. heads: H."""
+        rows = all_to_all(out[0].unflatten(0, (self.size, -1)), self.group)  # [R, T / R, heads of a rank, D]
+        return rows.transpose(0, 1).flatten(1, 2)[None, :, :: copies_of_heads(heads, self.size)]
+
+    def gather(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """x [n] of this rank -> [Σ counts], those of all ranks in their order; counts: how many each rank has.
+
+        Its gradient is the sum of those on all ranks.
+        """
+        return all_to_all(x.repeat(self.size), self.group, [len(x)] * self.size, list(counts))
+
+    def from_previous_rank(self, rows: Tensor) -> Tensor:
+        """rows [n, ...] of the previous rank; on the first those of the last."""
+        following, previous = ((self.rank + step) % self.size for step in (1, -1))
+        sent, received = ([len(rows) * (rank == other) for rank in range(self.size)] for other in (following, previous))
+        return all_to_all(rows, self.group, sent, received)
 
 
-def copies_of_keys(key_value_heads: int, ranks: int) -> int:
-    """How many ranks have a copy of each key-value head."""
-    return ranks // math.gcd(key_value_heads, ranks)
+def copied(x: Tensor, dim: int, ranks: int) -> Tensor:
+    """x, whose dimension `dim` are heads, with the copies of each head side by side."""
+    copies = copies_of_heads(x.shape[dim], ranks)
+    return x if copies == 1 else x.repeat_interleave(copies, dim)
 
 
-def can_share_heads(heads: int, key_value_heads: int, ranks: int) -> bool:
-    """Whether ranks can have equally many query heads, in whole groups of those that read a key-value head's copy."""
-    return heads % (key_value_heads * copies_of_keys(key_value_heads, ranks)) == 0
+def copies_of_heads(heads: int, ranks: int) -> int:
+    """How many ranks have a copy of each head."""
+    return ranks // math.gcd(heads, ranks)
+
+
+def heads_of_rank(heads: int, ranks: int) -> int:
+    """How many heads, or copies of them, each rank has."""
+    return heads // math.gcd(heads, ranks)

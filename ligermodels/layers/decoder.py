@@ -111,9 +111,12 @@ class Decoder(nn.Module):
         input_ids, cache, features = inputs.input_ids, inputs.cache, inputs.features
         position_ids = inputs.positions()
         lengths = None if cache is None else cache.sequence_lengths
-        if inputs.context is not None and input_ids is not None:
+        context = inputs.context
+        if context is not None and input_ids is not None:
             lengths = position_ids.amax(-1, keepdim=True) + 1
-            input_ids, position_ids = inputs.context.part(input_ids), inputs.context.part(position_ids)
+            input_ids, position_ids = context.part(input_ids), context.part(position_ids)
+            if isinstance(features, ImageFeatures):
+                features = features.part(context.rank * input_ids.shape[1], input_ids.shape[1])
         x = self.scale(self.embed_tokens(input_ids) if inputs.inputs_embeds is None else inputs.inputs_embeds)
         if features is not None:
             x = features.insert(x)
@@ -147,6 +150,8 @@ class Decoder(nn.Module):
             rope_ids = position_ids
             if cache is not None and cache.rope_offsets is not None:
                 rope_ids = position_ids + cache.rope_offsets
+        elif inputs.context is not None:
+            rope_ids = inputs.context.part(rope_ids, -1)
         return Positions(
             position_ids,
             {name: rotary(rope_ids, lengths) for name, rotary in self.rotary_emb.items()},
@@ -154,7 +159,7 @@ class Decoder(nn.Module):
                 inputs.cu_seqlens, inputs.max_seqlen, inputs.shared_keys, padding=inputs.padding, context=inputs.context
             ),
             None if self.query_scale is None else query_scale(self.query_scale, position_ids).to(x.dtype),
-            ahead=features.seen_ahead(x.shape[:2]) if isinstance(features, ImageFeatures) else None,
+            ahead=features.seen_ahead(inputs.tokens.shape[:2]) if isinstance(features, ImageFeatures) else None,
             cross=features if isinstance(features, CrossFeatures) else None,
             read_later=KeysReadLater() if self.keys_are_shared else None,
         )

@@ -54,11 +54,12 @@ class Inputs:
         batch, length = self.tokens.shape[:2]
         if self.context is not None:
             self.context.check(self.input_ids)
-            others = (
-                self.attention_mask, self.cache, self.inputs_embeds, self.shared_keys, self.features, self.rope_ids,
-            )  # fmt: skip
-            if any(other is not None for other in others):
-                raise ValueError("forward: context goes with input_ids, position_ids and cu_seqlens alone")
+            others = self.attention_mask, self.cache, self.inputs_embeds
+            if any(other is not None for other in others) or isinstance(self.features, CrossFeatures):
+                raise ValueError(
+                    "forward: context goes with packed input_ids, without attention_mask, cache, inputs_embeds and "
+                    "images that cross-attention reads"
+                )
         if self.shared_keys is not None and (self.cu_seqlens is None or self.position_ids is None):
             raise ValueError("forward: shared_keys need cu_seqlens and position_ids")
         cached = self.cache is not None
@@ -109,7 +110,10 @@ class Sequences:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None, **options: Any) -> Tensor:
         """Attention within the sequences. sinks, options: as those of `attention`."""
-        shared = self.shared_keys
+        shared, context, heads = self.shared_keys, self.context, q.shape[2]
+        if context is not None:
+            q, k, v = context.take_heads(q, k, v)
+            sinks = None if sinks is None else context.of_own_heads(sinks)
         documents: dict[str, Any] = {"cu_seqlens": self.cu_seqlens, "max_seqlen": self.max_seqlen}
         documents["causal"] = self.causal
         if shared is not None:
@@ -117,9 +121,8 @@ class Sequences:
             documents |= {"cu_seqlens_k": shared.cu_seqlens, "max_seqlen_k": shared.max_seqlen}
         if self.runs is not None and not torch.compiler.is_compiling():  # which would compile again for other runs
             return attention_by_run(q, k, v, self.runs, causal=self.causal, sinks=sinks, **options)
-        if self.context is not None:
-            return self.context.attend(attention, q, k, v, sinks, **documents, **options)
-        return attention(q, k, v, sinks=sinks, **documents, **options)
+        out = attention(q, k, v, sinks=sinks, **documents, **options)
+        return out if context is None else context.take_tokens(out, heads)
 
 
 class KeysReadLater:

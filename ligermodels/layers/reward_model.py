@@ -14,6 +14,7 @@ from torch.utils._pytree import _register_namedtuple
 from ligermodels.configs.base import Config as AnyConfig
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.kernels.attention.shared_keys import SharedKeys
+from ligermodels.layers.context_parallel import ContextGroup
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.hub_interface import take_documents
 from ligermodels.layers.inputs import Inputs
@@ -72,6 +73,7 @@ class RewardModel(CausalLM):
         shared_keys: SharedKeys | None = None,
         inputs_embeds: Tensor | None = None,
         rows: Tensor | None = None,
+        context: ContextGroup | None = None,
         **options: Any,
     ) -> RewardOutput:
         """input_ids [B, T] -> rewards as `logits` [B, 1], of packed rows [documents, 1].
@@ -80,6 +82,8 @@ class RewardModel(CausalLM):
         or document that is neither masked nor `pad_token_id`, as the Hub's classifiers do: where that is the end token
         too, the token before it.
         rows: int64 [S], the places in the flattened batch that it reads instead -> [S, 1].
+        context: the ranks that share this row, which all of them pass whole; each gets the rewards of all documents,
+        whose gradients are the sums of those on all ranks.
         Raises ValueError for several rows of which the ends are not known: without a mask and without `pad_token_id`.
         Raises InputError for a cache, as to generate.
         """
@@ -92,13 +96,18 @@ class RewardModel(CausalLM):
             rows = self.last_tokens(input_ids, inputs_embeds, attention_mask, cu_seqlens)
         inputs: dict[str, Any] = {
             "attention_mask": attention_mask, "position_ids": position_ids, "cu_seqlens": cu_seqlens,
-            "max_seqlen": max_seqlen, "inputs_embeds": inputs_embeds, "shared_keys": shared_keys,
+            "max_seqlen": max_seqlen, "inputs_embeds": inputs_embeds, "shared_keys": shared_keys, "context": context,
         }  # fmt: skip
         if self.takes_images:
             input_ids, inputs = cast(Any, self).with_features(input_ids, images, pixels, **inputs)
         decoded = self.decode(Inputs(input_ids, **inputs))
-        hidden = decoded.unpack(decoded.output.hidden)
-        return RewardOutput(self.score(hidden.flatten(0, 1).index_select(0, rows)))
+        hidden = decoded.unpack(decoded.output.hidden).flatten(0, 1)
+        if context is None:
+            return RewardOutput(self.score(hidden.index_select(0, rows)))
+        rows = rows - context.rank * len(hidden)
+        scores = self.score(hidden.index_select(0, rows.clamp(0, len(hidden) - 1)))
+        own = (rows >= 0) & (rows < len(hidden))
+        return RewardOutput(context.sum(scores.where(own[:, None], 0)))
 
     def last_tokens(
         self, ids: Tensor | None, embeddings: Tensor | None, mask: Tensor | None, cu_seqlens: Tensor | None

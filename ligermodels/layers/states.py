@@ -11,9 +11,13 @@ from torch import Tensor, nn
 from ligermodels.configs.hybrid import ShortConvConfig
 from ligermodels.generation.cache import LayerStates, PerRow, StateCall, StateStep
 from ligermodels.kernels.linear_attention.causal_conv import causal_conv, causal_conv_state, causal_conv_step_
-from ligermodels.kernels.linear_attention.gated_delta_rule import gated_delta_rule, gated_delta_step_
-from ligermodels.kernels.linear_attention.mamba2_scan import mamba2_scan, mamba2_step_
+from ligermodels.kernels.linear_attention.delta_chunks import delta_shape
+from ligermodels.kernels.linear_attention.document_chunks import row_offsets
+from ligermodels.kernels.linear_attention.gated_delta_rule import gated_delta_rule, gated_delta_step_, split_qkv
+from ligermodels.kernels.linear_attention.mamba2_chunks import scan_shape
+from ligermodels.kernels.linear_attention.mamba2_scan import mamba2_scan, mamba2_step_, split_xbc
 from ligermodels.layers.attention import QKNormAttention
+from ligermodels.layers.context_parallel import ContextGroup, heads_of_rank
 from ligermodels.layers.fused import apply_linear, norm_then_linear
 from ligermodels.layers.inputs import Positions
 from ligermodels.layers.mixer import Mixer
@@ -21,9 +25,34 @@ from ligermodels.layers.norm import PreNorm
 
 
 class Uncached(NamedTuple):
-    """A call without a cache. cu_seqlens: int32 [documents + 1], offsets of packed documents; None for whole rows."""
+    """A call without a cache. cu_seqlens: int32 [documents + 1], offsets of packed documents; None for whole rows.
+    context: the ranks that share the row, whose offsets these are; None for one."""
 
     cu_seqlens: Tensor | None
+    context: ContextGroup | None
+
+    def before(self, number: int) -> None:
+        """No state precedes."""
+
+    def store(self, number: int, state: Tensor) -> None:
+        """No state is kept."""
+
+    def inputs_before(self, x: Tensor, taps: int) -> tuple[Tensor | None, Tensor | None]:
+        """(the taps - 1 inputs before each document's part of x [documents, taps - 1, C], offsets of these parts).
+
+        Raises ValueError where a part of a row is shorter than what a convolution reads of it.
+        """
+        if self.context is None:
+            return None, self.cu_seqlens
+        tokens, past = x.shape[1], taps - 1
+        if tokens < past:
+            raise ValueError(f"forward: a convolution reads {past} earlier tokens, but each rank has {tokens} of a row")
+        offsets = row_offsets(x) * self.context.size if self.cu_seqlens is None else self.cu_seqlens
+        offsets = offsets - self.context.rank * tokens
+        begins_before = offsets[:-1, None] <= torch.arange(-past, 0, device=x.device)
+        continues = begins_before & (offsets[1:, None] > 0)  # [documents, taps - 1]
+        inputs = self.context.from_previous_rank(x[0, tokens - past :])
+        return inputs.where(continues[:, :, None], 0), offsets.clamp(0, tokens)
 
 
 Call = StateStep | StateCall | Uncached
@@ -38,7 +67,7 @@ def begin(x: Tensor, positions: Positions, cache: LayerStates | None) -> Call:
     if sequences.shared_keys is not None:
         raise ValueError("forward: layers with states cannot share the keys of prefixes; give each document its own")
     if cache is None:
-        return Uncached(sequences.cu_seqlens)
+        return Uncached(sequences.cu_seqlens, sequences.context)
     return cache.begin((x.shape[0], x.shape[1]), sequences.padding)
 
 
@@ -64,7 +93,7 @@ class CausalConv(nn.Module):
             return causal_conv_step_(x[:, 0], *options, call.pools[self.number], call.rows)[:, None]
         rows = x if call.cu_seqlens is None else x.flatten(0, 1)[None]
         if isinstance(call, Uncached):
-            return causal_conv(rows, *options, None, call.cu_seqlens).view(x.shape)
+            return causal_conv(rows, *options, *call.inputs_before(rows, self.weight.shape[2])).view(x.shape)
         before = call.before(self.number)
         call.store(self.number, causal_conv_state(rows, self.weight.shape[2], before, call.cu_seqlens))
         return causal_conv(rows, *options, before, call.cu_seqlens).view(x.shape)
@@ -82,13 +111,16 @@ def delta_rule(qkv: Tensor, g: Tensor, beta: Tensor, key_heads: int, key_size: i
     if isinstance(call, StateStep):
         pool, rows = call.pools[number], call.rows
         return gated_delta_step_(qkv[:, 0], g[:, 0], beta[:, 0], key_heads, key_size, pool, rows)[:, None]
-    shape, before = g.shape, None if isinstance(call, Uncached) else call.before(number)
+    shape, context = g.shape, call.context if isinstance(call, Uncached) else None
     if call.cu_seqlens is not None:
         qkv, g, beta = (x.flatten(0, 1)[None] for x in (qkv, g, beta))
-    o, after = gated_delta_rule(qkv, g, beta, key_heads, key_size, before, call.cu_seqlens)
-    if not isinstance(call, Uncached):
-        call.store(number, after)
-    return o.view(*shape, -1)
+    if context is not None:
+        qkv = context.pack_heads(*split_qkv(qkv, delta_shape(qkv, g, key_heads, key_size)))
+        g, beta = (x.squeeze(3) for x in context.take_heads(g[..., None], beta[..., None]))
+        key_heads = heads_of_rank(key_heads, context.size)
+    o, after = gated_delta_rule(qkv, g, beta, key_heads, key_size, call.before(number), call.cu_seqlens)
+    call.store(number, after)
+    return o.view(*shape, -1) if context is None else context.take_tokens(o, shape[2])
 
 
 def state_space(
@@ -101,13 +133,20 @@ def state_space(
     if isinstance(call, StateStep):
         pool, rows = call.pools[number], call.rows
         return mamba2_step_(xbc[:, 0], delta[:, 0], a, d, groups, state_size, pool, rows)[:, None]
-    shape, before = delta.shape, None if isinstance(call, Uncached) else call.before(number)
+    shape, context = delta.shape, call.context if isinstance(call, Uncached) else None
     if call.cu_seqlens is not None:
         xbc, delta = (x.flatten(0, 1)[None] for x in (xbc, delta))
-    y, after = mamba2_scan(xbc, delta, a, d, groups, state_size, before, call.cu_seqlens)
-    if not isinstance(call, Uncached):
-        call.store(number, after)
-    return y.view(*shape, -1)
+    if context is not None:
+        xbc = context.pack_heads(*split_xbc(xbc, scan_shape(xbc, delta, groups, state_size)))
+        delta, a, d = (
+            context.take_heads(delta[..., None])[0].squeeze(3),
+            context.of_own_heads(a),
+            context.of_own_heads(d),
+        )
+        groups = heads_of_rank(groups, context.size)
+    y, after = mamba2_scan(xbc, delta, a, d, groups, state_size, call.before(number), call.cu_seqlens)
+    call.store(number, after)
+    return y.view(*shape, -1) if context is None else context.take_tokens(y, shape[2])
 
 
 class ShortConv(Mixer):

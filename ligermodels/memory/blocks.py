@@ -27,7 +27,7 @@ from ligermodels.kernels.losses.logprob_chunks import MAX_BACKWARD_ROWS
 from ligermodels.layers.attention import Attention, GatedQKNormAttention, QKNormAttention
 from ligermodels.layers.block import Block, ParallelLayer, PostNormLayer
 from ligermodels.layers.checkpointing.kept_tensors import FP32_BYTES
-from ligermodels.layers.context_parallel import copies_of_keys
+from ligermodels.layers.context_parallel import copies_of_heads
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.gated_delta import GatedDeltaNet
 from ligermodels.layers.gemma import LayerInputLayer, NormedHeadsAttention, ReadingAttention
@@ -159,17 +159,36 @@ def recomputed_by_mlp(mlp: GatedMLP | MLP | MoE, size: int) -> int:
 
 
 def saved_by_exchanges(block: Block, size: int, context: int, expert_ranks: int) -> int:
-    """Bytes per token that a block saves beside, where ranks share rows or experts: attention's output for all tokens
-    of this rank's heads and copies of key-value heads; of a token's k experts the rows, and their places."""
+    """Bytes per token that a block saves beside, where ranks share rows or experts: of a token's k experts the rows and
+    their places."""
     saved, mixer = 0, block.mixer
     if context > 1:
-        heads = getattr(mixer, "num_key_value_heads", mixer.num_heads)
-        copied = (copies_of_keys(heads, context) - 1) * mixer.kept().elements
-        saved += (mixer.output_size + copied) * size
+        saved += saved_by_shared_rows(mixer, size, context)
     if expert_ranks > 1:
         slots = sum(module.experts_per_token for module in block.modules() if isinstance(module, MoE))
         saved += slots * (mixer.hidden_size * size + 2 * INT64_BYTES + FP32_BYTES)
     return saved
+
+
+def saved_by_shared_rows(mixer: Mixer, size: int, ranks: int) -> int:
+    """Bytes per token that a mixer saves beside: copies of heads, and of attention its output for all tokens of this
+    rank's heads; of the gated delta rule beta, fp32, as it was before the exchange."""
+
+    def copied(heads: int) -> int:
+        return copies_of_heads(heads, ranks) - 1
+
+    if isinstance(mixer, ShortConv):
+        return 0
+    if isinstance(mixer, GatedDeltaNet):
+        values = copied(mixer.value_heads) * mixer.value_heads * (mixer.value_size + SPAN.value)
+        keys = copied(mixer.key_heads) * 2 * mixer.key_heads * mixer.key_size
+        return (keys + values) * size + mixer.value_heads * FP32_BYTES
+    if isinstance(mixer, Mamba2):
+        shared = copied(mixer.groups) * 2 * mixer.groups * mixer.state_size
+        return (shared + copied(mixer.heads) * mixer.size) * size
+    keys = mixer.score_width if isinstance(mixer, LatentAttention) else mixer.kept().elements
+    keys *= copied(getattr(mixer, "num_key_value_heads", mixer.num_heads))
+    return (mixer.output_size + keys + copied(mixer.num_heads) * mixer.score_width) * size
 
 
 def saved_of_updates(block: nn.Module, size: int) -> int:

@@ -212,7 +212,8 @@ def read_data(start: Start) -> Opened:
         take_special_ids(model)
     chosen_config, chosen = with_choices(start.config, objective.choices(model.config.hidden_size))
     config = completed(chosen_config)
-    refuse_unfit_length(config)
+    if objective.takes_rows:
+        refuse_unfit_length(config)
     objective.complete(config)
     refuse_unused_profile(config)
     refuse_finished(config)

@@ -160,7 +160,7 @@ class Objective(ABC):
         own = -(-config.units // world.data_size)
         if self.takes_rows:
             return -(-own // size)
-        return max(min(own, 2), -(-self.tokens_per_step // (config.sequence_length * world.size)))
+        return max(min(own, 2), -(-self.tokens_per_step // (config.sequence_length * world.data_size)))
 
     @property
     def head_op(self) -> HeadOp:

@@ -9,10 +9,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
-from ligermodels.generation.cache import PerToken
-from ligermodels.layers.context_parallel import ContextGroup, can_share_heads
+from ligermodels.layers.context_parallel import ContextGroup
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.training.settings.config import RunConfig, TrainConfig
+from ligermodels.vision.tiled_model import TiledVisionLanguageModel
 
 
 def share_rows(world: World, config: TrainConfig) -> World:
@@ -41,22 +41,11 @@ def refuse_unfit_model(model: CausalLM, ranks: int) -> None:
     """Raises InputError for a model whose rows ranks cannot share. model: on the meta device."""
     if ranks == 1:
         return
-    given = f"--context-parallel {ranks}"
-    if model.takes_images:
-        raise InputError(f"{given}: rows with images cannot be divided over ranks; leave it out")
-    for block in model.blocks:
-        mixer = block.mixer
-        if not isinstance(mixer.kept(), PerToken):
-            raise InputError(
-                f"{given}: the states of the model's {type(mixer).__name__} layers pass through whole rows, which "
-                "ranks cannot share; leave it out"
-            )
-        heads, keys = mixer.num_heads, getattr(mixer, "num_key_value_heads", mixer.num_heads)
-        if not can_share_heads(heads, keys, ranks):
-            raise InputError(
-                f"{given}: {ranks} ranks cannot have equal parts of {heads} query heads with {keys} key-value heads; "
-                "choose a number that divides both"
-            )
+    if isinstance(model, TiledVisionLanguageModel):
+        raise InputError(
+            f"--context-parallel {ranks}: rows whose images are read by cross-attention cannot be divided over ranks; "
+            "leave it out"
+        )
 
 
 def refuse_unfit_length(config: RunConfig) -> None:

@@ -54,22 +54,25 @@ def shard(
     mesh = make_mesh(world, dp_replicate)
     replicated = set(model.replicated_parameters(replicate_quantised or not SHARDS_INTEGERS))
     ignored = distribute_experts(model, world, expert_parallel) | replicated
-    unit = functools.partial(fully_shard, mesh=mesh, mp_policy=policy, ignored_params=ignored)
+
+    def unit(module: nn.Module, reshards: bool) -> FSDPModule:
+        module.reshards_after_forward = reshards  # type: ignore[assignment]  # for `gathered` to restore
+        return fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=ignored, reshard_after_forward=reshards)
+
     # NCCL communicates from memory that it allocates itself without a copy to its buffers, but never frees that memory.
     same_dtype = policy.reduce_dtype == dtype
     use_nccl_memory = not reshard_after_forward and same_dtype and dp_shard_size(world, dp_replicate) > 1
     *others, last = blocks = model.blocks
     for block in others:
-        unit(block, reshard_after_forward=reshard_after_forward)
-        block.reshards_after_forward = reshard_after_forward  # type: ignore[assignment]  # for `gathered` to restore
-    unit(last, reshard_after_forward=False)  # backward needs it first
+        unit(block, reshard_after_forward)
+    unit(last, False)  # backward needs it first
     embedding, head = model.model.embed_tokens, model.head
     if embedding.weight is not head.weight:
-        unit(embedding).set_unshard_in_backward(False)
-        unit(head, reshard_after_forward=False)
+        unit(embedding, True).set_unshard_in_backward(False)
+        unit(head, False)
     if isinstance(model.model, LayerInputDecoder):
-        unit(model.model.embed_tokens_per_layer).set_unshard_in_backward(False)
-    root = unit(model, reshard_after_forward=False)
+        unit(model.model.embed_tokens_per_layer, True).set_unshard_in_backward(False)
+    root = unit(model, False)
     root.set_modules_to_forward_prefetch([*fsdp_modules(embedding), cast(FSDPModule, blocks[0])])
     for each in fsdp_modules(model):
         each.set_gradient_divide_factor(1.0)

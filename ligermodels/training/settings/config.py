@@ -309,7 +309,7 @@ class TrainConfig:
         names="repository")
     on_nan: Literal["stop", "skip"] = setting("run", "stop", "at a loss or gradient norm that is not finite")
     context_parallel: int = setting("run", 1, "context parallelism: ranks that share each row of tokens", POSITIVE,
-        objectives=("sft",))
+        objectives=("sft", *ON_GROUPS, *RL))
     expert_parallel: int = setting("run", 1, "expert parallelism: ranks over which routed experts are distributed",
         POSITIVE, objectives=("sft",))
     dp_replicate: int = setting("run", 1, "HSDP: model replicas, each sharded over ranks / replicas ranks", POSITIVE)

@@ -1,4 +1,4 @@
-"""Two ranks, with FSDP2 over gloo, have the losses and metrics of one."""
+"""Several ranks, with FSDP2 over gloo, have the losses and metrics of one."""
 
 import json
 
@@ -29,6 +29,13 @@ KINDS = {
                "model", "--max-length", "100"),
     "model": (*PAIRS, "--objective", "dpo", "--pairs", "1", "--reference", "model"),  # one rank has padding alone
 }  # fmt: skip
+SHARING = {
+    "precomputed": (4, 2),
+    "kto": (2, 2),
+    "reward": (2, 2),
+    "images": (2, 2),
+    "grpo": (4, 4),
+}  # ranks, and how many share a row
 MEASURED = (
     *("peak_memory_gib", "tokens_per_second", "seconds_left", "step_time"),
     *("time/sample", "time/reward", "time/score"),
@@ -71,11 +78,25 @@ def assert_same_records(alone, shared):
         assert {name: other[name] for name in names} == pytest.approx({name: one[name] for name in names}, abs=5e-4)
 
 
+def test_ranks_share_rows_in_which_tokens_of_an_image_see_those_behind_them(launcher):
+    (launcher.folder / "ahead").mkdir()
+    save_image_model(launcher.folder / "ahead", "gemma3")
+    run = (*RUN, *KINDS["images"], "--model", "ahead", "--steps", "1", "--checkpoint-every", "0")
+    launcher.succeed(*run, "--output", "ahead-whole")
+    launcher.succeed(*run, "--context-parallel", "2", "--output", "ahead-rows", ranks=2)
+    assert_same_records(*(records(launcher.folder / f"ahead-{name}") for name in ("whole", "rows")))
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_ranks_have_the_losses_and_metrics_of_one(launcher, kind):
+def test_several_ranks_have_the_losses_and_metrics_of_one(launcher, kind):
     for ranks in (1, 2):
         states = ("--teacher-states", f"states-{ranks}") if kind == "distill" else ()
         launcher.succeed(*RUN, *KINDS[kind], *states, "--output", f"{kind}-{ranks}", ranks=ranks)
     alone, shared = (records(launcher.folder / f"{kind}-{ranks}") for ranks in (1, 2))
     assert len(alone) == len(shared) == 4 + (kind in ("distill", "images"))  # pretrained weights are validated first
     assert_same_records(alone, shared)
+    if kind in SHARING:
+        ranks, sharing = SHARING[kind]
+        options = "--context-parallel", str(sharing), "--output", f"{kind}-rows"
+        launcher.succeed(*RUN, *KINDS[kind], *options, ranks=ranks)
+        assert_same_records(alone, records(launcher.folder / f"{kind}-rows"))

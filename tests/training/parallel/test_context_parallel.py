@@ -7,14 +7,29 @@ import ligermodels
 from ligermodels import distributed
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
-from ligermodels.layers.context_parallel import ContextGroup, can_share_heads, copies_of_keys
+from ligermodels.generation.image_features import ImageFeatures
+from ligermodels.layers import context_parallel
+from ligermodels.layers.context_parallel import ContextGroup, copies_of_heads, heads_of_rank
+from ligermodels.memory.blocks import saved_by_block, saved_by_exchanges
 from ligermodels.memory.model import training_memory
 from ligermodels.training import TrainConfig
 from ligermodels.training.parallel.context_parallel import refuse_unfit_model
 from ligermodels.training.parallel.fsdp import make_mesh
 from ligermodels.training.preparing import prepare
+from tests.conftest import DEVICE
+from tests.layers.saved_bytes import saved_by
 from tests.training.launching import losses
-from tests.training.parallel.test_fsdp import LATENTS, SELECTIVE, SHARED_KEYS, assert_same_run, config, forked
+from tests.training.parallel.test_fsdp import (
+    DELTA_EXPERTS,
+    LATENTS,
+    MAMBA_EXPERTS,
+    SELECTIVE,
+    SHARED_KEYS,
+    SHORT_CONV,
+    assert_same_run,
+    config,
+    forked,
+)
 from tests.training.parallel.worker import train
 
 CPU = torch.device("cpu")
@@ -29,6 +44,10 @@ LONG_ROPE = {
     "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 4.0, 5.0]},
 }  # fmt: skip
 BALANCED = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.5}
+STATES = {"offsets": [0, 3, 31, 48, 64]}  # one document begins a token before a rank's part, one with a rank's part
+DELTA_RULE = STATES | {"model": DELTA_EXPERTS}
+MAMBA2 = STATES | {"model": MAMBA_EXPERTS}
+SHORT = STATES | {"model": SHORT_CONV}
 RUNS = {  # name: (settings of both runs, further settings of the run on two ranks)
     "llama": ({"model": config("llama", False)}, {}),
     "a window, tied, checkpointed": ({"model": config("qwen2", True) | WINDOW}, {"checkpointed_blocks": 1}),
@@ -41,23 +60,29 @@ RUNS = {  # name: (settings of both runs, further settings of the run on two ran
     "balanced experts": ({"model": config("mixtral", False) | BALANCED}, {}),
     "compiled, selective checkpointing": ({"model": config("llama", False)}, SELECTIVE | {"compiled": True}),
     "LoRA": ({"model": config("llama", False), "lora": "float32"}, {}),
+    "gated delta rule": (DELTA_RULE, {"checkpointed_blocks": 2}),
+    "Mamba-2": (MAMBA2, {}),
+    "short convolutions, compiled": (SHORT, SELECTIVE | {"compiled": True}),
 }  # fmt: skip
 
 
 def test_two_ranks_that_share_rows_train_like_one_process(launcher, tmp_path, on_cpu):
     shared = [PACKED | common | only | {"context": 2} for common, only in RUNS.values()]
     for (name, (common, _)), got in zip(RUNS.items(), forked(launcher, 2, tmp_path, shared), strict=True):
-        alone = train(**PACKED, **common)
+        alone = train(**PACKED | common)
         assert_same_run(got, alone, name, BOUND)
 
 
 def test_four_ranks_train_like_one_process(launcher, tmp_path, on_cpu):
-    """All four share each row, then two and two, with replicas of the model."""
+    """Two and two share rows, with replicas of the model; then all four, also where they have copies of heads."""
     model = {"model": config("llama", False)}
-    settings = [model | PACKED | {"context": 4}, model | PACKED | {"context": 2, "dp_replicate": 2}]
-    four, two = forked(launcher, 4, tmp_path, settings)
-    assert_same_run(four, train(**model, **PACKED), "four", BOUND)
+    heads = {"model": config("gpt_oss", False) | SINKS | {"num_attention_heads": 6}}
+    runs = [PACKED | each for each in (model, heads, DELTA_RULE, MAMBA2, SHORT)]
+    settings = [model | PACKED | {"context": 2, "dp_replicate": 2}, *(each | {"context": 4} for each in runs)]
+    two, *four = forked(launcher, 4, tmp_path, settings)
     assert_same_run(two, train(**model, **PACKED, accumulate=2), "two", BOUND)
+    for got, each in zip(four, runs, strict=True):
+        assert_same_run(got, train(**each), each["model"]["model_type"], BOUND)
 
 
 def test_random_rows_are_shared_as_those_of_documents_are(launcher):
@@ -69,10 +94,10 @@ def test_random_rows_are_shared_as_those_of_documents_are(launcher):
     torch.testing.assert_close(losses(shared), losses(alone), rtol=2e-6, atol=0)
 
 
-def test_key_value_heads_are_copied_so_that_ranks_have_equally_many():
-    assert [copies_of_keys(heads, 4) for heads in (1, 2, 4, 6, 8)] == [4, 2, 1, 2, 1]
-    shared = {(heads, keys): can_share_heads(heads, keys, 4) for heads, keys in [(32, 8), (12, 6), (6, 6), (14, 2)]}
-    assert shared == {(32, 8): True, (12, 6): True, (6, 6): False, (14, 2): False}
+def test_heads_are_copied_so_that_ranks_have_equally_many():
+    heads = 1, 2, 4, 6, 8, 14
+    assert [copies_of_heads(each, 4) for each in heads] == [4, 2, 1, 2, 1, 2]
+    assert [heads_of_rank(each, 4) for each in heads] == [1, 1, 1, 3, 2, 7]
 
 
 def test_a_rank_needs_memory_for_its_part_of_the_tokens():
@@ -89,10 +114,41 @@ def test_a_rank_needs_memory_for_its_part_of_the_tokens():
     assert checkpointed[0] == checkpointed[1]
 
 
+def test_the_parts_of_a_row_have_the_features_of_its_images():
+    features = ImageFeatures(torch.randn(4, 2), torch.tensor([1, 3, 4, 6]), (torch.randn(4, 2),))
+    row = torch.randn(1, 8, 2)
+    parts = [(features.part(first, 4), row[:, first : first + 4]) for first in (0, 4)]
+    assert torch.equal(torch.cat([part.insert(x) for part, x in parts], 1), features.insert(row))
+    assert torch.equal(torch.cat([part.add(0, x) for part, x in parts], 1), features.add(0, row))
+
+
+SAVING = {  # name: (config, the type of its layers)
+    "copies of query heads": (config("llama", False) | {"num_attention_heads": 6, "head_dim": 8}, None),
+    "gated delta rule": (DELTA_EXPERTS, "linear_attention"),
+    "Mamba-2": (MAMBA_EXPERTS, "mamba"),
+    "short convolutions": (SHORT_CONV, "conv"),
+}
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("name", SAVING)
+def test_a_rank_saves_what_its_plan_counts(name, monkeypatch):
+    raw, kind = SAVING[name]
+    monkeypatch.setattr(context_parallel, "all_to_all", lambda x, *_: x.clone())  # the same shape and bytes
+    monkeypatch.setattr(ContextGroup, "__init__", lambda context: None)
+    context = ContextGroup()
+    context.group, context.rank, context.size = None, 1, 4
+    ids, models = torch.randint(3, 97, (1, 32 * context.size), device=DEVICE), []
+    for layers in (2, 1):
+        types = {} if kind is None else {"layer_types": [kind] * layers}
+        models.append(ligermodels.create(raw | {"num_hidden_layers": layers} | types, device=DEVICE).train())
+    two, one = (saved_by(model, ids, context=context, num_items_in_batch=1) for model in models)
+    counted = saved_by_block(models[0].blocks[0], 4) + saved_by_exchanges(models[0].blocks[0], 4, context.size, 1)
+    assert (two - one) / 32 == pytest.approx(counted, rel=0.02)
+
+
 REFUSED = {
-    "the state of whole rows": ({"model_type": "lfm2"}, 2, "the states of the model's ShortConv layers"),
-    "images": ({"model_type": "qwen2_vl"}, 2, "rows with images cannot be divided over ranks"),
-    "heads": ({"model_type": "llama"}, 8, "8 ranks cannot have equal parts of 4 query heads with 2 key-value heads"),
+    "images": ({"model_type": "mllama"}, 2, "rows whose images are read by cross-attention cannot be divided"),
 }
 
 
@@ -114,8 +170,8 @@ def test_settings_that_cannot_be_are_refused_in_one_line():
         prepare(TrainConfig(**settings), World(CPU, 0, 2))
     with pytest.raises(InputError, match=r"leave out --packing off$"):
         prepare(TrainConfig(**settings, packing=False), World(CPU, 0, 2))
-    with pytest.raises(InputError, match="--context-parallel has no effect under --objective dpo"):
-        prepare(TrainConfig(**settings, objective="dpo"), World(CPU, 0, 2))
+    with pytest.raises(InputError, match="--context-parallel has no effect under --objective distill"):
+        prepare(TrainConfig(**settings, objective="distill"), World(CPU, 0, 2))
 
 
 def test_forward_refuses_rows_that_ranks_cannot_share(on_cpu):
@@ -130,5 +186,5 @@ def test_forward_refuses_rows_that_ranks_cannot_share(on_cpu):
     with pytest.raises(ValueError, match="3 ranks cannot share a row of 4 tokens equally"):
         model(ids[:1], ids[:1], context=context)
     context.size = 2
-    with pytest.raises(ValueError, match="context goes with input_ids, position_ids and cu_seqlens alone"):
+    with pytest.raises(ValueError, match="context goes with packed input_ids, without attention_mask"):
         model(ids[:1], ids[:1], context=context, attention_mask=torch.ones(1, 4))

@@ -10,6 +10,7 @@ one whose prompt ends with an image, of which the last token would be repeated.
 """
 
 import dataclasses
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,10 +18,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from ligermodels.distributed import World
 from ligermodels.kernels.attention.shared_keys import SharedKeys
+from ligermodels.layers.context_parallel import ContextGroup
 from ligermodels.layers.decoder import IGNORE_INDEX
 from ligermodels.training.data.preferences.formats import GroupKind
 from ligermodels.training.data.preferences.store import Group, GroupImage, unshared
@@ -183,7 +187,7 @@ class PreferenceBatch:
     longest. shared_keys: what documents read where prompts are shared; None where none is.
     rows: int64 [N], the places whose next token is supervised, by completion, in order; N is a multiple of 128, and
     what is beyond M is padding, the last place, whose next token is not supervised. Values of N tokens, such as
-    log-probabilities, are in this order.
+    log-probabilities, are in this order. Where ranks share the row, those in this rank's part, with padding likewise.
     images: those of the row, in order, under the names of arguments of `forward`; empty if there are none. An image of
     a prompt that is shared is there once.
 
@@ -199,8 +203,9 @@ class PreferenceBatch:
 
     On the host:
     offsets: int32 [S + 1], `completions`. numbers: int64 [S], of the completions among all of the data, to find what
-    was precomputed for them; -1 for those that were sampled. supervised: M. tokens: of the row without padding.
-    tokens_unshared: what they would be with a prompt for each completion.
+    was precomputed for them; -1 for those that were sampled. supervised: M. parts: how many of these are in the part of
+    each rank that shares the row. tokens: of the row without padding. tokens_unshared: what they would be with a prompt
+    for each completion.
     """
 
     input_ids: Tensor
@@ -221,6 +226,7 @@ class PreferenceBatch:
     offsets: np.ndarray
     numbers: np.ndarray
     supervised: int
+    parts: tuple[int, ...]
     tokens: int
     tokens_unshared: int
     images: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -238,7 +244,7 @@ class PreferenceBatch:
 
     def borders(self, size: int) -> list[int]:
         """Where groups of `size` completions end among the N rows, from 0 on; the last one has the padding too."""
-        return [0, *self.offsets[size:-1:size].tolist(), len(self.rows)]
+        return [0, *self.offsets[size:-1:size].tolist(), padded(self.supervised)]
 
     def completions_in(self, rows: slice, size: int) -> tuple[slice, Tensor]:
         """The completions that some of the N rows have, which are whole groups of `size`, and their offsets in them."""
@@ -246,6 +252,16 @@ class PreferenceBatch:
         first, last = bisect_left(borders, rows.start), bisect_right(borders, rows.stop) - 1
         found = slice(size * first, size * last)
         return found, self.completions[found.start : found.stop + 1] - rows.start
+
+    def of_all_rows(self, values: Tensor, context: ContextGroup | None) -> Tensor:
+        """Values of this rank's `rows` -> those of all N rows, with zeros in the padding, where ranks share the row.
+
+        context: these ranks; None for one. Each gradient is the sum of those on all ranks.
+        """
+        if context is None:
+            return values
+        found = context.gather(values[: self.parts[context.rank]], self.parts)
+        return F.pad(found, (0, padded(len(found)) - len(found)))
 
     def to(self, device: torch.device) -> "PreferenceBatch":
         """Copies the batch to a device; copies from pinned memory do not block the host."""
@@ -263,7 +279,12 @@ class PreferenceBatch:
 
 
 def collate_groups(
-    groups: Sequence[Group], units: Sequence[int], length: int, *, share_prompts: bool = True, pinned: bool = False
+    groups: Sequence[Group],
+    units: Sequence[int],
+    length: int,
+    *,
+    share_prompts: bool = True,
+    world: World | None = None,
 ) -> list[PreferenceBatch]:
     """Returns the rows of completions that were sampled: groups of any size, in rows of at most `length` tokens.
 
@@ -274,44 +295,48 @@ def collate_groups(
     whole = [GroupPiece(group, unit) for group, unit in zip(groups, units, strict=True)]
     pieces = [part for piece in whole for part in split_group(piece, length, share_prompts)]
     rows = pack_units([piece.tokens(share_prompts) for piece in pieces], length)
-    return [collate_row([pieces[number] for number in row], share_prompts, pinned=pinned) for row in rows]
+    return [collate_row([pieces[number] for number in row], share_prompts, world=world) for row in rows]
 
 
-def empty_batch() -> PreferenceBatch:
+def empty_batch(world: World | None = None) -> PreferenceBatch:
     """Returns a row of padding, for a rank with fewer rows than others; nothing is supervised."""
-    return collate_row([], False)
+    return collate_row([], False, world=world)
 
 
 def collate_row(
     pieces: Sequence[GroupPiece], share: bool, *, values: Sequence[float] = (), kind: GroupKind | None = None,
-    pinned: bool = False, decoder: ImageDecoder | None = None,
+    decoder: ImageDecoder | None = None, world: World | None = None,
 ) -> PreferenceBatch:  # fmt: skip
-    """Returns a row in host memory. values: of each piece, its margin or label, as `kind` says; NaN for no margin.
+    """Returns a row in host memory, pinned if the rank of `world` has a GPU.
 
-    decoder: of the images; None if no group has any. Raises InputError as `ImageDecoder.prepare` does.
+    values: of each piece, its margin or label, as `kind` says; NaN for no margin. decoder: of the images; None if no
+    group has any. world: says which part of the row is the rank's; None for all of it.
+    Raises InputError as `ImageDecoder.prepare` does.
     """
-    layout = lay_out(pieces, share, ROW_MULTIPLE)
+    world = world or World(torch.device("cpu"))
+    layout = lay_out(pieces, share, math.lcm(ROW_MULTIPLE, world.context))
     groups = [piece.group for piece in pieces]
     supervised = len(layout.rows)
     counts = [len(group.completions) for group in groups]
     sides = [piece.first + side for piece, count in zip(pieces, counts, strict=True) for side in range(count)]
     value = torch.tensor(values, dtype=torch.float32)
     teacher_ids, teacher_logprobs = teachers(groups, padded(supervised))
+    rows, parts = own_rows(layout, world)
     batch = PreferenceBatch(
         **{name: torch.from_numpy(getattr(layout, name))[None] for name in ("input_ids", "labels", "position_ids")},
         cu_seqlens=torch.from_numpy(layout.cu_seqlens), max_seqlen=int(np.diff(layout.cu_seqlens).max()),
-        shared_keys=shared_keys(layout), rows=padded_rows(layout),
+        shared_keys=shared_keys(layout), rows=rows,
         completions=torch.from_numpy(layout.completions), last_tokens=torch.from_numpy(layout.last_tokens),
         units=torch.tensor(np.repeat([piece.unit for piece in pieces], counts), dtype=torch.int64),
         sides=torch.tensor(sides, dtype=torch.int64),
         margins=value.nan_to_num(0.0) if kind == "pairs" and not value.isnan().all() else None,
         desirable=value == 1 if kind == "judged" else None,
         teacher_ids=teacher_ids, teacher_logprobs=teacher_logprobs,
-        offsets=layout.completions, numbers=completion_numbers(pieces), supervised=supervised,
+        offsets=layout.completions, numbers=completion_numbers(pieces), supervised=supervised, parts=parts,
         tokens=sum(piece.tokens(share) for piece in pieces), tokens_unshared=unshared(groups),
         images=image_arguments(layout, decoder) if decoder else {},
     )  # fmt: skip
-    return batch.map_tensors(Tensor.pin_memory) if pinned else batch
+    return batch.map_tensors(Tensor.pin_memory) if world.device.type == "cuda" else batch
 
 
 def image_arguments(layout: RowLayout, decoder: ImageDecoder) -> dict[str, Any]:
@@ -328,10 +353,14 @@ def padded(count: int) -> int:
     return max(1, -(-count // ROW_MULTIPLE)) * ROW_MULTIPLE
 
 
-def padded_rows(layout: RowLayout) -> Tensor:
-    rows = torch.full((padded(len(layout.rows)),), len(layout.input_ids) - 1, dtype=torch.int64)
-    rows[: len(layout.rows)] = torch.from_numpy(layout.rows)
-    return rows
+def own_rows(layout: RowLayout, world: World) -> tuple[Tensor, tuple[int, ...]]:
+    """Returns `rows` and `parts` of a batch."""
+    size = len(layout.input_ids) // world.context
+    edges = np.searchsorted(layout.rows, size * np.arange(world.context + 1))
+    own = layout.rows[edges[world.context_rank] : edges[world.context_rank + 1]] - size * world.context_rank
+    rows = torch.full((padded(len(own)),), size - 1, dtype=torch.int64)
+    rows[: len(own)] = torch.from_numpy(own)
+    return rows, tuple(np.diff(edges).tolist())
 
 
 def shared_keys(layout: RowLayout) -> SharedKeys | None:

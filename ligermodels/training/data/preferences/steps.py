@@ -167,17 +167,17 @@ class Groups(Concatenated[GroupSelection]):
         return self.rows(pieces, [self.value(number) for number in numbers], self.options.kind, world)
 
     def rows(self, pieces: Sequence[GroupPiece], values: Sequence[float], kind: GroupKind | None, world: World) -> Step:
-        options, pinned = self.options, world.device.type == "cuda"
+        options = self.options
         sizes = [piece.tokens(options.share_prompts) for piece in pieces]
-        dealt = deal_units(sizes, world.size)
+        dealt = deal_units(sizes, world.data_size)
         packed = [pack_units([sizes[unit] for unit in units], options.tokens_per_row) for units in dealt]
-        mine = dealt[world.rank]
-        rows = [[mine[index] for index in row] for row in packed[world.rank]]
+        mine = dealt[world.data_rank]
+        rows = [[mine[index] for index in row] for row in packed[world.data_rank]]
         rows += [[]] * (max(map(len, packed)) - len(rows))
         batches = [
             collate_row(
                 [pieces[unit] for unit in row], options.share_prompts, values=[values[unit] for unit in row],
-                kind=kind, pinned=pinned, decoder=self.decoder,
+                kind=kind, decoder=self.decoder, world=world,
             )
             for row in rows
         ]  # fmt: skip

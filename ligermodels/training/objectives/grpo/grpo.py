@@ -69,6 +69,7 @@ from ligermodels.training.objectives.grpo.sampling import (
     most_prompt_tokens,
 )
 from ligermodels.training.objectives.objective import Objective, RunSetup, Share, Work
+from ligermodels.training.objectives.preference.groups import one_of
 from ligermodels.training.objectives.preference.references import (
     Reference,
     ReferenceSpec,
@@ -232,7 +233,7 @@ class GRPO(Objective):
     def prepare(self, model: CausalLM, run: RunSetup) -> None:
         super().prepare(model, run)
         if self.reference is not None:
-            self.reference.prepare(model, run.say)
+            self.reference.prepare(model, run)
         for reward in self.reward_models:
             reward.load(self.world.device, self.dtype)
         if self.world.is_first and self.config.completions_every:
@@ -303,7 +304,7 @@ class GRPO(Objective):
                 if self.reference is not None:
                     found[2, places] = self.reference.logprobs(model, row.batch, self.temperature)
         model.train()
-        return Scores(*distributed.total(found).cpu())
+        return Scores(*(distributed.total(found) / self.world.context).cpu())
 
     def with_scores(self, rollouts: Rollouts, scores: Scores) -> Rollouts:
         """The rollouts with what the loss reads of the scores."""
@@ -324,7 +325,9 @@ class GRPO(Objective):
 
     def logprobs(self, model: CausalLM, row: RolloutBatch) -> LogProbs:
         extras, entropy = ((), True) if self.entropy.is_used else (("entropy",), False)
-        return model.logprobs(**row.batch.model_inputs, temperature=self.temperature, entropy=entropy, extras=extras)
+        inputs, context = row.batch.model_inputs | {"context": self.run.context}, self.run.context
+        found = model.logprobs(**inputs, temperature=self.temperature, entropy=entropy, extras=extras)
+        return found.map(lambda x: row.batch.of_all_rows(x, context))
 
     # -- a step
 
@@ -350,14 +353,15 @@ class GRPO(Objective):
         return progress.step - int(self.rollouts.first_step)
 
     def loss(self, model: CausalLM, batch: RolloutBatch, work: Work) -> Share:
-        if self.policy.reads_tokens_alone(batch):  # its gradients are formed in the forward, a chunk at a time
+        alone = self.run.context is None and self.policy.reads_tokens_alone(batch)
+        if alone:  # its gradients are formed in the forward, a chunk at a time
             options = {"row_loss": partial(self.loss_of_rows, batch, work.counts), "entropy": True}
             out = model(**batch.batch.model_inputs, logprobs=options | {"temperature": self.temperature})
             assert out.loss is not None and out.logprobs is not None
             return Share(out.loss, *metric_sums(self.policy, batch, out.logprobs))
         found = self.logprobs(model, batch)
         loss = self.loss_of_tokens(batch, work.counts, found.logprobs, found.entropy)
-        return Share(loss, *metric_sums(self.policy, batch, found))
+        return one_of(self.world.context, Share(loss, *metric_sums(self.policy, batch, found)))
 
     def loss_of_tokens(
         self, batch: RolloutBatch, counts: Tensor, logprobs: Tensor, entropy: Tensor | None, only: Tensor | None = None

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ligermodels.distributed import World
 from ligermodels.training.data.preferences import Group, PreferenceBatch, collate_groups, empty_batch
-from ligermodels.training.data.preferences.layout import GroupPiece, split_group
+from ligermodels.training.data.preferences.layout import GroupPiece, padded, split_group
 from ligermodels.training.data.rows.packing import deal_units, pack_units
 from ligermodels.training.objectives.grpo.judging import RewardedGroup
 
@@ -148,14 +148,13 @@ def mini_batch(rollouts: Rollouts, prompts: Sequence[int], length: int, *, share
     read = [prompt for prompt in prompts if rollouts.kept_of(prompt)]
     groups = [rollouts.group(prompt) for prompt in read]
     sizes = [GroupPiece(group, 0).tokens(share) for group in groups]
-    dealt = deal_units(sizes, world.size)
+    dealt = deal_units(sizes, world.data_size)
     most = max(count_rows([groups[unit] for unit in units], length, share) for units in dealt)
-    mine = dealt[world.rank]
-    pinned = world.device.type == "cuda"
+    mine = dealt[world.data_rank]
     batches = collate_groups(
-        [groups[u] for u in mine], [read[u] for u in mine], length, share_prompts=share, pinned=pinned
+        [groups[u] for u in mine], [read[u] for u in mine], length, share_prompts=share, world=world
     )
-    batches += [empty_batch() for _ in range(max(1, most) - len(batches))]
+    batches += [empty_batch(world) for _ in range(max(1, most) - len(batches))]
     supervised = sum(sum(group.lengths) for group in groups)
     unshared = sum(len(group.prompt) * len(group.completions) for group in groups) + supervised
     completions = sum(len(group.completions) for group in groups)
@@ -183,7 +182,7 @@ def with_values(rollouts: Rollouts, rows: MiniBatch, device: torch.device) -> It
     """The rows with their values, on the device."""
     for batch, completions in rows.rows:
         places = rollouts.tokens_of(completions)
-        size = len(batch.rows)
+        size = padded(batch.supervised)
 
         def of_tokens(values: Tensor, places: Tensor = places, size: int = size) -> Tensor | None:
             return padded_values(values[places], size).to(device, non_blocking=True) if len(values) else None

@@ -26,7 +26,7 @@ from ligermodels.training.data.preferences import GroupOptions, PreferenceBatch,
 from ligermodels.training.data.preferences.formats import GroupKind
 from ligermodels.training.data.reader import image_options
 from ligermodels.training.objectives.evaluation import start_stop_check
-from ligermodels.training.objectives.objective import Objective, StepTotals, Work
+from ligermodels.training.objectives.objective import Objective, Share, StepTotals, Work
 from ligermodels.training.planning.defaults import TRAINING_PASSES, Choice, image_limits, validation_interval
 from ligermodels.training.reporting.metrics import Validation
 from ligermodels.training.run.stopping import Stop
@@ -141,7 +141,7 @@ class GroupObjective(Objective):
     def assemble(self, model: CausalLM, step: Step, mismatched: Callable[[], Step]) -> Work:
         """The work of a step. mismatched: returns the same prompts with other examples' completions, for KTO."""
         own = torch.stack([self.count(batch) for batch in step.batches]).sum(0)
-        counts = distributed.total(own).clamp_min(1).float()
+        counts = (distributed.total(own) // self.world.context).clamp_min(1).float()
         saved = {"tokens_saved": 1 - step.tokens / step.tokens_unshared} if self.shares_prompts else {}
         return Work(step.batches, counts, units=step.units, tokens=step.tokens, metrics=saved)
 
@@ -153,12 +153,16 @@ class GroupObjective(Objective):
         """The policy's pass over a row. extras are those of `ops.linear_logprobs`, beside what is always measured; loss
         has the row_loss of `ops.linear_logprobs_loss` and its borders, where the loss is one of units."""
         more = ["mean_logit"] if self.config.mean_logits else []
-        options = {"extras": (*MEASURED, *more, *extras), **loss}
-        output = model(**batch.model_inputs, row_lengths=batch.row_lengths, logprobs=options)
-        found = output.logprobs.map(lambda x: x[: batch.supervised])
+        options, context = {"extras": (*MEASURED, *more, *extras)}, self.run.context
+        options |= loss if context is None else {}
+        output = model(**batch.model_inputs, row_lengths=batch.row_lengths, logprobs=options, context=context)
+        found, of_units = output.logprobs.map(lambda x: batch.of_all_rows(x, context)), output.loss
+        if context is not None and loss:
+            of_units = loss["row_loss"](found.logprobs, None, slice(0, len(found.logprobs)))
+        found = found.map(lambda x: x[: batch.supervised])
         if output.aux_loss is None:
-            return PolicyOutput(output.loss, found)
-        return PolicyOutput(output.loss, found, getattr(model.config, "router_aux_loss_coef", 0.0) * output.aux_loss)
+            return PolicyOutput(of_units, found)
+        return PolicyOutput(of_units, found, getattr(model.config, "router_aux_loss_coef", 0.0) * output.aux_loss)
 
     def validation_steps(self, model: CausalLM) -> Iterator[Step]:
         """The held-out groups, once."""
@@ -220,6 +224,11 @@ def mean_logits(sums: Mapping[str, float]) -> dict[str, float]:
 def balance_share(balance: Tensor | None, batch: PreferenceBatch, work: Work) -> Tensor | float:
     """The micro-batch's part of the routers' balance loss: its share of the step's tokens, which routers see."""
     return 0.0 if balance is None else balance * (batch.tokens / work.tokens)
+
+
+def one_of(ranks: int, share: Share) -> Share:
+    """What each of the ranks adds that have all computed this share."""
+    return Share(share.loss / ranks, {name: value / ranks for name, value in share.sums.items()}, share.maxima)
 
 
 def given(**options: Any) -> dict[str, Any]:

@@ -15,7 +15,14 @@ from ligermodels.layers.decoder import CausalLM
 from ligermodels.memory.blocks import HeadOp
 from ligermodels.training.data.preferences import PreferenceBatch, Step
 from ligermodels.training.objectives.objective import Share, Work
-from ligermodels.training.objectives.preference.groups import balance_share, given, logit_sums, mean_logits, token_sums
+from ligermodels.training.objectives.preference.groups import (
+    balance_share,
+    given,
+    logit_sums,
+    mean_logits,
+    one_of,
+    token_sums,
+)
 from ligermodels.training.objectives.preference.references import ReferenceObjective, default_reference, row_logprobs
 from ligermodels.training.settings.config import TrainConfig
 
@@ -92,7 +99,8 @@ class KTO(ReferenceObjective):
         for batch in step.batches:
             batch = batch.to(self.world.device)
             reference = self.reference.sums(model, batch, None)
-            sums.append(torch.stack(losses.kto_kl_sum(row_logprobs(model, batch), batch.completions, reference)))
+            logprobs = row_logprobs(model, batch, context=self.run.context)
+            sums.append(torch.stack(losses.kto_kl_sum(logprobs, batch.completions, reference)))
         return losses.kto_z(*distributed.total(torch.stack(sums).sum(0)).unbind())
 
     def loss(self, model: CausalLM, batch: PreferenceBatch, work: Work) -> Share:
@@ -104,7 +112,7 @@ class KTO(ReferenceObjective):
         result = losses.kto(found.logprobs, batch.completions, reference, batch.desirable, z, **self.options)
         sums = {"examples": result.examples, "kl": z * result.examples, **result.metrics, **token_sums(found)}
         sums |= logit_sums(found, batch.completions, batch.desirable)
-        return Share(loss + balance_share(balance, batch, work), sums)
+        return one_of(self.world.context, Share(loss + balance_share(balance, batch, work), sums))
 
     def loss_of_rows(
         self, batch: PreferenceBatch, reference: Tensor, counts: Tensor, logprobs: Tensor, _: Any, rows: slice

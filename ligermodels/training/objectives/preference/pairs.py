@@ -14,6 +14,7 @@ from ligermodels import losses
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
 from ligermodels.kernels.losses.linear_logprobs import LogProbs
+from ligermodels.layers.context_parallel import ContextGroup
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.reward_model import RewardModel
 from ligermodels.losses.preference import SORTED
@@ -29,6 +30,7 @@ from ligermodels.training.objectives.preference.groups import (
     given,
     logit_sums,
     mean_logits,
+    one_of,
     token_sums,
 )
 from ligermodels.training.objectives.preference.references import ReferenceObjective
@@ -88,7 +90,7 @@ class PairObjective(GroupObjective):
         sums |= logit_sums(found, batch.completions, chosen)
         assert found.greedy is not None  # `policy` asked for it
         sums["mean_token_accuracy"] = segment_sums(found.greedy.float(), batch.completions)[chosen].sum()
-        return Share(of_pairs + balance_share(balance, batch, work), sums)
+        return one_of(self.world.context, Share(of_pairs + balance_share(balance, batch, work), sums))
 
     def loss_of_rows(
         self, batch: PreferenceBatch, reference: Mapping[str, Tensor], counts: Tensor, logprobs: Tensor, _: Any,
@@ -141,10 +143,10 @@ class DPO(ReferenceObjective, PairObjective):
         if self.config.discopop_tau is not None and "discopop" not in self.options["loss_type"]:
             raise InputError("--discopop-tau goes with --loss discopop, which is missing")
         self.pair_loss(*NO_PAIR, torch.zeros(2), **{**self.options, **trust})
-        if self.sorts and self.world.size > 1:
+        if self.sorts and self.world.data_size > 1:
             raise InputError(
                 f"--loss {self.sorts}: sorts the pairs of a step, which must be on one rank, but there are "
-                f"{self.world.size}: start one process"
+                f"{self.world.data_size}: start one process"
             )
 
     @property
@@ -311,24 +313,24 @@ class Reward(GroupObjective):
         return batch.last_tokens.new_full((1,), len(batch.last_tokens) // 2)
 
     def loss(self, model: CausalLM, batch: PreferenceBatch, work: Work) -> Share:
-        scores = rewards_of(cast(RewardModel, model), batch)
+        scores = rewards_of(cast(RewardModel, model), batch, self.run.context)
         found = losses.reward(scores, margin=batch.margins, center_rewards_coefficient=self.config.center_rewards)
         sums = {"pairs": found.pairs} | {name: found.metrics[name] for name in REWARD_MEANS}
         maxima = {"max_reward": found.metrics["max_reward"], "min_reward": -found.metrics["min_reward"]}
-        return Share(found.loss / work.counts[0], sums, maxima)
+        return one_of(self.world.context, Share(found.loss / work.counts[0], sums, maxima))
 
     def metrics(self, sums: Mapping[str, float], maxima: Mapping[str, float], step: int) -> dict[str, float]:
         means = {name: sums[name] / max(1.0, sums["pairs"]) for name in REWARD_MEANS}
         return means | {"min_reward": -maxima["min_reward"], "max_reward": maxima["max_reward"]}
 
 
-def rewards_of(model: RewardModel, batch: PreferenceBatch) -> Tensor:
+def rewards_of(model: RewardModel, batch: PreferenceBatch, context: ContextGroup | None = None) -> Tensor:
     """Computes the score of each completion, fp32 [S], at the token that `RewardModel.forward` reads by itself.
 
-    That is not the last one where the model's padding is the end token.
+    context: the ranks that share the row, if any. That is not the last one where the model's padding is the end token.
     """
     inputs = {name: value for name, value in batch.model_inputs.items() if name not in ("labels", "rows")}
     places, padding = batch.last_tokens, model.config.pad_token_id
     if padding is not None:
         places = places - (batch.input_ids[0, places] == padding).long()
-    return model(**inputs, rows=places).logits[:, 0]
+    return model(**inputs, rows=places, context=context).logits[:, 0]

@@ -14,7 +14,7 @@ import hashlib
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +28,7 @@ from ligermodels import distributed
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
 from ligermodels.hub import create, quantise_on_meta, resolve
+from ligermodels.layers.context_parallel import ContextGroup
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.lora import lora_disabled
 from ligermodels.layers.reward_model import RewardModel
@@ -93,8 +94,11 @@ def parse_ema(text: str, rest: str) -> ReferenceSpec:
 class Reference(ABC):
     """A model whose log-probabilities a loss reads beside the policy's. Every rank calls the same methods."""
 
-    def prepare(self, model: CausalLM, say: Callable[[str], Any]) -> None:  # noqa: B027
+    context: ContextGroup | None = None  # the ranks that share this rank's rows, where there are others
+
+    def prepare(self, model: CausalLM, run: RunSetup) -> None:
         """Makes it from the policy, which is sharded and has the weights that the run begins with."""
+        self.context = run.context
 
     @abstractmethod
     def logprobs(self, model: CausalLM, batch: PreferenceBatch, temperature: float = 1.0) -> Tensor:
@@ -120,13 +124,18 @@ class Reference(ABC):
 
 
 @torch.no_grad()
-def row_logprobs(model: CausalLM, batch: PreferenceBatch, temperature: float = 1.0) -> Tensor:
-    """Computes the log-probabilities of a row's supervised tokens, [M], without dropout."""
+def row_logprobs(
+    model: CausalLM, batch: PreferenceBatch, temperature: float = 1.0, context: ContextGroup | None = None
+) -> Tensor:
+    """Computes the log-probabilities of a row's supervised tokens, [M], without dropout.
+
+    context: the ranks that share the row, if any.
+    """
     training = model.training
     model.eval()
-    found = model(**batch.model_inputs, logprobs={"temperature": temperature}).logprobs.logprobs[: batch.supervised]
+    found = model(**batch.model_inputs, logprobs={"temperature": temperature}, context=context).logprobs.logprobs
     model.train(training)
-    return found
+    return batch.of_all_rows(found, context)[: batch.supervised]
 
 
 class BaseReference(Reference):
@@ -134,7 +143,7 @@ class BaseReference(Reference):
 
     def logprobs(self, model: CausalLM, batch: PreferenceBatch, temperature: float = 1.0) -> Tensor:
         with lora_disabled(model):
-            return row_logprobs(model, batch, temperature)
+            return row_logprobs(model, batch, temperature, self.context)
 
 
 class SnapshotReference(Reference):
@@ -147,13 +156,14 @@ class SnapshotReference(Reference):
         self.alpha, self.steps = alpha, steps
         self.weights: dict[str, Tensor] = {}
 
-    def prepare(self, model: CausalLM, say: Callable[[str], Any]) -> None:
+    def prepare(self, model: CausalLM, run: RunSetup) -> None:
+        super().prepare(model, run)
         reshard(model)
         self.weights = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
 
     def logprobs(self, model: CausalLM, batch: PreferenceBatch, temperature: float = 1.0) -> Tensor:
         with exchanged(model, self.weights):
-            return row_logprobs(model, batch, temperature)
+            return row_logprobs(model, batch, temperature, self.context)
 
     @torch.no_grad()
     def finish_step(self, model: CausalLM, step: int) -> None:
@@ -232,7 +242,8 @@ class ModelReference(Reference):
             refuse_other_tokens(self.tokenizer, other, config.title, f"--reference model:{self.folder}")
         return model
 
-    def prepare(self, model: CausalLM, say: Callable[[str], Any]) -> None:
+    def prepare(self, model: CausalLM, run: RunSetup) -> None:
+        super().prepare(model, run)
         self.model = reference = self.build(model)
         dtype, replicas = TORCH_DTYPES[str(self.config.dtype)], self.config.dp_replicate
         fsdp.shard(reference, self.world, dtype, dp_replicate=replicas)
@@ -246,7 +257,7 @@ class ModelReference(Reference):
 
     def logprobs(self, model: CausalLM, batch: PreferenceBatch, temperature: float = 1.0) -> Tensor:
         assert self.model is not None  # `prepare` came first
-        return row_logprobs(self.model, batch, temperature)
+        return row_logprobs(self.model, batch, temperature, self.context)
 
     def bytes_beside(self, model: CausalLM, shards: int) -> int:
         reference = self.build(model)
@@ -277,20 +288,22 @@ class PrecomputedReference(Reference):
         device = batch.completions.device
         return (found.pin_memory() if device.type == "cuda" else found).to(device, non_blocking=True)
 
-    def prepare(self, model: CausalLM, say: Callable[[str], Any]) -> None:
+    def prepare(self, model: CausalLM, run: RunSetup) -> None:
+        super().prepare(model, run)
         file = cache_folder() / f"reference-{self.key(model)}.f64"
         self.found = distributed.from_first(self.read(file) if self.world.is_first else self.found)
         known = int(np.isfinite(self.found).sum())
         start = time.perf_counter()
         computed = self.compute(model)
         if not computed:
-            say(f"reference: log-probabilities of {counted(known, 'completion')}, from {file}")
+            run.say(f"reference: log-probabilities of {counted(known, 'completion')}, from {file}")
             return
         taken = duration(time.perf_counter() - start)
-        say(f"reference: log-probabilities of {counted(computed, 'completion')} precomputed in {taken}, kept in {file}")
+        completions = counted(computed, "completion")
+        run.say(f"reference: log-probabilities of {completions} precomputed in {taken}, kept in {file}")
         error = failure(self.write, file) if self.world.is_first else None
         if error is not None:  # the cache only saves time
-            say(f"warning: {error}")
+            run.say(f"warning: {error}")
 
     def compute(self, model: CausalLM) -> int:
         """Fills in what the run needs and is missing. Returns how many completions that were."""
@@ -299,8 +312,10 @@ class PrecomputedReference(Reference):
         for step in self.steps_with(missing):
             for batch in step.batches:
                 numbers = torch.from_numpy(batch.numbers).to(sums.device)
-                sums[numbers] = pair_sums(row_logprobs(model, batch), batch.completions, self.ld_alpha)
-        self.found[missing] = distributed.total(sums).cpu().numpy()[missing]
+                logprobs = row_logprobs(model, batch, context=self.context)
+                sums[numbers] = pair_sums(logprobs, batch.completions, self.ld_alpha)
+        totals = distributed.total(sums) / self.world.context  # ranks that share rows have the same sums
+        self.found[missing] = totals.cpu().numpy()[missing]
         return int(missing.sum())
 
     @property
@@ -344,7 +359,8 @@ class PrecomputedReference(Reference):
             "forward": forward_constants(model),
             "data": data.training.fingerprint,
             "validation": [part.fingerprint for part in data.validation.groups.parts],
-            "rows": [config.units, config.sequence_length, config.share_prompts, config.seed, self.world.size],
+            "rows": [config.units, config.sequence_length, config.share_prompts, config.seed],
+            "ranks": [self.world.size, self.world.context],
             "dtype": [config.dtype, str(self.world.device.type)],
             "ld_alpha": self.ld_alpha,
             "images": self.image_versions(),
@@ -480,7 +496,7 @@ class ReferenceObjective(GroupObjective):
 
     def prepare(self, model: CausalLM, run: RunSetup) -> None:
         super().prepare(model, run)
-        self.reference.prepare(model, run.say)
+        self.reference.prepare(model, run)
 
     def finish_step(self, model: CausalLM, step: int) -> None:
         self.reference.finish_step(model, step)
