@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import pad
 
 from benchmarks import linear_divergence as divergences
-from benchmarks.dpo_loss import by_pair, five_products
+from benchmarks.dpo_loss import by_pair, five_products, in_one_pass, in_pairs, offsets, pairs_in_one_pass
 from benchmarks.dpo_loss import inputs as pairs_with_reference
 from benchmarks.linear_logprobs import plain, products
 from benchmarks.ops import Op
@@ -26,6 +26,7 @@ PAIRS_SHAPES = [(16, 1024, 4096, 128256), (16, 4096, 4096, 128256), (4, 64, 256,
 KTO_SHAPES = [(32, 512, 1024, 128256), (4, 64, 256, 4096)]
 GRPO_SHAPES = [(16, 1024, 4096, 128256), (4, 64, 256, 4096)]
 JSD_SHAPES = [(8192, 4096, 4096, 128256), (64, 1024, 1024, 1024)]
+ONE_PASS = "ligermodels, gradients in the forward"
 BETA, GAMMA, KL_WEIGHT = 0.1, 0.5, 0.04
 
 
@@ -35,11 +36,6 @@ def with_reference(sequences, *shape):
 
 def without_reference(*shape):
     return with_reference(*shape)[:3]
-
-
-def offsets(targets):
-    sequences, length = targets.shape
-    return torch.arange(sequences + 1, dtype=torch.int32, device=targets.device) * length
 
 
 def judged(targets):
@@ -69,17 +65,27 @@ def of_pairs(loss, policy, targets):
     return (found.loss + found.nll / targets.shape[1]) * 2 / len(targets)
 
 
+PAIR_LOSSES = {
+    "orpo": partial(losses.orpo, beta=BETA),
+    "simpo": partial(losses.simpo, beta=BETA, gamma=GAMMA, nll_weight=1.0),
+}
+
+
 def orpo(policy, _, targets):
-    return of_pairs(partial(losses.orpo, beta=BETA), policy, targets)
+    return of_pairs(PAIR_LOSSES["orpo"], policy, targets)
 
 
 def simpo(policy, _, targets):
-    return of_pairs(partial(losses.simpo, beta=BETA, gamma=GAMMA, nll_weight=1.0), policy, targets)
+    return of_pairs(PAIR_LOSSES["simpo"], policy, targets)
 
 
 def kto(policy, reference, targets):
-    sums = losses.segment_sums(reference, offsets(targets))
-    return losses.kto(policy, offsets(targets), sums, judged(targets), 0.0, beta=BETA).loss / len(targets)
+    return kto_share(policy, targets, slice(0, len(targets)), losses.segment_sums(reference, offsets(targets)))
+
+
+def kto_share(policy, targets, part, sums):
+    good = judged(targets)[part]
+    return losses.kto(policy, offsets(targets[part]), sums, good, 0.0, beta=BETA).loss / len(targets)
 
 
 def grpo(policy, reference, targets, only=None):
@@ -129,7 +135,10 @@ orpo_loss = add_op("orpo", PAIRS_SHAPES, without_reference, orpo, 4, products(4)
 simpo_loss = add_op("simpo", PAIRS_SHAPES, without_reference, simpo, 4, products(4))
 kto_loss = add_op("kto", KTO_SHAPES, with_reference, kto, 5, five_products)
 grpo_loss = add_op("grpo", GRPO_SHAPES, with_reference, grpo, 4, four_products)
-grpo_loss.provider("ligermodels, gradients in the forward")(lambda *shape: grpo_in_chunks)
+grpo_loss.provider(ONE_PASS)(lambda *shape: grpo_in_chunks)
+kto_loss.provider(ONE_PASS)(lambda *shape: in_one_pass(kto_share, 1))
+orpo_loss.provider(ONE_PASS, layout=in_pairs)(lambda *shape: pairs_in_one_pass(PAIR_LOSSES["orpo"]))
+simpo_loss.provider(ONE_PASS, layout=in_pairs)(lambda *shape: pairs_in_one_pass(PAIR_LOSSES["simpo"]))
 
 
 def compiled():

@@ -4,8 +4,10 @@
     python -m benchmarks.lora_step --model qwen3-30b-a3b --batch 4 --targets all-linear experts \
         --providers "ligermodels, QLoRA" "ligermodels, LoRA on FP8" --activation-checkpointing full
     python -m benchmarks.lora_step --model gpt-oss-20b --batch 4 --providers "ligermodels, LoRA on MXFP4"
+    python -m benchmarks.lora_step --batch 1 --length 100000 --rank 32 --gpu-memory 24 --steps 1 --warm-up 0 \
+        --activation-checkpointing full --providers "ligermodels, QLoRA, offloaded inputs"
 
-Rank 16 on every linear of the blocks, or for ligermodels on other targets; adapters and AdamW states are in fp32 for
+Rank 16 on every linear of the blocks, unless ligermodels is given others; adapters and AdamW states are in fp32 for
 ligermodels, in the dtype that PEFT chooses for the others. Random weights and tokens. Rows are measured as in
 `train_step`.
 """
@@ -39,8 +41,8 @@ LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 def ligermodels_lora(
-    raw: dict[str, Any], checkpointing: bool, targets: Sequence[str], base: str | None = None, offload: bool = False,
-    float8: bool = False,
+    raw: dict[str, Any], checkpointing: bool, targets: Sequence[str], rank: int, base: str | None = None,
+    offload: bool = False, float8: bool = False,
 ) -> nn.Module:  # fmt: skip
     import ligermodels
     from ligermodels.adapters.lora_targets import expert_projections
@@ -67,7 +69,7 @@ def ligermodels_lora(
                 continue
             dense = torch.empty(weight.shape, dtype=torch.bfloat16, device="cuda").normal_(std=0.02)
             weight.data.copy_(weight.layout.quantize(dense))
-    ligermodels.add_lora(model, rank=RANK, alpha=ALPHA, targets=targets, dtype=torch.float32)
+    ligermodels.add_lora(model, rank=rank, alpha=2 * rank, targets=targets, dtype=torch.float32)
     if checkpointing:
         model.checkpoint_activations()
     if offload:
@@ -154,12 +156,14 @@ PROVIDERS: dict[str, Callable[..., nn.Module]] = {
 USUAL = [name for name in PROVIDERS if not name.endswith("MXFP4") and name != OFFLOADED]
 
 
-def measure(
-    provider: str, model_name: str, batch: int, length: int, checkpointing: bool, targets: Sequence[str], steps: int
-) -> dict:
+def measure(provider: str, checkpointing: bool, args: argparse.Namespace) -> dict:
     torch.manual_seed(0)
-    raw, options = LORA_MODELS[model_name], [targets] if "ligermodels" in provider else []
-    model = PROVIDERS[provider](raw, checkpointing, *options)
+    if args.gpu_memory:
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(args.gpu_memory * 1e9 / total)
+    raw = LORA_MODELS[args.model] | ({"num_hidden_layers": args.layers} if args.layers else {})
+    batch, length = args.batch, args.length
+    model = PROVIDERS[provider](raw, checkpointing, *([args.targets, args.rank] if "ligermodels" in provider else []))
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
     ids = torch.randint(raw["vocab_size"], (batch, length), device="cuda")
@@ -173,7 +177,7 @@ def measure(
         optimizer.zero_grad()
         return loss.detach()
 
-    return {"trained": sum(p.numel() for p in trained)} | time_steps(step, steps, batch * length)
+    return {"trained": sum(p.numel() for p in trained)} | time_steps(step, args.steps, batch * length, args.warm_up)
 
 
 def main() -> None:
@@ -181,7 +185,11 @@ def main() -> None:
     parser.add_argument("--model", choices=LORA_MODELS, default="llama-3-8b")
     parser.add_argument("--batch", type=int, default=8, help="sequences per step")
     parser.add_argument("--length", type=int, default=2048, help="tokens per sequence")
-    parser.add_argument("--steps", type=int, default=5, help="timed steps, after a warm-up of 3")
+    parser.add_argument("--layers", type=int, help="other than the model has")
+    parser.add_argument("--rank", type=int, default=RANK, help="of ligermodels")
+    parser.add_argument("--gpu-memory", type=float, metavar="GB", help="what the allocator may take")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps")
+    parser.add_argument("--warm-up", type=int, default=3, help="steps before them")
     parser.add_argument("--output", type=Path, default=results.FOLDER, help="folder for the dated JSON file")
     parser.add_argument("--providers", nargs="+", choices=PROVIDERS, default=[*USUAL])
     parser.add_argument("--activation-checkpointing", choices=("full", "none"), nargs="+", default=["full", "none"])
@@ -190,11 +198,11 @@ def main() -> None:
     args = parser.parse_args()
     if args.row:
         provider, checkpointing = args.row
-        sizes = args.batch, args.length
-        print(json.dumps(measure(provider, args.model, *sizes, checkpointing == "full", args.targets, args.steps)))
+        print(json.dumps(measure(provider, checkpointing == "full", args)))
         return
     rows = print_rows_of_providers("benchmarks.lora_step", args.providers, args.activation_checkpointing)
-    settings = {"model": args.model, "batch": args.batch, "length": args.length, "targets": args.targets}
+    names = "model", "batch", "length", "targets", "rank", "layers", "gpu_memory"
+    settings = {name: getattr(args, name) for name in names}
     report = results.environment() | {"ceilings": timing.ceilings()} | settings | {"rows": rows}
     print(results.save(args.output, f"lora-step-{args.model}-{args.batch}x{args.length}", report))
 

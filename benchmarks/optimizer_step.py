@@ -32,7 +32,7 @@ def our_adamw(params, **options):
 
 
 def our_adamw8bit(params, **options):
-    from ligermodels.training.optimizers.adamw8bit import AdamW8bit
+    from ligermodels.training.optimizers.adamw import AdamW8bit
 
     return AdamW8bit(params, **OPTIONS, **options)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ligermodels.errors import InputError
-from ligermodels.optional_packages import import_package
+from ligermodels.lazy_imports import import_package
 from ligermodels.tokenizer.chat_template import ChatTemplate, render_chat
 from ligermodels.tokenizer.files import read_tokenizer
 from ligermodels.training.data.formats.records import BadLines

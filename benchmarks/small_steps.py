@@ -115,7 +115,8 @@ def measure(provider: str, args: argparse.Namespace) -> dict[str, Any]:
             return run_of(args, Path(folder), graphs=provider == OURS)
     shape = args.batch, args.length
     if args.lora_rank:
-        row = lora_step.measure(provider, args.model, *shape, False, ["all-linear"], args.steps)
+        others = {"targets": ["all-linear"], "rank": args.lora_rank, "layers": None, "gpu_memory": None, "warm_up": 3}
+        row = lora_step.measure(provider, False, argparse.Namespace(**vars(args), **others))
     else:
         row = train_step.measure(provider, args.model, *shape, "none", args.steps, 3, 1.0, 80.0, 1)
     return row | {"ms": round(1000 * args.batch * args.length / row["tokens_per_second"], 2)}

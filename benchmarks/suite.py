@@ -15,14 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks import results, table, timing
-from benchmarks.checks import (
-    DEVICE,
-    ReferenceResult,
-    evaluate,
-    fresh_inputs,
-    upstream_gradients,
-    with_layout,
-)
+from benchmarks.checks import DEVICE, ReferenceResult, evaluate, fresh_inputs, upstream_gradients, with_layout
 from benchmarks.ops import OPS, Op, Provider, Shape
 from benchmarks.timing import Inputs, as_list
 from ligermodels.errors import InputError

@@ -256,8 +256,7 @@ def make_optimizer(provider: str, model):
     """torch's fused AdamW, so that only the models differ; our AdamW for the providers that name it."""
     if not provider.startswith(OURS):
         return torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
-    from ligermodels.training.optimizers.adamw import AdamW
-    from ligermodels.training.optimizers.adamw8bit import AdamW8bit
+    from ligermodels.training.optimizers.adamw import AdamW, AdamW8bit
 
     make = AdamW8bit if provider.startswith(OURS_8BIT) else AdamW
     rounding = "nearest" if provider == OURS_NEAREST else "exact"

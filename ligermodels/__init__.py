@@ -4,7 +4,7 @@ A name is imported when it is first used, so that `import ligermodels` and `lige
 `__init__.pyi` has the names.
 """
 
-from ligermodels.lazy_names import import_on_first_use
+from ligermodels.lazy_imports import import_on_first_use
 
 __version__ = "0.1.0"
 __getattr__, __dir__, __all__ = import_on_first_use(__name__, __file__)

@@ -222,7 +222,21 @@ class RotaryEmbedding(nn.Module):
         return f"{self.dim}, theta={self.theta}, interleaved={self.interleaved}"
 
 
-class CrossEntropyLoss(nn.Module):
+class _OptionsLoss(nn.Module):
+    """Keeps the options of a loss. class_weight: a buffer. metrics: whether the loss comes with its metrics."""
+
+    class_weight: Tensor | None
+
+    def __init__(self, class_weight: Tensor | None, metrics: bool, **options: Any) -> None:
+        super().__init__()
+        self.register_buffer("class_weight", class_weight)
+        self.metrics, self.options = metrics, options
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in self.options.items())
+
+
+class CrossEntropyLoss(_OptionsLoss):
     """Cross-entropy of logits against class indices, as torch.nn.CrossEntropyLoss.
 
     Differs from torch's: the classes are the last dimension, logits [..., V]; the loss is fp32; the mean over no target
@@ -234,53 +248,38 @@ class CrossEntropyLoss(nn.Module):
     Raises ValueError for a reduction other than "mean", "sum" and "none", and where the shapes disagree.
     """
 
-    class_weight: Tensor | None
-
     def __init__(
         self, *, class_weight: Tensor | None = None, ignore_index: int = -100, reduction: str = "mean",
         label_smoothing: float = 0.0, softcap: float | None = None, logit_scale: float = 1.0, z_loss: float = 0.0,
         token_scaling: bool = False, inplace: bool = False, metrics: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__()
-        self.register_buffer("class_weight", class_weight)
-        self.metrics = metrics
-        self.options: dict[str, Any] = {
-            "ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing,
-            "softcap": softcap, "logit_scale": logit_scale, "z_loss": z_loss, "token_scaling": token_scaling,
-            "inplace": inplace,
-        }  # fmt: skip
+        super().__init__(
+            class_weight, metrics, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
+            softcap=softcap, logit_scale=logit_scale, z_loss=z_loss, token_scaling=token_scaling, inplace=inplace,
+        )  # fmt: skip
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor | ops.CrossEntropyOutput:
         """logits [..., V] float, targets [...] int64 in [0, V) or ignore_index -> fp32 scalar, or [...] for "none"."""
         loss = ops.cross_entropy_with_metrics if self.metrics else ops.cross_entropy
         return loss(logits, targets, class_weight=self.class_weight, **self.options)
 
-    def extra_repr(self) -> str:
-        return ", ".join(f"{name}={value}" for name, value in self.options.items())
 
-
-class LinearCrossEntropyLoss(nn.Module):
+class LinearCrossEntropyLoss(_OptionsLoss):
     """Cross-entropy of hidden @ weightᵀ + bias, computed a chunk of logits at a time.
 
     Options as in `CrossEntropyLoss`. low_memory: 64 MiB beyond the gradients, for at least a third more time. The loss
     does not shift: for a causal language model pass hidden[:, :-1] and labels[:, 1:].
     """
 
-    class_weight: Tensor | None
-
     def __init__(
         self, *, class_weight: Tensor | None = None, ignore_index: int = -100, reduction: str = "mean",
         label_smoothing: float = 0.0, softcap: float | None = None, logit_scale: float = 1.0, z_loss: float = 0.0,
         token_scaling: bool = False, low_memory: bool = False, metrics: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__()
-        self.register_buffer("class_weight", class_weight)
-        self.metrics = metrics
-        self.options: dict[str, Any] = {
-            "ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing,
-            "softcap": softcap, "logit_scale": logit_scale, "z_loss": z_loss, "token_scaling": token_scaling,
-            "low_memory": low_memory,
-        }  # fmt: skip
+        super().__init__(
+            class_weight, metrics, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing,
+            softcap=softcap, logit_scale=logit_scale, z_loss=z_loss, token_scaling=token_scaling, low_memory=low_memory,
+        )  # fmt: skip
 
     def forward(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None
@@ -289,9 +288,6 @@ class LinearCrossEntropyLoss(nn.Module):
         -> fp32 scalar, or [...] for "none"."""
         loss = ops.linear_cross_entropy_with_metrics if self.metrics else ops.linear_cross_entropy
         return loss(hidden, weight, targets, bias=bias, class_weight=self.class_weight, **self.options)
-
-    def extra_repr(self) -> str:
-        return ", ".join(f"{name}={value}" for name, value in self.options.items())
 
 
 class Experts(nn.Module):

@@ -41,7 +41,7 @@
 | `linear_cross_entropy` | output projection and cross-entropy, one chunk of logits at a time                |
 | `sample`               | one token per row of logits: temperature, top-k, top-p, min-p; its log-probability |
 | `linear_logprobs`      | log-probability of each target and entropy, one chunk of fp32 logits at a time |
-| `linear_logprobs_loss` | a loss that is a sum over rows of them, with gradients computed in the forward pass |
+| `linear_logprobs_loss` | a loss that is a sum over rows or pairs of them, with gradients formed in the forward pass |
 | `linear_divergence`    | distillation: output projections and the divergence from a teacher                |
 | `adamw_`               | one AdamW step on one parameter, in place                                         |
 | `adamw8bit_`           | the same with both moments in 8 bits                                              |
@@ -88,15 +88,11 @@ from ligermodels.kernels.linear.linear import (
     low_rank_linear,
     norm_linear,
 )
-from ligermodels.kernels.linear_attention.causal_conv import causal_conv, causal_conv_state
-from ligermodels.kernels.linear_attention.causal_conv_step import causal_conv_step_
+from ligermodels.kernels.linear_attention.causal_conv import causal_conv, causal_conv_state, causal_conv_step_
 from ligermodels.kernels.linear_attention.gated_delta_rule import gated_delta_rule, gated_delta_step_
 from ligermodels.kernels.linear_attention.mamba2_scan import mamba2_scan, mamba2_step_
 from ligermodels.kernels.losses.cross_entropy import CrossEntropyOutput, cross_entropy, cross_entropy_with_metrics
-from ligermodels.kernels.losses.linear_cross_entropy import (
-    linear_cross_entropy,
-    linear_cross_entropy_with_metrics,
-)
+from ligermodels.kernels.losses.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_with_metrics
 from ligermodels.kernels.losses.linear_divergence import DivergenceOutput, linear_divergence
 from ligermodels.kernels.losses.linear_logprobs import LogProbs, linear_logprobs
 from ligermodels.kernels.losses.linear_logprobs_loss import LogProbsLoss, linear_logprobs_loss

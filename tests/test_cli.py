@@ -570,12 +570,12 @@ def test_closed_standard_streams_change_nothing_else(tmp_path):
     """As in `ligermodels export … <&- >&- 2>&-`: no file gets one of their descriptors, nor what is printed."""
     source, out = tmp_path / "source", tmp_path / "out"
     ligermodels.export(ligermodels.create(LLAMA), source)
-    command = [sys.executable, "-c", CLOSING, sys.executable, "-m", "ligermodels", "export", str(source), str(out)]
-    assert subprocess.run(command).returncode == 0
+    command = [sys.executable, "-c", CLOSING, sys.executable, "-m", "ligermodels", "export"]
+    assert subprocess.run([*command, str(source), str(out)]).returncode == 0
     assert tensor_hashes(out) == tensor_hashes(source) and {path.name for path in tmp_path.iterdir()} == {
         "source", "out",
     }  # fmt: skip
-    assert subprocess.run(command).returncode == 2  # exists
+    assert subprocess.run([*command, str(tmp_path / "missing"), str(out)]).returncode == 2
 
 
 OUT_OF_MEMORY = {

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import pytest
 
 import ligermodels
-from ligermodels.lazy_names import names_of_stub
+from ligermodels.lazy_imports import names_of_stub
 from tests import conftest
 
 PACKAGE = Path(ligermodels.__file__).parent
@@ -24,8 +24,7 @@ MAY_IMPORT = {
     "units": {"errors"},
     "aliases": set(),
     "plot_style": set(),
-    "lazy_names": set(),
-    "optional_packages": {"errors"},
+    "lazy_imports": {"errors"},
     "gpus": {"errors", "units"},
     "distributed": {"errors", "gpus"},
     "losses": {"errors"},
@@ -34,20 +33,20 @@ MAY_IMPORT = {
     "nn": {"kernels", "ops"},
     "configs": {"errors"},
     "weights": {"errors", "units", "distributed", "configs", "kernels"},  # how stored numbers are decoded
-    "generation": {"errors", "units", "lazy_names", "configs", "kernels", "weights"},
+    "generation": {"errors", "units", "lazy_imports", "configs", "kernels", "weights"},
     "layers": {"errors", "configs", "kernels", "weights", "generation"},
     "vision": {"errors", "configs", "kernels", "weights", "generation", "layers"},
     "adapters": {"errors", "configs", "kernels", "weights", "layers", "vision"},
     "memory": {"configs", "kernels", "weights", "generation", "layers", "vision"},
     "architectures": {"errors", "configs", "layers", "vision", "weights"},
-    "tokenizer": {"errors", "lazy_names", "weights"},
+    "tokenizer": {"errors", "lazy_imports", "weights"},
     "images": {"errors", "weights", "tokenizer"},
     "hub": {
-        *("errors", "units", "lazy_names", "configs", "weights", "layers", "vision", "adapters", "architectures"),
+        *("errors", "units", "lazy_imports", "configs", "weights", "layers", "vision", "adapters", "architectures"),
         *("tokenizer", "images"),
     },
     "training": {
-        *("errors", "units", "aliases", "plot_style", "lazy_names", "optional_packages", "distributed", "losses"),
+        *("errors", "units", "aliases", "plot_style", "lazy_imports", "distributed", "losses"),
         *("kernels", "weights", "generation", "layers", "vision", "adapters", "memory", "architectures", "tokenizer"),
         *("images", "hub"),
     },
@@ -56,13 +55,13 @@ MAY_IMPORT = {
     },
     "board": {"errors", "units", "aliases", "weights", "generation", "layers", "tokenizer", "hub", "training"},
     "cli": {
-        *("errors", "units", "aliases", "plot_style", "gpus", "optional_packages", "distributed", "kernels", "configs"),
+        *("errors", "units", "aliases", "plot_style", "gpus", "lazy_imports", "distributed", "kernels", "configs"),
         *("weights", "generation", "layers", "adapters", "memory", "architectures", "tokenizer", "images", "hub"),
         *("training", "verify", "board", "__version__"),
     },
     "integrations": {"errors", "distributed", "architectures", "generation", "hub", "layers", "weights"},
     "__main__": {"cli"},
-    "__init__": {"lazy_names"},
+    "__init__": {"lazy_imports"},
 }
 # The same of the rooms within a room; "" are the files beside them.
 DATA = {"settings", "data.formats", "data.rows", "data"}
@@ -186,7 +185,7 @@ def test_the_product_does_not_import_the_oracles():
     """But in one file of `verify`, there not before it is asked to compare, and in `integrations`, imported by none."""
     importing = {path for path in PACKAGE.rglob("*.py") if imports_an_oracle(source(path).imports)}
     reference, integrations = PACKAGE / "verify" / "reference.py", PACKAGE / "integrations"
-    assert importing == {reference, integrations / "generation_cache.py", integrations / "transformers.py"}
+    assert importing == {reference, integrations / "transformers.py"}
     assert not imports_an_oracle(source(reference).first_imports)
     others = [path for path in PACKAGE.rglob("*.py") if integrations not in path.parents]
     assert not [path for path in others if any(name.startswith("integrations") for name in imports_of(path))]

@@ -42,16 +42,10 @@ VISION = "vision"
 
 
 def add_lora(
-    model: CausalLM,
-    config: Any = None,
-    *,
-    rank: int = 16,
-    alpha: float | None = None,
-    dropout: float = 0.0,
-    targets: str | Sequence[str] = ALL_LINEAR,
-    modules_to_save: str | Sequence[str] = (),
+    model: CausalLM, config: Any = None, *, rank: int = 16, alpha: float | None = None, dropout: float = 0.0,
+    targets: str | Sequence[str] = ALL_LINEAR, modules_to_save: str | Sequence[str] = (),
     dtype: torch.dtype | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Adds LoRA to a model, in place, and freezes all other parameters.
 
     config: a PEFT `LoraConfig`, which stands for rank, alpha, dropout, targets and modules_to_save. Fields that would

@@ -16,14 +16,13 @@ from ligermodels.errors import InputError, suggest
 from ligermodels.kernels.quant.fp8 import FP8_BLOCK, Float8
 from ligermodels.kernels.quant.fp8_products import MultipliedFloat8
 from ligermodels.kernels.quant.mxfp4 import Mxfp4Layout
-from ligermodels.kernels.quant.nf4 import NF4_BLOCK, Nf4
-from ligermodels.kernels.quant.partly_nf4 import DensePart, PartlyNf4
+from ligermodels.kernels.quant.nf4 import NF4_BLOCK, DensePart, Nf4, PartlyNf4
 from ligermodels.kernels.quant.quantised_weight import WeightLayout
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.lora import lora_modules
 from ligermodels.layers.moe import Experts, QuantisedExperts
 from ligermodels.layers.packed import PackedLinear
-from ligermodels.layers.quantised import QuantisedLinear
+from ligermodels.layers.quantised import FrozenWeights, QuantisedLinear
 from ligermodels.weights.mapping import Piece, Rule, pieces_of
 
 
@@ -62,27 +61,24 @@ def quantise(
 
 
 def multiply_in_fp8(model: CausalLM) -> None:
-    """Makes the products of linears in FP8 ones of FP8, in place, before loading sets their bytes.
+    """Makes the products of weights in FP8 ones of FP8, in place, before loading sets their bytes.
 
     model: on the meta device, quantised in FP8. Weights that its checkpoint does not store in FP8 get a scale for each
     row, with which products are fastest. Raises InputError if none is in sizes that FP8 products take.
     """
     stored = scheme_of(model.config.raw) == "fp8"
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, QuantisedLinear)}
-    layouts = {name: module.weight.layout for name, module in linears.items()}
-    multiplied = {
-        name: MultipliedFloat8(x.shape, x.parts, x.dtype, x.block if stored else (1, x.columns))
-        for name, x in layouts.items()
-        if isinstance(x, Float8)
-    }
-    if not any(layout.is_multiplied for layout in multiplied.values()):
+    frozen = [module for module in model.modules() if isinstance(module, FrozenWeights)]
+    weights = [(module, name, x) for module in frozen for name, x in module.layouts.items() if isinstance(x, Float8)]
+    layouts = [
+        MultipliedFloat8(x.shape, x.parts, x.dtype, x.block if stored else (1, x.columns)) for _, _, x in weights
+    ]
+    if not any(layout.is_multiplied for layout in layouts):
         raise InputError(
-            "float8: no linear in FP8 is used in bfloat16 and has sizes that are multiples of 16, or of 128 where its "
+            "float8: no weight in FP8 is used in bfloat16 and has sizes that are multiples of 16, or of 128 where its "
             "scales are of blocks; leave it out"
         )
-    for name, layout in multiplied.items():
-        bias, device = linears[name].bias, linears[name].weight.data.device
-        model.set_submodule(name, QuantisedLinear(layout, bias, device))
+    for (module, name, _), layout in zip(weights, layouts, strict=True):
+        module.set_layout(name, layout, module.quantised(name).data.device)
 
 
 def quantised_module(name: str, module: nn.Module, layouts: Mapping[str, WeightLayout]) -> nn.Module:

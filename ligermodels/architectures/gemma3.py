@@ -41,16 +41,12 @@ class Gemma3Config(SoftcapConfig):
 class Gemma3MultimodalConfig(Gemma3Config, MultimodalConfig):
     Vision = SiglipConfig
     default_image_token = 262144
+    unsupported = ("final_logit_softcapping",)  # the reference implementation applies none
 
     @classmethod
     def fields_of(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
         text = {"model_type": "gemma3_text", "tie_word_embeddings": raw.get("tie_word_embeddings", True)}
         return super().fields_of(text | dict(object_or_empty("text_config", raw.get("text_config"))))
-
-    def validate(self) -> None:
-        """The reference implementation applies no logit softcap."""
-        super().validate()
-        self.reject_if_set("final_logit_softcapping")
 
 
 BASE = {"model_type": "gemma3_text"}

@@ -28,6 +28,7 @@ class GptOssConfig(ClampedExpertsConfig, SlidingWindowConfig):
     num_local_experts: int = 128
     num_experts_per_tok: int = 4
 
+    unsupported = ("attention_dropout",)
     default_rope_theta = 150_000.0
     default_rope_scaling: ClassVar = {
         "rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096
@@ -35,10 +36,6 @@ class GptOssConfig(ClampedExpertsConfig, SlidingWindowConfig):
 
     def is_sliding(self, layer: int) -> bool:
         return layer % 2 == 0
-
-    def validate(self) -> None:
-        super().validate()
-        self.reject_if_set("attention_dropout")
 
 
 BASE = {"model_type": "gpt_oss", "rms_norm_eps": 1e-5, "rope_theta": 150000, "sliding_window": 128}

@@ -21,11 +21,8 @@ class MixtralConfig(MoEConfig, SlidingWindowConfig):
     num_local_experts: int = 8
     router_jitter_noise: float = 0.0
 
+    unsupported = ("router_jitter_noise",)
     default_rope_theta = 1_000_000.0
-
-    def validate(self) -> None:
-        super().validate()
-        self.reject_if_set("router_jitter_noise")
 
 
 BASE = {"model_type": "mixtral", "rms_norm_eps": 1e-5}

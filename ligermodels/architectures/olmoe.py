@@ -27,11 +27,8 @@ class OlmoeConfig(MoEConfig):
     norm_topk_prob: bool = False
     router_aux_loss_coef: float = 0.01
 
+    unsupported = ("clip_qkv",)
     experts_field = "num_experts"
-
-    def validate(self) -> None:
-        super().validate()
-        self.reject_if_set("clip_qkv")
 
 
 BASE = {"model_type": "olmoe", "rms_norm_eps": 1e-5}

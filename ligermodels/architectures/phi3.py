@@ -27,6 +27,7 @@ class Phi3Config(SlidingWindowConfig):
     embd_pdrop: float = 0.0
     resid_pdrop: float = 0.0
 
+    unsupported = ("embd_pdrop", "resid_pdrop")
     partial_rotary = True
 
     @classmethod
@@ -35,10 +36,6 @@ class Phi3Config(SlidingWindowConfig):
         trained = {"original_max_position_embeddings": 4096}
         former = {"su": "longrope", "yarn": "longrope"}
         return {FULL_ATTENTION: read_rope(trained | dict(raw), cls.default_rope_theta, old_names=former)}
-
-    def validate(self) -> None:
-        super().validate()
-        self.reject_if_set("embd_pdrop", "resid_pdrop")
 
 
 BASE = {"model_type": "phi3", "rms_norm_eps": 1e-5}

@@ -72,19 +72,14 @@ def refuse_data_outside(text: str, flag: str, folders: Sequence[Path]) -> None:
     name = parse_spec(text).name
     if name in BUILT_IN_SOURCES:
         return
-    if name.startswith(HUB_PREFIX):
-        refuse_other_than_hub_data(name, flag)
+    if name.startswith(HUB_PREFIX):  # `datasets` also reads a folder, or a kind of files as "json", of this machine
+        path = COLON_OUTSIDE_BRACKETS.split(name.removeprefix(HUB_PREFIX))[0]
+        if "/" not in path or not HUB_NAME.fullmatch(path) or os.path.exists(path):
+            raise InputError(f"{flag} {name}: must be {HUB_PREFIX}OWNER/NAME of the Hub, where no folder has this name")
         return
     refuse_path_outside(name, flag, folders)
     for file in itertools.chain(find_files(name), *named_splits(name).values()):
         refuse_path_outside(str(file), flag, folders)
-
-
-def refuse_other_than_hub_data(name: str, flag: str) -> None:
-    """Raises InputError for a name that `datasets` reads from this machine: a folder, or a kind of files as "json"."""
-    path = COLON_OUTSIDE_BRACKETS.split(name.removeprefix(HUB_PREFIX))[0]
-    if "/" not in path or not HUB_NAME.fullmatch(path) or os.path.exists(path):
-        raise InputError(f"{flag} {name}: must be {HUB_PREFIX}OWNER/NAME of the Hub, where no folder has this name")
 
 
 def refuse_model_outside(name: str, flag: str, folders: Sequence[Path]) -> None:
@@ -122,10 +117,6 @@ def refuse_reward_outside(text: str, flag: str, folders: Sequence[Path]) -> None
         refuse_path_outside(str(spec.file), flag, folders)
 
 
-def refuse_template_outside(name: str, flag: str, folders: Sequence[Path]) -> None:
-    refuse_path_outside(os.path.expanduser(name), flag, folders)
-
-
 def refuse_upload(name: str, flag: str, folders: Sequence[Path]) -> None:
     raise InputError(f"{flag} {name}: the board uploads nothing; give it to `ligermodels train`, also with --resume")
 
@@ -145,8 +136,8 @@ def refuse_path_outside(name: str, flag: str, folders: Sequence[Path]) -> None:
 # By what a field says that its texts name.
 REFUSALS: Mapping[Named, Callable[[str, str, Sequence[Path]], None]] = {
     "data": refuse_data_outside, "model": refuse_model_outside, "reference": refuse_reference_outside,
-    "reward": refuse_reward_outside, "template": refuse_template_outside, "folder": refuse_path_outside,
-    "repository": refuse_upload,
+    "reward": refuse_reward_outside, "folder": refuse_path_outside, "repository": refuse_upload,
+    "template": lambda name, flag, folders: refuse_path_outside(os.path.expanduser(name), flag, folders),
 }  # fmt: skip
 
 

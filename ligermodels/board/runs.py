@@ -125,21 +125,10 @@ class WatchedRun:
     def exports(self) -> list[str]:
         return [name for name in (MODEL, ADAPTER) if names_inside(self.place.inside(name))]
 
-    @property
-    def steps(self) -> int | None:
-        return whole(self.settings.get("steps"))
-
     def summary(self) -> dict[str, Any]:
         """What the list of runs shows."""
-        latest = self.metrics.latest()
-        return {
-            "id": self.id, "name": self.name, "state": self.state, "step": self.metrics.last_step, "steps": self.steps,
-            "model": text(self.settings.get("model")), "objective": text(self.settings.get("objective")) or "sft",
-            "eta": self.eta, "newest": self.newest, "values": {name: latest.get(name) for name in TALLIED},
-            "losses": {name: loss_text(latest[name]) for name in SHOWN_LOSSES if name in latest},
-            "names": [*latest], "version": self.metrics.version, "read": round(self.metrics.done, 3),
-            "warnings": len(self.warnings()),
-        }  # fmt: skip
+        read, warnings = round(self.metrics.done, 3), len(self.warnings())
+        return summary_of(self) | {"eta": self.eta, "newest": self.newest, "read": read, "warnings": warnings}
 
     @property
     def eta(self) -> str | None:
@@ -247,16 +236,10 @@ class PublishedRun:
     name: str
     settings: Mapping[str, Any]
     metrics: MetricSeries = field(repr=False)
+    state = "published"
 
     def summary(self) -> dict[str, Any]:
-        latest = self.metrics.latest()
-        return {
-            "id": self.id, "name": self.name, "state": "published", "step": self.metrics.last_step,
-            "steps": self.settings["steps"], "model": self.settings["model"], "objective": self.settings["objective"],
-            "eta": None, "newest": 0, "values": {name: latest.get(name) for name in TALLIED},
-            "losses": {name: loss_text(latest[name]) for name in SHOWN_LOSSES if name in latest},
-            "names": [*latest], "version": self.metrics.version, "read": 1, "warnings": 0,
-        }  # fmt: skip
+        return summary_of(self) | {"eta": None, "newest": 0, "read": 1, "warnings": 0}
 
     def details(self) -> dict[str, Any]:
         return self.summary() | {
@@ -266,6 +249,18 @@ class PublishedRun:
 
     def samples(self) -> list[dict[str, Any]]:
         return []
+
+
+def summary_of(run: WatchedRun | PublishedRun) -> dict[str, Any]:
+    """What the list of runs shows of any run."""
+    latest, settings = run.metrics.latest(), run.settings
+    return {
+        "id": run.id, "name": run.name, "state": run.state, "step": run.metrics.last_step,
+        "steps": whole(settings.get("steps")), "model": text(settings.get("model")),
+        "objective": text(settings.get("objective")) or "sft", "values": {name: latest.get(name) for name in TALLIED},
+        "losses": {name: loss_text(latest[name]) for name in SHOWN_LOSSES if name in latest},
+        "names": [*latest], "version": run.metrics.version,
+    }  # fmt: skip
 
 
 @functools.cache

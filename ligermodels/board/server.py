@@ -96,10 +96,6 @@ class Access(NamedTuple):
             return False
         return self.token is not None and self.cookie in cookies and same(cookies[self.cookie].value, self.token)
 
-    @property
-    def set_cookie(self) -> str:
-        return f"{self.cookie}={self.token}; HttpOnly; SameSite=Strict; Path=/"
-
 
 def split_target(target: str) -> SplitResult:
     """The parts of the address that a request asks for. Raises Refusal for what is none, such as "http://["."""
@@ -178,7 +174,8 @@ class Handler(BaseHTTPRequestHandler):
             access = self.server.access
             access.check(method, self.path, self.headers)
             if method == "GET" and access.has_token(self.path):
-                self.send(303, b"", {"Location": "/", "Set-Cookie": access.set_cookie})
+                cookie = f"{access.cookie}={access.token}; HttpOnly; SameSite=Strict; Path=/"
+                self.send(303, b"", {"Location": "/", "Set-Cookie": cookie})
                 return
             parts = split_target(self.path)
             if method == "GET" and parts.path in self.server.page:
@@ -247,10 +244,8 @@ class Handler(BaseHTTPRequestHandler):
                 self.wfile.flush()
         finally:
             self.server.streams -= 1
-            close = getattr(parts, "close", None)
-            if close:
-                with suppress(Exception):
-                    close()
+            with suppress(Exception):
+                parts.close()  # type: ignore[attr-defined]  # of a generator
 
     def log_message(self, format: str, *args: Any) -> None:
         """Requests are not printed."""

@@ -5,7 +5,7 @@ import re
 
 from ligermodels import cli
 from ligermodels.cli.flags import Commands, add_command
-from ligermodels.optional_packages import import_package
+from ligermodels.lazy_imports import import_package
 
 # Behind the script for bash, which alone would complete no file names.
 FILES_IN_BASH = "complete -o bashdefault -o default -F _shtab_ligermodels ligermodels"
@@ -25,15 +25,10 @@ def run(args: argparse.Namespace) -> None:
     (commands,) = (action.choices for action in root._actions if isinstance(action.choices, dict))
     for parser in commands.values():
         for action in parser._actions:
-            action.choices = action.choices or shown_choices(action)
+            shown = re.fullmatch(r"\{(.+)\}|(on\|off)", str(action.metavar))  # as the usage shows a flag's values
+            action.choices = action.choices or (re.split(r"[,|]", shown[1] or shown[2]) if shown else None)
             if not action.choices and action.nargs != 0 and args.shell != "bash":
                 action.complete = shtab.FILE
     print(shtab.complete(root, args.shell))
     if args.shell == "bash":
         print(FILES_IN_BASH)
-
-
-def shown_choices(action: argparse.Action) -> list[str] | None:
-    """The values of a flag that its usage shows as {a,b} or on|off; None for other flags."""
-    shown = re.fullmatch(r"\{(.+)\}|(on\|off)", str(action.metavar))
-    return re.split(r"[,|]", shown[1] or shown[2]) if shown else None

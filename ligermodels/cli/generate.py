@@ -91,7 +91,10 @@ def option(name: str) -> Callable[[str], float]:
 
 def run(args: argparse.Namespace) -> int:
     refuse_flag_conflicts(args)
-    sampling = sampling_of(args)
+    sampling: Sampling = {"stop": args.stop, "n": args.num_samples, "seed": args.seed}
+    for name in SAMPLING_FLAGS:
+        sampling[name] = getattr(args, name)  # type: ignore[literal-required]
+    SamplingOptions(**sampling)  # raises InputError for options that contradict each other
     refuse_mistyped(args.model)
     if args.file is None:
         args.prompt = given_prompt(args)
@@ -119,12 +122,3 @@ def refuse_flag_conflicts(args: argparse.Namespace) -> None:
             raise InputError(f"generate: {flag} needs --file")
     if args.chat and args.num_samples > 1 and args.file is None:
         raise InputError("generate: --num-samples with --chat needs --file: a conversation continues one answer")
-
-
-def sampling_of(args: argparse.Namespace) -> Sampling:
-    """The options of sampling. Raises InputError for those that contradict each other."""
-    sampling: Sampling = {"stop": args.stop, "n": args.num_samples, "seed": args.seed}
-    for name in SAMPLING_FLAGS:
-        sampling[name] = getattr(args, name)  # type: ignore[literal-required]
-    SamplingOptions(**sampling)
-    return sampling

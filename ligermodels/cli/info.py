@@ -46,8 +46,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def add_list_command(commands: Commands) -> None:
-    add_command(commands, "list", print_list, "list the architectures, their preset sizes and parameters", "")
+    def run(args: argparse.Namespace) -> None:
+        print(architecture_list(), end="")
 
-
-def print_list(args: argparse.Namespace) -> None:
-    print(architecture_list(), end="")
+    add_command(commands, "list", run, "list the architectures, their preset sizes and parameters", "")

@@ -55,6 +55,10 @@ class Config:
     partial_rotary: ClassVar[bool] = False  # whether the family supports partial_rotary_factor < 1
     alternative_names: ClassVar[Mapping[str, str]] = {}  # field -> its name in the other version of transformers
     only_values: ClassVar[Mapping[str, Any]] = {}  # switch that is no field -> its value in all published files
+    # What a class declares beside its bases: fields that must not be set, because they would change the maths, and the
+    # supported values of fields.
+    unsupported: ClassVar[tuple[str, ...]] = ()
+    choices: ClassVar[Mapping[str, Collection[Any]]] = {}
     norm_offset: ClassVar[float] = 0.0  # added to the weight of every norm
     layer_norms: ClassVar[bool] = False  # whether the residual stream has LayerNorms instead of RMSNorms
     norm_bias: ClassVar[bool] = False  # whether these have a bias
@@ -152,6 +156,10 @@ class Config:
         kernel_activation("hidden_act", self.hidden_act, self.activations)
         for name, value in self.only_values.items():
             check_choice(name, self.raw.get(name, value), [value])
+        for base in type(self).__mro__:
+            self.reject_if_set(*vars(base).get("unsupported", ()))
+            for name, known in vars(base).get("choices", {}).items():
+                check_choice(name, getattr(self, name), known)
         self.check_divides("num_key_value_heads", "num_attention_heads")
         if self.pad_token_id is not None and not -self.vocab_size <= self.pad_token_id < self.vocab_size:
             raise ConfigError(

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ligermodels.configs.base import Config, kernel_activation
-from ligermodels.configs.fields import check_choice
 from ligermodels.configs.rope import FULL_ATTENTION, SLIDING_ATTENTION
 from ligermodels.errors import ConfigError
 
@@ -67,14 +66,11 @@ class UnitOffsetConfig(Config):
     use_bidirectional_attention: bool | None = None
 
     norm_offset = 1.0
+    unsupported = ("use_bidirectional_attention",)
 
     @property
     def embedding_scale(self) -> float:
         return self.hidden_size**0.5
-
-    def validate(self) -> None:
-        super().validate()
-        self.reject_if_set("use_bidirectional_attention")
 
 
 @dataclass(kw_only=True)
@@ -188,14 +184,11 @@ class ClampedExpertsConfig(MoEConfig):
     swiglu_limit: float = 7.0
     swiglu_alpha: float = 1.702
 
+    choices: ClassVar = {"hidden_act": ["silu"], "swiglu_limit": [7.0], "swiglu_alpha": [1.702]}
+
     @property
     def activation(self) -> str:
         return "clamped_silu"
-
-    def validate(self) -> None:
-        super().validate()
-        for name, value in {"hidden_act": "silu", "swiglu_limit": 7.0, "swiglu_alpha": 1.702}.items():
-            check_choice(name, getattr(self, name), [value])
 
 
 @dataclass(kw_only=True)
@@ -254,6 +247,8 @@ class LatentAttentionConfig(Config):
     scoring_func: str = "sigmoid"
     topk_method: str = "noaux_tc"
 
+    choices: ClassVar = {"scoring_func": ["sigmoid"], "topk_method": ["noaux_tc"]}
+
     @classmethod
     def default_head_dim(cls, values: Mapping[str, Any]) -> int:
         return values["qk_rope_head_dim"]
@@ -269,8 +264,6 @@ class LatentAttentionConfig(Config):
 
     def validate(self) -> None:
         super().validate()
-        check_choice("scoring_func", self.scoring_func, ["sigmoid"])
-        check_choice("topk_method", self.topk_method, ["noaux_tc"])
         for name, value in {"qk_rope_head_dim": self.head_dim, "num_attention_heads": self.num_key_value_heads}.items():
             if getattr(self, name) != value:
                 other = "head_dim" if name == "qk_rope_head_dim" else "num_key_value_heads"

@@ -18,6 +18,7 @@ SMALL_HEADS = {
     "linear_num_value_heads": 4,
 }  # fmt: skip
 CONV_TAPS = (2, 3, 4)  # of the causal convolutions that the kernels compute
+SILU = {"hidden_act": ("silu", "swish")}  # the choices of the activation
 
 
 @dataclass(kw_only=True)
@@ -39,6 +40,8 @@ class GatedDeltaConfig(Config):
     mtp_num_hidden_layers: int = 1  # layers that predict further tokens, which a checkpoint may lack
 
     only_values: ClassVar = {"output_gate_type": "swish"}
+    unsupported = ("use_sliding_window",)
+    choices: ClassVar = SILU | {"attn_output_gate": [True], "linear_conv_kernel_dim": CONV_TAPS}
     norm_offset = 1.0
     partial_rotary = True
     default_partial_rotary_factor = 0.25
@@ -62,11 +65,7 @@ class GatedDeltaConfig(Config):
     def validate(self) -> None:
         super().validate()
         self.check_one_per_layer("layer_types", [FULL_ATTENTION, LINEAR_ATTENTION])
-        check_choice("hidden_act", self.hidden_act, ["silu", "swish"])
-        check_choice("attn_output_gate", self.attn_output_gate, [True])
-        self.reject_if_set("use_sliding_window")
         self.check_divides("linear_num_key_heads", "linear_num_value_heads")
-        check_choice("linear_conv_kernel_dim", self.linear_conv_kernel_dim, CONV_TAPS)
 
 
 @dataclass(kw_only=True)
@@ -84,6 +83,7 @@ class ShortConvConfig(Config):
     layer_types: tuple[str, ...] | None = None
 
     only_values: ClassVar = {"block_use_swiglu": True, "use_pos_enc": True}
+    choices: ClassVar = SILU | {"conv_L_cache": CONV_TAPS}
     default_rope_theta = 1_000_000.0
     names: ClassVar[Mapping[str, str]] = {"norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings"}
 
@@ -109,8 +109,6 @@ class ShortConvConfig(Config):
     def validate(self) -> None:
         super().validate()
         self.check_one_per_layer("layer_types", [FULL_ATTENTION, CONV])
-        check_choice("hidden_act", self.hidden_act, ["silu", "swish"])
-        check_choice("conv_L_cache", self.conv_L_cache, CONV_TAPS)
 
 
 def conv_layers(count: int, attention: Collection[int]) -> tuple[str, ...]:
@@ -133,6 +131,8 @@ class Mamba2Config(Config):
     mamba_conv_bias: bool = True
     mamba_proj_bias: bool = False
     time_step_limit: tuple[float, ...] = (0.0, math.inf)
+
+    choices: ClassVar = SILU | {"position_embedding_type": [None, "rope", "nope"], "mamba_d_conv": CONV_TAPS}
 
     @classmethod
     def fields_of(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -159,9 +159,6 @@ class Mamba2Config(Config):
     def validate(self) -> None:
         super().validate()
         self.check_one_per_layer("layer_types", [MAMBA, ATTENTION, LINEAR_ATTENTION, FULL_ATTENTION])
-        check_choice("position_embedding_type", self.position_embedding_type, [None, "rope", "nope"])
-        check_choice("hidden_act", self.hidden_act, ["silu", "swish"])
-        check_choice("mamba_d_conv", self.mamba_d_conv, CONV_TAPS)
         for name, whole in (("mamba_n_heads", self.mamba_size), ("mamba_n_groups", self.mamba_n_heads)):
             if whole % getattr(self, name):
                 what = "mamba_expand * hidden_size" if name == "mamba_n_heads" else "mamba_n_heads"

@@ -214,6 +214,7 @@ class ClipConfig(PictureConfig, FeatureLayerConfig):
     """
 
     outer_fields = ("vision_feature_layer", "vision_feature_select_strategy")
+    choices: ClassVar = {"vision_feature_select_strategy": ["default", "full"]}
 
     hidden_act: str = "quick_gelu"
     patch_size: int = 32
@@ -231,10 +232,6 @@ class ClipConfig(PictureConfig, FeatureLayerConfig):
 
     def rows_of(self, patches: int) -> int:
         return patches + patches // self.table_side**2
-
-    def validate(self) -> None:
-        super().validate()
-        check_choice("vision_feature_select_strategy", self.vision_feature_select_strategy, ["default", "full"])
 
 
 @dataclass(kw_only=True)

@@ -29,15 +29,10 @@ def generate(
     stop_tokens: Collection[int] | None = None, images: PixelInputs = None, **sampling: Unpack[Sampling],
 ) -> list[str]: ...  # fmt: skip
 def generate(
-    model: GenerativeModel,
-    prompts: Tensor | Sequence[Sequence[int]] | Sequence[str],
-    *,
-    max_new_tokens: int,
-    tokenizer: TextTokenizer | None = None,
-    stop_tokens: Collection[int] | None = None,
-    images: PixelInputs = None,
+    model: GenerativeModel, prompts: Tensor | Sequence[Sequence[int]] | Sequence[str], *, max_new_tokens: int,
+    tokenizer: TextTokenizer | None = None, stop_tokens: Collection[int] | None = None, images: PixelInputs = None,
     **sampling: Unpack[Sampling],
-) -> list[list[int]] | list[str]:
+) -> list[list[int]] | list[str]:  # fmt: skip
     """Generates a continuation of every prompt; returns what is new in each row.
 
     prompts: token ids, as [B, T] or a sequence of prompts of any lengths: returns lists of ids, including the stop
@@ -76,14 +71,9 @@ def stream(
     images: PixelInputs = None, **sampling: Unpack[Sampling],
 ) -> Iterator[list[str]]: ...  # fmt: skip
 def stream(
-    model: GenerativeModel,
-    prompts: Sequence[Sequence[int]] | Sequence[str],
-    max_new_tokens: int,
-    *,
-    tokenizer: TextTokenizer | None = None,
-    images: PixelInputs = None,
-    **sampling: Unpack[Sampling],
-) -> Iterator[list[int]] | Iterator[list[str]]:
+    model: GenerativeModel, prompts: Sequence[Sequence[int]] | Sequence[str], max_new_tokens: int, *,
+    tokenizer: TextTokenizer | None = None, images: PixelInputs = None, **sampling: Unpack[Sampling],
+) -> Iterator[list[int]] | Iterator[list[str]]:  # fmt: skip
     """Yields what is new in every row, one step at a time. Arguments as those of `generate`.
 
     Of token ids: the next token of every row; stop tokens have no effect. Of texts: the text that has become final, up
@@ -100,15 +90,10 @@ def stream(
 
 
 def engine_for(
-    model: GenerativeModel,
-    tokenizer: TextTokenizer | None,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    stop_tokens: Collection[int] | None,
-    sampling: Sampling,
-    shown: Sequence[int] | None = None,
+    model: GenerativeModel, tokenizer: TextTokenizer | None, prompts: Sequence[Sequence[int]], max_new_tokens: int,
+    stop_tokens: Collection[int] | None, sampling: Sampling, shown: Sequence[int] | None = None,
     images: PixelInputs = None,
-) -> Engine:
+) -> Engine:  # fmt: skip
     """An engine with these requests, and a cache for all of them if the GPU has the memory; see `Engine.submit`."""
     options, images = SamplingOptions(**sampling), [None] * len(prompts) if images is None else images
     if len(images) != len(prompts):

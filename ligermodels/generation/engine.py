@@ -91,16 +91,10 @@ class Engine:
     """
 
     def __init__(
-        self,
-        model: GenerativeModel,
-        *,
-        tokenizer: TextTokenizer | None = None,
-        max_tokens: int | None = None,
-        max_length: int | None = None,
-        max_rows: int = DEFAULT_ROWS,
-        vocab_size: int | None = None,
+        self, model: GenerativeModel, *, tokenizer: TextTokenizer | None = None, max_tokens: int | None = None,
+        max_length: int | None = None, max_rows: int = DEFAULT_ROWS, vocab_size: int | None = None,
         allow_undefined: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if model.device.type == "meta":
             raise InputError("generate: the model has no weights in memory: they are not loaded yet, or offloaded")
         for name, size in (("max_tokens", max_tokens), ("max_length", max_length), ("max_rows", max_rows)):
@@ -123,16 +117,10 @@ class Engine:
     # -- requests
 
     def submit(
-        self,
-        prompt: Sequence[int] | Tensor | str,
-        *,
-        max_new_tokens: int,
-        stop_tokens: Collection[int] | None = None,
-        shown: Sequence[int] | None = None,
-        stream: int | None = None,
-        images: Mapping[str, Any] | None = None,
+        self, prompt: Sequence[int] | Tensor | str, *, max_new_tokens: int, stop_tokens: Collection[int] | None = None,
+        shown: Sequence[int] | None = None, stream: int | None = None, images: Mapping[str, Any] | None = None,
         **sampling: Unpack[Sampling],
-    ) -> int:
+    ) -> int:  # fmt: skip
         """Adds a request and returns its number. It runs while the engine is iterated over.
 
         prompt: token ids, or a text if the engine has a tokenizer. stop_tokens: what ends a sample; None for the

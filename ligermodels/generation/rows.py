@@ -35,7 +35,7 @@ from ligermodels.kernels.decoding.decode_attention import (
 from ligermodels.kernels.decoding.sample import sample
 from ligermodels.kernels.decoding.sample_filters import count_tokens, penalize, start_penalty_row
 from ligermodels.kernels.dispatch import runs_kernels
-from ligermodels.kernels.graphs import RecordedGraphs
+from ligermodels.kernels.launch import RecordedGraphs
 
 NO_TOKEN = -1
 

@@ -11,7 +11,9 @@ Each call takes one of three paths:
 """
 
 import functools
-from collections.abc import Callable
+import inspect
+import typing
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +28,9 @@ from ligermodels.kernels.row_sharding import RowSharding, register_row_sharding
 LIBRARY = torch.library.Library("ligermodels", "DEF")
 INT32, INT64, INDICES = (torch.int32,), (torch.int64,), (torch.int32, torch.int64)  # of `check_one_of`
 WIDE_FLOATS = torch.float32, torch.float64
+SCHEMA_KINDS = {
+    Tensor: "Tensor", int: "int", float: "float", bool: "bool", str: "str", torch.dtype: "ScalarType",
+}  # fmt: skip
 UNTRACED_TYPES = frozenset({Tensor, torch.nn.Parameter, int, float, bool, str, torch.dtype, type(None)})
 
 
@@ -134,22 +139,29 @@ def is_last_use(*tensors: Tensor | None) -> bool:
 
 
 def register_op(
-    schema: str, launcher: Callable[..., Any], fake: Callable[..., Any], sharding: RowSharding | None = None
-) -> Callable[..., Any]:
-    """Registers the op `ligermodels::<schema>` and returns the function that calls it.
+    schema: str, launcher: Callable[..., Any], fake: Callable[..., Any] | None = None,
+    sharding: RowSharding | None = None, *, outputs: Sequence[str] = (), writes: Sequence[str] = (),
+) -> Callable[..., Any]:  # fmt: skip
+    """Registers an op `ligermodels::<name>` and returns the function that calls it.
 
-    schema: as in native_functions.yaml; an argument that is written to is declared as `Tensor(a!)`.
+    schema: its name, where the launcher's annotations say its arguments and outputs; else all of it, as in
+    native_functions.yaml. Keyword-only arguments are the launcher's own. outputs: their names, which a sharding needs.
+    writes: the arguments that are written to.
     launcher: runs the kernels; its first argument is a tensor. If it has several outputs, those that the caller does
-        not need may be None, which saves the allocation; the registered op returns an empty tensor instead.
-    fake: computes the outputs' shapes, dtypes and strides from those of the inputs.
+    not need may be None, which saves the allocation; the registered op returns an empty tensor instead.
+    fake: computes the outputs' shapes, dtypes and strides from those of the inputs; None for an output like the first
+    argument, or for none.
     sharding: how the op runs on DTensors; without it they are refused.
     """
     name = schema.partition("(")[0]
+    if name == schema:
+        schema += _signature(launcher, outputs, writes)
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, _none_to_empty(launcher), "CUDA")  # ROCm's dispatch key as well
     LIBRARY.impl(name, _none_to_empty(launcher), "CPU")  # reached under TRITON_INTERPRET=1 only
-    torch.library.register_fake(f"ligermodels::{name}", _none_to_empty(fake), lib=LIBRARY)
     registered = getattr(torch.ops.ligermodels, name).default
+    fake = fake or (_fake_like_first if registered._schema.returns else _fake_without_outputs)
+    torch.library.register_fake(f"ligermodels::{name}", _none_to_empty(fake), lib=LIBRARY)
     if sharding:
         register_row_sharding(registered, sharding)
 
@@ -159,8 +171,29 @@ def register_op(
     return call
 
 
-def fake_without_outputs(*_: Any) -> None:
-    """The fake implementation of an op that only writes to its arguments."""
+def _signature(launcher: Callable[..., Any], outputs: Sequence[str], writes: Sequence[str]) -> str:
+    """The arguments and outputs of a launcher, by its annotations, as native_functions.yaml has them."""
+    kinds = typing.get_type_hints(launcher)
+    arguments: list[str] = []
+    for name, parameter in inspect.signature(launcher).parameters.items():
+        if parameter.kind is not parameter.KEYWORD_ONLY:
+            (kind,) = (each for each in typing.get_args(kinds[name]) or (kinds[name],) if each is not type(None))
+            written = f"({chr(ord('a') + len(arguments))}!)" if name in writes else ""
+            optional = "" if kind is kinds[name] else "?"
+            default = "" if parameter.default is parameter.empty else f"={parameter.default}"
+            arguments.append(f"{SCHEMA_KINDS[kind]}{written}{optional} {name}{default}")
+    returned = kinds["return"]
+    count = 0 if returned is type(None) else len(typing.get_args(returned)) or 1
+    results = [f"Tensor {name}" for name in outputs] or ["Tensor"] * count
+    return f"({', '.join(arguments)}) -> ({', '.join(results)})"
+
+
+def _fake_like_first(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _fake_without_outputs(*_: Any) -> None:
+    pass
 
 
 def _none_to_empty(function: Callable[..., Any]) -> Callable[..., Any]:

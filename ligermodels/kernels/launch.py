@@ -1,4 +1,4 @@
-"""How a Triton kernel is launched, and what launchers share.
+"""How a Triton kernel is launched, what launchers share, and steps of many kernels that are replayed as CUDA graphs.
 
 Triton's own launch binds, specializes and hashes every argument and queries the driver about every pointer. On the host
 that takes longer than the launch itself. Here the first launch of each specialization goes through Triton; later ones
@@ -7,7 +7,7 @@ look up the compiled kernel and launch it on bare addresses.
 
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -130,6 +130,12 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+def empty_where(needed: Sequence[bool], *tensors: Tensor | None) -> tuple[Any, ...]:
+    """A new contiguous tensor like each of these; None for one that is not needed."""
+    pairs = zip(needed, tensors, strict=True)
+    return tuple(x.new_empty(x.shape) if need and x is not None else None for need, x in pairs)
+
+
 def as_matrix(x: Tensor) -> Tensor:
     """[..., N] as [rows, N]. A matrix is returned as it is: a view takes microseconds and is a node of the graph."""
     return x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
@@ -159,3 +165,32 @@ def multiprocessors(device: torch.device) -> int:
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that one program may use on a CUDA device."""
     return triton.runtime.driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"]
+
+
+class RecordedGraphs:
+    """CUDA graphs by what tells their steps apart, captured once, then replayed without the host's work. They are in
+    one memory pool: they never run at the same time. They read weights at their addresses."""
+
+    def __init__(self) -> None:
+        self.graphs: dict[Any, Any] = {}
+        self.addresses: list[int] = []
+        self.pool: Any = None
+
+    def refresh(self, weights: Iterable[Tensor]) -> None:
+        """Drops the graphs if a weight is elsewhere than at their capture."""
+        addresses = [weight.data_ptr() for weight in weights]
+        if addresses != self.addresses:
+            self.graphs, self.addresses = {}, addresses
+            self.pool = None  # PyTorch ends a pool with the last of its graphs
+
+    def record(self, step: Callable[[], None]) -> Callable[[], Any]:
+        """Captures a step, which does not run it. Returns its replay. Raises RuntimeError for what cannot be captured.
+
+        Other threads, such as one that collates the next batch, may allocate pinned memory meanwhile.
+        """
+        if self.pool is None:
+            self.pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+            step()
+        return graph.replay

@@ -34,18 +34,10 @@ class Attention(AttentionMixer):
     sinks: nn.Parameter | None
 
     def __init__(
-        self,
-        config: Config,
-        *,
-        qkv_bias: bool = False,
-        o_bias: bool = False,
-        window: int | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
-        rope: str | None = FULL_ATTENTION,
-        interleaved: bool = False,
-        sinks: bool = False,
-    ) -> None:
+        self, config: Config, *, qkv_bias: bool = False, o_bias: bool = False, window: int | None = None,
+        scale: float | None = None, softcap: float | None = None, rope: str | None = FULL_ATTENTION,
+        interleaved: bool = False, sinks: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.hidden_size = config.hidden_size
         self.num_heads = config.num_attention_heads

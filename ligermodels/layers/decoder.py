@@ -28,14 +28,7 @@ from ligermodels.layers.fused import add_then_norm
 from ligermodels.layers.hub_interface import AdaptableModule, HubInterface, take_documents
 from ligermodels.layers.initialization import initialize
 from ligermodels.layers.inputs import Inputs, KeysReadLater, Positions, Sequences
-from ligermodels.layers.lm_head import (
-    LMHead,
-    divergence_from,
-    logprobs_from,
-    logprobs_loss_from,
-    loss_of,
-    select_rows,
-)
+from ligermodels.layers.lm_head import LMHead, divergence_from, logprobs_from, logprobs_loss_from, loss_of, select_rows
 from ligermodels.layers.moe import load_balancing_loss
 from ligermodels.layers.norm import hidden_norm
 from ligermodels.layers.packed import name_parts
@@ -290,32 +283,16 @@ class CausalLM(HubInterface, AdaptableModule, HubModule, ABC):
         return packed_projections(self.config)
 
     def forward(
-        self,
-        input_ids: Tensor | None = None,
-        labels: Tensor | None = None,
-        *,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
-        shared_keys: SharedKeys | None = None,
-        cache: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
-        num_items_in_batch: Tensor | int | None = None,
-        logits_to_keep: int | Tensor = 0,
-        skip_logits: bool | None = None,
-        output_hidden_states: bool | None = None,
-        output_router_logits: bool | None = None,
-        rows: Tensor | None = None,
-        logprobs: Mapping[str, Any] | None = None,
-        divergence: Mapping[str, Any] | None = None,
-        features: ImageFeatures | CrossFeatures | None = None,
-        rope_ids: Tensor | None = None,
-        context: ContextGroup | None = None,
-        row_lengths: Tensor | None = None,
-        balance_share: Tensor | float | None = None,
-        **options: Any,
-    ) -> CausalLMOutput:
+        self, input_ids: Tensor | None = None, labels: Tensor | None = None, *, attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
+        shared_keys: SharedKeys | None = None, cache: Cache | None = None, inputs_embeds: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None, logits_to_keep: int | Tensor = 0,
+        skip_logits: bool | None = None, output_hidden_states: bool | None = None,
+        output_router_logits: bool | None = None, rows: Tensor | None = None, logprobs: Mapping[str, Any] | None = None,
+        divergence: Mapping[str, Any] | None = None, features: ImageFeatures | CrossFeatures | None = None,
+        rope_ids: Tensor | None = None, context: ContextGroup | None = None, row_lengths: Tensor | None = None,
+        balance_share: Tensor | float | None = None, **options: Any,
+    ) -> CausalLMOutput:  # fmt: skip
         """input_ids [B, T] -> loss and logits [B, T, V].
 
         labels: [B, T], aligned with input_ids (shifted inside), -100 where unsupervised. The loss is the mean over
@@ -401,7 +378,7 @@ class CausalLM(HubInterface, AdaptableModule, HubModule, ABC):
                     self.lm_head, hidden, targets, **self.logit_options, **logprobs
                 )
             else:
-                token_logprobs = self.target_logprobs(hidden, targets, logprobs)
+                token_logprobs = logprobs_from(self.lm_head, hidden, targets, **self.logit_options, **logprobs)
                 if rows is None:  # copied, because FSDP2 warns of outputs that are views
                     token_logprobs = token_logprobs.map(lambda x: decoded.unpack(x).clone())
             if loss is not None and balance is not None and logprobs is None:
@@ -414,16 +391,9 @@ class CausalLM(HubInterface, AdaptableModule, HubModule, ABC):
         return CausalLMOutput(loss, logits, states or None, balance, token_logprobs, from_teacher)
 
     def logprobs(
-        self,
-        input_ids: Tensor | None,
-        labels: Tensor,
-        *,
-        temperature: float = 1.0,
-        entropy: bool = False,
-        extras: Sequence[str] = (),
-        low_memory: bool = False,
-        **inputs: Any,
-    ) -> LogProbs:
+        self, input_ids: Tensor | None, labels: Tensor, *, temperature: float = 1.0, entropy: bool = False,
+        extras: Sequence[str] = (), low_memory: bool = False, **inputs: Any,
+    ) -> LogProbs:  # fmt: skip
         """Log-probabilities of the labels: what the losses in `ligermodels.losses` read.
 
         labels: [B, T] as those of `forward` -> `LogProbs` with fields [B, T], fp32. At position t is the
@@ -451,13 +421,9 @@ class CausalLM(HubInterface, AdaptableModule, HubModule, ABC):
         return Decoded(self.model(inputs, output_hidden_states), labels, inputs.cu_seqlens, layout)
 
     def balance(
-        self,
-        decoded: Decoded,
-        requested: bool | None,
-        context: ContextGroup | None,
-        shape: torch.Size,
+        self, decoded: Decoded, requested: bool | None, context: ContextGroup | None, shape: torch.Size,
         row_lengths: Tensor | None,
-    ) -> Tensor | None:
+    ) -> Tensor | None:  # fmt: skip
         """The routers' load-balancing loss if it is requested; requested: None for what config.json says.
 
         context: the ranks whose tokens count together, None for this one. shape: that of the batch, [B, T].
@@ -500,26 +466,16 @@ class CausalLM(HubInterface, AdaptableModule, HubModule, ABC):
             share = 1.0 if num_items_in_batch is None else (targets != IGNORE_INDEX).sum() / num_items_in_batch
         return loss + share * config.router_aux_loss_coef * balance
 
-    def target_logprobs(self, hidden: Tensor, targets: Tensor, options: Mapping[str, Any]) -> LogProbs:
-        """Log-probabilities of shifted targets [...]; options as those of `linear_logprobs`."""
-        return logprobs_from(self.lm_head, hidden, targets, **self.logit_options, **options)
-
     @property
     def logit_options(self) -> dict[str, Any]:
         return {"softcap": self.config.logit_softcap, "logit_scale": self.config.logit_scale}
 
     @torch.no_grad()
     def generate(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        *,
-        max_new_tokens: int,
-        tokenizer: TextTokenizer | None = None,
-        stop_tokens: Collection[int] | None = None,
-        images: Sequence[Mapping[str, Any] | None] | None = None,
-        **sampling: Unpack[Sampling],
-    ) -> Tensor:
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, *, max_new_tokens: int,
+        tokenizer: TextTokenizer | None = None, stop_tokens: Collection[int] | None = None,
+        images: Sequence[Mapping[str, Any] | None] | None = None, **sampling: Unpack[Sampling],
+    ) -> Tensor:  # fmt: skip
         """input_ids [B, T] with padding as attention_mask says -> [B n, T + new tokens], padded behind a stop token.
 
         The convention of the Hub's `generate`; the n samples of a prompt are consecutive rows. Options and errors are

@@ -61,16 +61,9 @@ class NormedHeadsAttention(AttentionMixer):
     scale = 1.0
 
     def __init__(
-        self,
-        config: Config,
-        *,
-        head_dim: int,
-        num_key_value_heads: int,
-        window: int | None,
-        rope: str,
-        keys_are_values: bool = False,
-        is_read: bool = False,
-    ) -> None:
+        self, config: Config, *, head_dim: int, num_key_value_heads: int, window: int | None, rope: str,
+        keys_are_values: bool = False, is_read: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.hidden_size = config.hidden_size
         self.num_heads, self.num_key_value_heads = config.num_attention_heads, num_key_value_heads

@@ -2,6 +2,7 @@
 of all tokens or of some; and of reward models.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch.nn.functional as F
@@ -31,15 +32,9 @@ class LMHead(nn.Linear):
     low_memory_loss = False
 
     def forward(
-        self,
-        input: Tensor,
-        targets: Tensor | None = None,
-        *,
-        logprobs: bool = False,
-        row_loss: RowLoss | None = None,
-        teacher: TeacherInputs | None = None,
-        **options: Any,
-    ) -> Any:
+        self, input: Tensor, targets: Tensor | None = None, *, logprobs: bool = False, row_loss: RowLoss | None = None,
+        teacher: TeacherInputs | None = None, **options: Any,
+    ) -> Any:  # fmt: skip
         """With targets [...]: the cross-entropy of the logits, or `LogProbs`, or with a row_loss `LogProbsLoss`, or the
         `DivergenceOutput` of a teacher.
 
@@ -52,7 +47,7 @@ class LMHead(nn.Linear):
             if targets is None:
                 return logits
             if row_loss is not None:
-                return loss_of_rows(logprobs_of(logits, targets, **options), row_loss)
+                return loss_of_logits(logits, targets, row_loss, **options)
             return logprobs_of(logits, targets, **options) if logprobs else cross_entropy(logits, targets, **options)
         weight = self.weight.to(input.dtype)  # it may be wider, where the head is trained beside LoRA
         if targets is None:
@@ -94,7 +89,7 @@ def logprobs_loss_from(
     """Returns a loss of the log-probabilities; options are those of `linear_logprobs_loss`."""
     if computes_results(head):
         return head(hidden, targets, row_loss=row_loss, **options)
-    return loss_of_rows(logprobs_of(head(hidden), targets, **options), row_loss)
+    return loss_of_logits(head(hidden), targets, row_loss, **options)
 
 
 def divergence_from(
@@ -117,6 +112,13 @@ def computes_results(head: nn.Module) -> bool:
 def logprobs_of(logits: Tensor, targets: Tensor, *, low_memory: bool = False, **options: Any) -> LogProbs:
     """low_memory has no effect on logits that exist."""
     return logprobs_of_logits(logits, targets, **options)
+
+
+def loss_of_logits(
+    logits: Tensor, targets: Tensor, row_loss: RowLoss, *, borders: Sequence[int] | None = None, **options: Any
+) -> LogProbsLoss:
+    """row_loss is called once, so that borders have no effect."""
+    return loss_of_rows(logprobs_of(logits, targets, **options), row_loss)
 
 
 def select_rows(hidden: Tensor, targets: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:

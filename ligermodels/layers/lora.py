@@ -30,15 +30,9 @@ class LoRALinear(LowRankModule):
     """
 
     def __init__(
-        self,
-        base_layer: nn.Linear,
-        rank: int,
-        alpha: float,
-        *,
-        columns: Columns | None = None,
-        dropout: float = 0.0,
+        self, base_layer: nn.Linear, rank: int, alpha: float, *, columns: Columns | None = None, dropout: float = 0.0,
         dtype: torch.dtype | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.base_layer = base_layer
         self.columns = ((0, base_layer.out_features),) if columns is None else columns

@@ -247,18 +247,10 @@ class MoE(nn.Module):
     """
 
     def __init__(
-        self,
-        config: Config,
-        *,
-        intermediate_size: int,
-        num_experts: int,
-        experts_per_token: int,
-        normalize: bool,
-        shared_intermediate_size: int | None = None,
-        shared_gate: bool = True,
-        router: Router | None = None,
+        self, config: Config, *, intermediate_size: int, num_experts: int, experts_per_token: int, normalize: bool,
+        shared_intermediate_size: int | None = None, shared_gate: bool = True, router: Router | None = None,
         bias: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.experts_per_token = experts_per_token
         self.normalize = normalize

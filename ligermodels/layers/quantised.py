@@ -22,10 +22,15 @@ class FrozenWeights(QuantisedModule):
 
     def __init__(self, layouts: Mapping[str, WeightLayout], device: torch.device) -> None:
         super().__init__()
-        self.layouts = dict(layouts)
+        self.layouts: dict[str, WeightLayout] = {}
         for name, layout in layouts.items():
-            data = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
-            self.register_parameter(name + BYTES, nn.Parameter(data, requires_grad=False))
+            self.set_layout(name, layout, device)
+
+    def set_layout(self, name: str, layout: WeightLayout, device: torch.device) -> None:
+        """Gives a weight this layout, and bytes that are not set."""
+        self.layouts[name] = layout
+        data = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
+        self.register_parameter(name + BYTES, nn.Parameter(data, requires_grad=False))
 
     def quantised(self, name: str) -> QuantisedWeight:
         return QuantisedWeight(self.get_parameter(name + BYTES), self.layouts[name])

@@ -73,13 +73,9 @@ class AlignedRows:
 
 
 def row_layout(
-    shape: tuple[int, int],
-    attention_mask: Tensor | None,
-    position_ids: Tensor | None,
-    cu_seqlens: Tensor | None,
-    *,
+    shape: tuple[int, int], attention_mask: Tensor | None, position_ids: Tensor | None, cu_seqlens: Tensor | None, *,
     cached: bool,
-) -> PackedRows | AlignedRows | None:
+) -> PackedRows | AlignedRows | None:  # fmt: skip
     """How the rows of a batch of this shape must be rearranged for the decoder; None if they can stay.
 
     cached: there is a key-value cache. Other arguments as those of a model's forward.

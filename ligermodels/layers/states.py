@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from ligermodels.configs.hybrid import ShortConvConfig
 from ligermodels.generation.cache import LayerStates, PerRow, StateCall, StateStep
-from ligermodels.kernels.linear_attention.causal_conv import causal_conv, causal_conv_state
-from ligermodels.kernels.linear_attention.causal_conv_step import causal_conv_step_
+from ligermodels.kernels.linear_attention.causal_conv import causal_conv, causal_conv_state, causal_conv_step_
 from ligermodels.kernels.linear_attention.delta_chunks import delta_shape
 from ligermodels.kernels.linear_attention.document_chunks import row_offsets
 from ligermodels.kernels.linear_attention.gated_delta_rule import gated_delta_rule, gated_delta_step_, split_qkv

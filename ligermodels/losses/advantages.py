@@ -35,13 +35,9 @@ def reward_table(rewards: Sequence[Sequence[float | None]]) -> Tensor:
 
 
 def group_advantages(
-    rewards: Tensor,
-    num_generations: int,
-    *,
-    reward_weights: Sequence[float] | None = None,
-    scale_rewards: str = "group",
-    multi_objective_aggregation: str = "sum_then_normalize",
-) -> Tensor:
+    rewards: Tensor, num_generations: int, *, reward_weights: Sequence[float] | None = None,
+    scale_rewards: str = "group", multi_objective_aggregation: str = "sum_then_normalize",
+) -> Tensor:  # fmt: skip
     """Advantages of GRPO and its descendants: fp32 [B].
 
     rewards: [B] or [B, K] of K functions, NaN where absent; `num_generations` (G) completions of a prompt follow one

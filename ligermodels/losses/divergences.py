@@ -65,14 +65,9 @@ def divergence(
 
 
 def top_k_divergence(
-    logits: Tensor,
-    ids: Tensor,
-    logprobs: Tensor,
-    *,
-    kind: str = "forward_kl",
-    tail: bool = True,
+    logits: Tensor, ids: Tensor, logprobs: Tensor, *, kind: str = "forward_kl", tail: bool = True,
     temperature: float = 1.0,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The divergence of each token from a top-k teacher: [...], fp32, or fp64 for fp64 logits.
 
     logits: float [..., V]. ids: int64 [..., k], distinct classes; the result is infinite where they are not. logprobs:

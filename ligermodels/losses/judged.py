@@ -29,16 +29,9 @@ class JudgedLoss(NamedTuple):
 
 
 def kto(
-    logprobs: Tensor,
-    cu_seqlens: Tensor,
-    ref_sums: Tensor,
-    desirable: Tensor,
-    z: Tensor | float,
-    *,
-    beta: float = 0.1,
-    desirable_weight: float = 1.0,
-    undesirable_weight: float = 1.0,
-) -> JudgedLoss:
+    logprobs: Tensor, cu_seqlens: Tensor, ref_sums: Tensor, desirable: Tensor, z: Tensor | float, *, beta: float = 0.1,
+    desirable_weight: float = 1.0, undesirable_weight: float = 1.0,
+) -> JudgedLoss:  # fmt: skip
     """KTO (arXiv 2402.01306): w_D (1 − σ(β (r − z))) of a good answer, w_U (1 − σ(β (z − r))) of a bad one.
 
     logprobs: log-probabilities of the supervised tokens, [N]. cu_seqlens: offsets of the examples in it, int32 [E + 1].

@@ -67,13 +67,9 @@ def preference_metrics(rewards: Tensor, logps: Tensor) -> dict[str, Tensor]:
 
 
 def sum_over_pairs(
-    losses: Tensor,
-    nll: Tensor,
-    nll_weight: Tensor | float,
-    lengths: Tensor,
-    metrics: dict[str, Tensor],
+    losses: Tensor, nll: Tensor, nll_weight: Tensor | float, lengths: Tensor, metrics: dict[str, Tensor],
     dtype: torch.dtype,
-) -> PairLoss:
+) -> PairLoss:  # fmt: skip
     """Adds up losses, nll and each metric, [P]. lengths are the tokens of both sides, [P, 2]."""
     absent = lengths.amin(1) == 0
     summed = {name: values.detach().masked_fill(absent, 0).sum().to(dtype) for name, values in metrics.items()}

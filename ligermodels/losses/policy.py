@@ -54,14 +54,9 @@ class Clipping(Added, total=False):
 
 
 def grpo(
-    logprobs: Tensor,
-    old_logprobs: Tensor | None,
-    advantages: Tensor,
-    cu_seqlens: Tensor,
-    *,
-    importance_sampling_level: str = "token",
-    **options: Unpack[Clipping],
-) -> Tensor:
+    logprobs: Tensor, old_logprobs: Tensor | None, advantages: Tensor, cu_seqlens: Tensor, *,
+    importance_sampling_level: str = "token", **options: Unpack[Clipping],
+) -> Tensor:  # fmt: skip
     """Sum over completions of the mean of −min(min(w, delta) A, clip(w, 1 − epsilon, 1 + epsilon_high) A).
 
     Unit: completion. epsilon_high is epsilon by default; `delta`, above 1 + epsilon_high, bounds the ratio where A < 0
@@ -73,14 +68,9 @@ def grpo(
 
 
 def dapo(
-    logprobs: Tensor,
-    old_logprobs: Tensor | None,
-    advantages: Tensor,
-    cu_seqlens: Tensor,
-    *,
-    importance_sampling_level: str = "token",
-    **options: Unpack[Clipping],
-) -> Tensor:
+    logprobs: Tensor, old_logprobs: Tensor | None, advantages: Tensor, cu_seqlens: Tensor, *,
+    importance_sampling_level: str = "token", **options: Unpack[Clipping],
+) -> Tensor:  # fmt: skip
     """Sum over tokens of the terms of `grpo`.
 
     Unit: token, for `dapo` and `bnpo`. For `dr_grpo`: completion, times the greatest length of a completion. DAPO's
@@ -97,14 +87,9 @@ bnpo = dr_grpo = dapo
 
 
 def luspo(
-    logprobs: Tensor,
-    old_logprobs: Tensor | None,
-    advantages: Tensor,
-    cu_seqlens: Tensor,
-    *,
-    importance_sampling_level: str = "sequence",
-    **options: Unpack[Clipping],
-) -> Tensor:
+    logprobs: Tensor, old_logprobs: Tensor | None, advantages: Tensor, cu_seqlens: Tensor, *,
+    importance_sampling_level: str = "sequence", **options: Unpack[Clipping],
+) -> Tensor:  # fmt: skip
     """The sum of `dapo`, by default with the sequence's ratio: GSPO's loss times the completion's length.
 
     Unit: completion. Source: arXiv 2602.05261. TRL: loss_type="luspo", whose importance_sampling_level stays "token"
@@ -115,15 +100,9 @@ def luspo(
 
 
 def cispo(
-    logprobs: Tensor,
-    old_logprobs: Tensor | None,
-    advantages: Tensor,
-    cu_seqlens: Tensor,
-    *,
-    epsilon_high: float = 5.0,
-    importance_sampling_level: str = "token",
-    **added: Unpack[Added],
-) -> Tensor:
+    logprobs: Tensor, old_logprobs: Tensor | None, advantages: Tensor, cu_seqlens: Tensor, *, epsilon_high: float = 5.0,
+    importance_sampling_level: str = "token", **added: Unpack[Added],
+) -> Tensor:  # fmt: skip
     """Sum over tokens of −min(w, epsilon_high) A ℓ, the ratio without gradient: no token's gradient is cut off.
 
     Unit: token. epsilon_high is the bound itself, not its distance from 1.
@@ -136,16 +115,10 @@ def cispo(
 
 
 def sapo(
-    logprobs: Tensor,
-    old_logprobs: Tensor | None,
-    advantages: Tensor,
-    cu_seqlens: Tensor,
-    *,
-    sapo_temperature_pos: float = 1.0,
-    sapo_temperature_neg: float = 1.05,
-    importance_sampling_level: str = "token",
+    logprobs: Tensor, old_logprobs: Tensor | None, advantages: Tensor, cu_seqlens: Tensor, *,
+    sapo_temperature_pos: float = 1.0, sapo_temperature_neg: float = 1.05, importance_sampling_level: str = "token",
     **added: Unpack[Added],
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Sum over completions of the mean of −A σ(τ (w − 1)) 4 / τ: a soft gate in place of the clip.
 
     τ is sapo_temperature_pos where A > 0, else sapo_temperature_neg. Unit: completion.
@@ -161,18 +134,10 @@ def sapo(
 
 
 def vespo(
-    logprobs: Tensor,
-    old_logprobs: Tensor | None,
-    advantages: Tensor,
-    cu_seqlens: Tensor,
-    *,
-    vespo_k_pos: float = 2.0,
-    vespo_lambda_pos: float = 3.0,
-    vespo_k_neg: float = 3.0,
-    vespo_lambda_neg: float = 2.0,
-    sampler_log_weights: Tensor | None = None,
-    **added: Unpack[Added],
-) -> Tensor:
+    logprobs: Tensor, old_logprobs: Tensor | None, advantages: Tensor, cu_seqlens: Tensor, *, vespo_k_pos: float = 2.0,
+    vespo_lambda_pos: float = 3.0, vespo_k_neg: float = 3.0, vespo_lambda_neg: float = 2.0,
+    sampler_log_weights: Tensor | None = None, **added: Unpack[Added],
+) -> Tensor:  # fmt: skip
     """Sum over tokens of −φ(W) A ℓ, φ(W) = exp(λ + k log W − λ W) without gradient, so that φ(1) = 1.
 
     W is the ratio of the whole completion, the product of its tokens'. (k, λ) are the ones of pos where A ≥ 0, else of
@@ -193,16 +158,9 @@ def vespo(
 
 
 def gmpo(
-    logprobs: Tensor,
-    old_logprobs: Tensor | None,
-    advantages: Tensor,
-    cu_seqlens: Tensor,
-    *,
-    epsilon: float = 0.4,
-    epsilon_high: float | None = None,
-    token_mask: Tensor | None = None,
-    **added: Unpack[Added],
-) -> Tensor:
+    logprobs: Tensor, old_logprobs: Tensor | None, advantages: Tensor, cu_seqlens: Tensor, *, epsilon: float = 0.4,
+    epsilon_high: float | None = None, token_mask: Tensor | None = None, **added: Unpack[Added],
+) -> Tensor:  # fmt: skip
     """Sum over completions of −A times the geometric mean of their clipped ratios.
 
     A log ratio is at most epsilon_high where A > 0, else at least −epsilon. `token_mask` [N] of 0 and 1 says which
@@ -226,15 +184,9 @@ def gmpo(
 
 
 def rloo(
-    logprobs: Tensor,
-    old_logprobs: Tensor | None,
-    advantages: Tensor,
-    cu_seqlens: Tensor,
-    *,
-    epsilon: float = 0.2,
-    epsilon_high: float | None = None,
-    **added: Unpack[Added],
-) -> Tensor:
+    logprobs: Tensor, old_logprobs: Tensor | None, advantages: Tensor, cu_seqlens: Tensor, *, epsilon: float = 0.2,
+    epsilon_high: float | None = None, **added: Unpack[Added],
+) -> Tensor:  # fmt: skip
     """Sum over completions of −min(W A, clip(W, 1 − epsilon, 1 + epsilon_high) A), W the ratio of the whole completion.
 
     Without updates in between its gradient is REINFORCE's, A times that of the completion's log-probability. The
@@ -278,14 +230,9 @@ def _check_advantages(advantages: Tensor, cu_seqlens: Tensor) -> None:
 
 
 def _clipped_terms(
-    ratios: Tensor,
-    advantages: Tensor,
-    cu_seqlens: Tensor,
-    epsilon: float = 0.2,
-    epsilon_high: float | None = None,
-    delta: float | None = None,
-    **added: Unpack[Added],
-) -> Tensor:
+    ratios: Tensor, advantages: Tensor, cu_seqlens: Tensor, epsilon: float = 0.2, epsilon_high: float | None = None,
+    delta: float | None = None, **added: Unpack[Added],
+) -> Tensor:  # fmt: skip
     terms = _clipped(ratios, _of_tokens(advantages, cu_seqlens, ratios), epsilon, epsilon_high, delta)
     return _total(terms, **added)
 

@@ -46,14 +46,9 @@ class RatioBounds(TypedDict, total=False):
 
 
 def kl_penalty(
-    logprobs: Tensor,
-    ref_logprobs: Tensor,
-    old_logprobs: Tensor | None,
-    cu_seqlens: Tensor,
-    *,
-    importance_sampling_level: str = "token",
-    use_bias_correction_kl: bool = True,
-) -> Tensor:
+    logprobs: Tensor, ref_logprobs: Tensor, old_logprobs: Tensor | None, cu_seqlens: Tensor, *,
+    importance_sampling_level: str = "token", use_bias_correction_kl: bool = True,
+) -> Tensor:  # fmt: skip
     """Estimate of each token's KL divergence from the reference, k3 = e^d − d − 1, d = ℓ_ref − ℓ; fp32 [N].
 
     With `use_bias_correction_kl` (TRL's default) times the importance ratio w, whose gradient belongs to the estimate:
@@ -71,13 +66,9 @@ def kl_penalty(
 
 @torch.no_grad()
 def sampler_weights(
-    old_logprobs: Tensor,
-    sampling_logprobs: Tensor,
-    cu_seqlens: Tensor,
-    *,
-    mode: str = "sequence_mask",
+    old_logprobs: Tensor, sampling_logprobs: Tensor, cu_seqlens: Tensor, *, mode: str = "sequence_mask",
     **bounds: Unpack[RatioBounds],
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Correction for a sampler whose log-probabilities differ from the policy's own: fp32 [N].
 
     ρ = exp(ℓ_old − ℓ_sampler) of each token, or its product over the completion. "…_truncate" limits ρ to clip_min and
@@ -92,13 +83,9 @@ def sampler_weights(
 
 @torch.no_grad()
 def sampler_log_weights(
-    old_logprobs: Tensor,
-    sampling_logprobs: Tensor,
-    cu_seqlens: Tensor,
-    *,
-    mode: str = "sequence_mask",
+    old_logprobs: Tensor, sampling_logprobs: Tensor, cu_seqlens: Tensor, *, mode: str = "sequence_mask",
     **bounds: Unpack[RatioBounds],
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """The logarithm of `sampler_weights` of a whole completion, [S], which `vespo` takes: of tokens it is the sum."""
     log_weights = _log_weights(old_logprobs, sampling_logprobs, cu_seqlens, mode, **bounds)
     log_weights = log_weights.clamp(min=-LARGEST_LOG_RATIO)
@@ -106,13 +93,9 @@ def sampler_log_weights(
 
 
 def _log_weights(
-    old_logprobs: Tensor,
-    sampling_logprobs: Tensor,
-    cu_seqlens: Tensor,
-    mode: str,
-    clip_max: float | None = 3.0,
+    old_logprobs: Tensor, sampling_logprobs: Tensor, cu_seqlens: Tensor, mode: str, clip_max: float | None = 3.0,
     clip_min: float | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """log ρ within its bounds, −∞ for a masked one: [S] or [N] by mode."""
     if mode not in SAMPLER_MODES:
         raise InputError(f'mode is "{mode}"; it must be one of {", ".join(SAMPLER_MODES)}')
@@ -170,14 +153,9 @@ def entropy_sum(entropy: Tensor, cu_seqlens: Tensor, token_mask: Tensor | None =
 
 
 def next_entropy_coef(
-    entropy_coef: float,
-    mean_entropy: float,
-    *,
-    entropy_target: float = 0.2,
-    entropy_coef_delta: float = 0.005,
-    entropy_coef_min: float = 0.0,
-    entropy_coef_max: float = 1.0,
-) -> float:
+    entropy_coef: float, mean_entropy: float, *, entropy_target: float = 0.2, entropy_coef_delta: float = 0.005,
+    entropy_coef_min: float = 0.0, entropy_coef_max: float = 1.0,
+) -> float:  # fmt: skip
     """The coefficient of the next step under adaptive control: it rises where the entropy is low.
 
     It rises where `mean_entropy`, a step's per token, is at most the target, else it falls. The next step applies it
@@ -190,16 +168,9 @@ def next_entropy_coef(
 
 @torch.no_grad()
 def clipped_tokens(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    cu_seqlens: Tensor,
-    *,
-    epsilon: float = 0.2,
-    epsilon_high: float | None = None,
-    importance_sampling_level: str = "token",
-    logarithmic: bool = False,
-) -> tuple[Tensor, Tensor]:
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, cu_seqlens: Tensor, *, epsilon: float = 0.2,
+    epsilon_high: float | None = None, importance_sampling_level: str = "token", logarithmic: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Tokens whose gradient the clip of a loss removes: (low, high), each of 0 and 1, fp32 [N].
 
     Low: w < 1 − epsilon and A < 0; high: w > 1 + epsilon_high and A > 0. The level "completion" has the ratio of the

@@ -35,21 +35,16 @@ def orpo(logprobs: Tensor, cu_seqlens: Tensor, *, beta: float = 0.1) -> PairLoss
     check_positive("beta", beta)
     sums, means, lengths = sides(logprobs, cu_seqlens)
     sure = means.clamp(max=SURE)
-    log_odds = margins(sure - log1mexp(sure))
+    log_odds = margins(sure - torch.log(-torch.expm1(sure)))  # in float64: without cancellation near 0
     log_ratio = F.logsigmoid(log_odds)
     metrics = preference_metrics(beta * means, means) | {"log_odds_ratio": log_ratio, "log_odds_chosen": log_odds}
     return sum_over_pairs(-beta * log_ratio, -sums[:, 0], 1.0, lengths, metrics, result_dtype(logprobs))
 
 
 def cpo(
-    logprobs: Tensor,
-    cu_seqlens: Tensor,
-    *,
-    loss_type: str = "sigmoid",
-    beta: float = 0.1,
-    label_smoothing: float = 0.0,
-    nll_weight: float = 1.0,
-) -> PairLoss:
+    logprobs: Tensor, cu_seqlens: Tensor, *, loss_type: str = "sigmoid", beta: float = 0.1,
+    label_smoothing: float = 0.0, nll_weight: float = 1.0,
+) -> PairLoss:  # fmt: skip
     """CPO (arXiv 2401.08417): DPO's loss of x = β (s_w − s_l), and the negative log-likelihood of the chosen side.
 
     logprobs: log-probabilities of the supervised tokens, [N]. cu_seqlens: offsets of the sequences in it, chosen and
@@ -79,15 +74,9 @@ def cpo(
 
 
 def simpo(
-    logprobs: Tensor,
-    cu_seqlens: Tensor,
-    *,
-    beta: float = 2.0,
-    gamma: float = 0.5,
-    alpha: float = 0.0,
-    label_smoothing: float = 0.0,
-    nll_weight: float = 0.0,
-) -> PairLoss:
+    logprobs: Tensor, cu_seqlens: Tensor, *, beta: float = 2.0, gamma: float = 0.5, alpha: float = 0.0,
+    label_smoothing: float = 0.0, nll_weight: float = 0.0,
+) -> PairLoss:  # fmt: skip
     """SimPO (arXiv 2405.14734): DPO's loss of x = β (s̄_w − s̄_l) − γ, where s̄ is a mean log-probability.
 
     logprobs: log-probabilities of the supervised tokens, [N]. cu_seqlens: offsets of the sequences in it, chosen and
@@ -114,8 +103,3 @@ def sides(logprobs: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]
     """Log-probabilities of the sides, their means over tokens, and the numbers of tokens, each [P, 2]."""
     sums, lengths = by_pair(segment_sums(logprobs, cu_seqlens)), by_pair(cu_seqlens.diff())
     return sums, sums / lengths.clamp(min=1), lengths
-
-
-def log1mexp(x: Tensor) -> Tensor:
-    """log(1 − eˣ) of x < 0 in float64: without cancellation near 0, and to 10⁻¹⁶ far from it."""
-    return torch.log(-torch.expm1(x))

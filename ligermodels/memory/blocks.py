@@ -5,17 +5,20 @@ loss they are bytes beside the weights, at the start of backward, from the sizes
 gradients of the head's input [N, H] and of its weight [V, H], and logits. An op has its name in `ligermodels.ops`.
 """
 
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
 
+from ligermodels.kernels.launch import cdiv
 from ligermodels.kernels.linear_attention.document_chunks import SPAN
 from ligermodels.kernels.losses.logits_chunks import (
     chunk_rows,
     keeps_logits,
     low_memory_buffer,
     piece_rows,
+    ring_of,
+    ring_of_units,
     round_up_to_tile,
     rows_of_pieces,
     vocabulary_buffer,
@@ -84,7 +87,9 @@ def saved_by_mixer(mixer: Mixer, size: int) -> int:
     if isinstance(mixer, GatedDeltaNet):
         return saved_by_delta_rule(mixer, size)
     if isinstance(mixer, Mamba2):
-        return saved_by_mamba2(mixer, size)
+        # The projection, what is behind the convolution, the scan's output before and after its norm; in fp32 of each
+        # head the step size, and two steps to it.
+        return (width(mixer.in_proj) + mixer.channels + 2 * mixer.size) * size + 3 * mixer.heads * FP32_BYTES
     if isinstance(mixer, ShortConv):
         return 6 * mixer.hidden_size * size  # the projection; what is behind its gate, the convolution, and both
     if isinstance(mixer, NormedHeadsAttention | ReadingAttention):
@@ -200,12 +205,6 @@ def saved_by_delta_rule(mixer: GatedDeltaNet, size: int) -> int:
     return wide * size + (5 * mixer.value_heads + 2 * mixer.key_heads) * FP32_BYTES
 
 
-def saved_by_mamba2(mixer: Mamba2, size: int) -> int:
-    """Bytes per token: the projection, what is behind the convolution, the scan's output before and after its norm. In
-    fp32 of each head the step size, and two steps to it."""
-    return (width(mixer.in_proj) + mixer.channels + 2 * mixer.size) * size + 3 * mixer.heads * FP32_BYTES
-
-
 def saved_by_latent_attention(attention: LatentAttention, size: int) -> int:
     """Bytes per token: the latents and rstd of their norms; queries, keys, what the values are a part of, the output
     and its log-sum-exp."""
@@ -309,34 +308,62 @@ def saved_beside_rows(model: CausalLM, block: Block, patches: int, size: int) ->
 FP32 = torch.float32
 
 
+class HeadOp(NamedTuple):
+    """The op of a head and its loss: "linear_cross_entropy", "linear_logprobs" or "linear_logprobs_loss".
+
+    unit: the most rows of a unit of the last one; 1 for a loss of rows.
+    """
+
+    name: str = "linear_cross_entropy"
+    unit: int = 1
+
+
+CROSS_ENTROPY = HeadOp()
+
+
 def loss_bytes(
-    op: str, tokens: int, hidden: int, vocab: int, dtype: torch.dtype, trained: bool, low_memory: bool = False
+    op: HeadOp, tokens: int, hidden: int, vocab: int, dtype: torch.dtype, trained: bool, low_memory: bool = False
 ) -> int:
-    """Bytes of `op`: "linear_cross_entropy", which alone can have low_memory, "linear_logprobs" or
-    "linear_logprobs_loss".
+    """Bytes of `op`, of which "linear_cross_entropy" alone can have low_memory.
 
     tokens: N, those that have a target. trained: whether the weight has a gradient. Raises ValueError for another op.
     For few tokens, all logits and, later, the weight's gradient. Otherwise, where the forward computes the gradients,
-    both in fp32 and a chunk of logits or, later, the weight's gradient in `dtype`.
+    both in fp32 and a chunk of logits or, later, the weight's gradient in `dtype`; see `formed_bytes`.
     """
-    if op not in ("linear_cross_entropy", "linear_logprobs", "linear_logprobs_loss"):
-        raise ValueError(f"loss_bytes: unknown op {op!r}")
-    cross_entropy, gradient = op == "linear_cross_entropy", vocab * hidden * dtype.itemsize * trained
+    if op.name not in ("linear_cross_entropy", "linear_logprobs", "linear_logprobs_loss"):
+        raise ValueError(f"loss_bytes: unknown op {op.name!r}")
+    cross_entropy, gradient = op.name == "linear_cross_entropy", vocab * hidden * dtype.itemsize * trained
     logits = dtype if cross_entropy else FP32
     if cross_entropy and low_memory:
         return low_memory_bytes(tokens, hidden, vocab, dtype, trained)
-    if op == "linear_logprobs" and not trained:  # the rows' gradient, which the forward computes in `dtype`
+    if not trained and (op.name == "linear_logprobs" or op.unit > 1):  # the rows' gradient, in `dtype`
         return tokens * hidden * dtype.itemsize + multiplied_bytes(tokens, hidden, vocab)
     if keeps_logits(tokens, hidden, vocab, logits, True, trained):
         return tokens * vocab * logits.itemsize + gradient
-    if op == "linear_logprobs":
+    if op.name == "linear_logprobs":
         return recomputed_bytes(tokens, hidden, vocab, dtype)
+    if op.name == "linear_logprobs_loss":
+        return formed_bytes(tokens, hidden, vocab, dtype, trained, op.unit)
     sums = (tokens + vocab * trained) * hidden
-    if cross_entropy:
-        chunk = logits_bytes(min(chunk_rows(tokens, vocab, sums, dtype), tokens), vocab, dtype)
-    else:
-        chunk = multiplied_bytes(tokens, hidden, vocab)
+    chunk = logits_bytes(min(chunk_rows(tokens, vocab, sums, dtype), tokens), vocab, dtype)
     return sums * FP32.itemsize + max(chunk, gradient)
+
+
+def formed_bytes(tokens: int, hidden: int, vocab: int, dtype: torch.dtype, trained: bool, unit: int) -> int:
+    """Counts what a loss of log-probabilities takes that forms the gradients in the forward: these, and a ring of fp32
+    logits or, later, the weight's gradient in `dtype`. Where the longest unit may be too long, and the logits are then
+    computed again, the larger of both."""
+    size = tokens, hidden, vocab, FP32
+    piece = piece_rows(*size)
+    spans = range(1, min(cdiv(unit - 1, piece) + 1, cdiv(tokens, piece)) + 1)  # pieces of a unit that begins anywhere
+    rings = [ring_of(*size, None)] if unit == 1 else [ring_of_units(pieces, *size) for pieces in spans]
+    found = [recomputed_bytes(tokens, hidden, vocab, dtype)] if None in rings else []
+    for ring in filter(None, rings):
+        of_hidden, of_weight = ring.sums_dtypes(tokens, dtype)
+        rounded = vocab * hidden * dtype.itemsize * (trained and of_weight != dtype)
+        sums = tokens * hidden * of_hidden.itemsize + vocab * hidden * of_weight.itemsize * trained
+        found.append(sums + max(logits_bytes(min(ring.rows, tokens), vocab, FP32), rounded))
+    return max(found)
 
 
 def low_memory_bytes(tokens: int, hidden: int, vocab: int, dtype: torch.dtype, trained: bool) -> int:

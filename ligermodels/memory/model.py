@@ -23,6 +23,8 @@ from ligermodels.layers.checkpointing.offloaded_inputs import blocks_between
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.moe import LoRAExperts, MoE
 from ligermodels.memory.blocks import (
+    CROSS_ENTROPY,
+    HeadOp,
     beside_recomputed,
     beside_saved,
     loss_bytes,
@@ -155,7 +157,7 @@ def training_memory(
     model: CausalLM, batch_size: int, sequence_length: int, dtype: torch.dtype, *, checkpointed_blocks: int = 0,
     kept_tensors: int | None = 0, shards: int = 1, optimizer_states: int | None = None, offloaded_states: int = 0,
     room_for_inputs: float = 0, keep_unsharded: bool = False, replicate_quantised: bool = False, beside: int = 0,
-    patches: int = 0, context: int = 1, expert_ranks: int = 1, head_op: str = "linear_cross_entropy",
+    patches: int = 0, context: int = 1, expert_ranks: int = 1, head_op: HeadOp = CROSS_ENTROPY,
     low_memory_loss: bool = False, step_in_backward: bool = False, micro_batches: int = 1,
 ) -> TrainingMemory:  # fmt: skip
     """The memory of a training step with micro-batches of [batch_size, sequence_length] tokens, computed in `dtype`.
@@ -174,7 +176,7 @@ def training_memory(
     patches: of the images of a micro-batch.
     context: number of ranks that share the tokens of a micro-batch (context parallelism).
     expert_ranks: number of ranks over which routed experts are distributed (expert parallelism).
-    head_op: the op of the head and its loss, as for `memory.blocks.loss_bytes`.
+    head_op: the op of the head and its loss.
     low_memory_loss: as that of `LMHead`.
     step_in_backward: parameters are updated, and their gradients freed, during backward.
     micro_batches: of a step of one rank. From the second one on, all gradients exist beside all activations.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from ligermodels.kernels.graphs import RecordedGraphs
+from ligermodels.kernels.launch import RecordedGraphs
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.training.data.rows.run_rows import Batch
 from ligermodels.training.objectives import Objective, Share, Work

@@ -227,19 +227,11 @@ class GridPlacer(ImagePlacer):
     splits_videos: ClassVar[bool] = False
 
     def prepare(
-        self,
-        input_ids: Tensor,
-        *,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        pixel_values: Tensor | None = None,
-        image_grid_thw: Tensor | None = None,
-        pixel_values_videos: Tensor | None = None,
-        video_grid_thw: Tensor | None = None,
-        second_per_grid_ts: Sequence[float] | Tensor | None = None,
-        **others: Any,
-    ) -> Images:
+        self, input_ids: Tensor, *, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None, pixel_values: Tensor | None = None, image_grid_thw: Tensor | None = None,
+        pixel_values_videos: Tensor | None = None, video_grid_thw: Tensor | None = None,
+        second_per_grid_ts: Sequence[float] | Tensor | None = None, **others: Any,
+    ) -> Images:  # fmt: skip
         if others:
             raise InputError(f"{', '.join(others)}: the model takes pixels with grids; leave it out")
         vision, ids = self.config.vision, input_ids.cpu()
@@ -317,15 +309,9 @@ class PixelPlacer(ImagePlacer):
     other_inputs: ClassVar[tuple[str, ...]] = ()
 
     def prepare(
-        self,
-        input_ids: Tensor,
-        *,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        pixel_values: Tensor | None = None,
-        **others: Any,
-    ) -> Images:
+        self, input_ids: Tensor, *, attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None, pixel_values: Tensor | None = None, **others: Any,
+    ) -> Images:  # fmt: skip
         unknown = [name for name in others if name not in self.other_inputs]
         if pixel_values is None or unknown:
             names = " and ".join(("pixel_values", *self.other_inputs))

@@ -166,24 +166,13 @@ class VisionLanguageModel(ImageParts):
         return self.names.kept_tensors(self.config.vision)
 
     def forward(
-        self,
-        input_ids: Tensor | None = None,
-        labels: Tensor | None = None,
-        *,
-        images: Images | None = None,
-        pixel_values: Tensor | None = None,
-        image_grid_thw: Tensor | None = None,
-        image_sizes: Tensor | None = None,
-        pixel_values_videos: Tensor | None = None,
-        video_grid_thw: Tensor | None = None,
-        second_per_grid_ts: Sequence[float] | Tensor | None = None,
-        pixel_attention_mask: Tensor | None = None,
-        mm_token_type_ids: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        rope_ids: Tensor | None = None,
-        **inputs: Any,
-    ) -> CausalLMOutput:
+        self, input_ids: Tensor | None = None, labels: Tensor | None = None, *, images: Images | None = None,
+        pixel_values: Tensor | None = None, image_grid_thw: Tensor | None = None, image_sizes: Tensor | None = None,
+        pixel_values_videos: Tensor | None = None, video_grid_thw: Tensor | None = None,
+        second_per_grid_ts: Sequence[float] | Tensor | None = None, pixel_attention_mask: Tensor | None = None,
+        mm_token_type_ids: Tensor | None = None, token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None, rope_ids: Tensor | None = None, **inputs: Any,
+    ) -> CausalLMOutput:  # fmt: skip
         """Is `CausalLM.forward` with images.
 
         images: what `prepare_images` returned, on the model's device. In its place the tensors of the Hub's processors:
@@ -279,14 +268,9 @@ class VisionLanguageModel(ImageParts):
 
     @torch.no_grad()
     def generate(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        *,
-        mm_token_type_ids: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        **options: Any,
-    ) -> Tensor:
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, *, mm_token_type_ids: Tensor | None = None,
+        token_type_ids: Tensor | None = None, **options: Any,
+    ) -> Tensor:  # fmt: skip
         """Is `CausalLM.generate` with the pixel inputs of `forward` among the options.
 
         Raises InputError for tokens behind a prompt that is seen as a whole, by token_type_ids: all of it is seen.

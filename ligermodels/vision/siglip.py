@@ -102,16 +102,10 @@ class PrefixPlacer(SiglipPlacer):
     sees_prompt_ahead = True
 
     def prepare(
-        self,
-        input_ids: Tensor,
-        *,
-        labels: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
+        self, input_ids: Tensor, *, labels: Tensor | None = None, token_type_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None, position_ids: Tensor | None = None, cu_seqlens: Tensor | None = None,
         **inputs: Any,
-    ) -> Images:
+    ) -> Images:  # fmt: skip
         """Does what `PixelPlacer.prepare` does.
 
         The prompt of a row or packed document are its first tokens: those of token_type_ids 0, int [B, T], followed by

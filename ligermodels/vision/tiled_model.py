@@ -81,17 +81,10 @@ class TiledVisionLanguageModel(ImageParts):
         self.visual.taps_after = value
 
     def forward(
-        self,
-        input_ids: Tensor | None = None,
-        labels: Tensor | None = None,
-        *,
-        images: TiledImages | None = None,
-        pixel_values: Tensor | None = None,
-        aspect_ratio_ids: Tensor | None = None,
-        aspect_ratio_mask: Tensor | None = None,
-        cross_attention_mask: Tensor | None = None,
-        **inputs: Any,
-    ) -> CausalLMOutput:
+        self, input_ids: Tensor | None = None, labels: Tensor | None = None, *, images: TiledImages | None = None,
+        pixel_values: Tensor | None = None, aspect_ratio_ids: Tensor | None = None,
+        aspect_ratio_mask: Tensor | None = None, cross_attention_mask: Tensor | None = None, **inputs: Any,
+    ) -> CausalLMOutput:  # fmt: skip
         """Is `CausalLM.forward` with images.
 
         images: what `prepare_images` returned, on the model's device. In its place the tensors of the Hub's processor,
@@ -188,17 +181,10 @@ class TiledVisionLanguageModel(ImageParts):
 
     @_disable_dynamo
     def prepare_images(
-        self,
-        input_ids: Tensor,
-        *,
-        pixel_values: Tensor,
-        aspect_ratio_ids: Tensor | None = None,
-        aspect_ratio_mask: Tensor | None = None,
-        cross_attention_mask: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-    ) -> TiledImages:
+        self, input_ids: Tensor, *, pixel_values: Tensor, aspect_ratio_ids: Tensor | None = None,
+        aspect_ratio_mask: Tensor | None = None, cross_attention_mask: Tensor | None = None,
+        attention_mask: Tensor | None = None, position_ids: Tensor | None = None, cu_seqlens: Tensor | None = None,
+    ) -> TiledImages:  # fmt: skip
         """Everything about the images of a batch that needs no weights, on the CPU but for the pixels.
 
         Arguments as those of `forward`. Uses the configuration alone: the model may be on the meta device.

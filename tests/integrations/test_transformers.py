@@ -10,13 +10,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 import ligermodels
 from ligermodels.errors import InputError
-from ligermodels.integrations.transformers import (
-    MODEL_CLASSES,
-    TransformersModel,
-    register,
-    unregister,
-    wrap,
-)
+from ligermodels.integrations.transformers import MODEL_CLASSES, TransformersModel, register, unregister, wrap
 from ligermodels.layers.lm_head import LMHead
 from tests.cases import CASES
 from tests.interop.models import load_reference

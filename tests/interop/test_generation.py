@@ -6,7 +6,7 @@ from transformers import MaxTimeCriteria, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from ligermodels.errors import InputError
-from ligermodels.integrations.generation_cache import GenerationCache
+from ligermodels.integrations.transformers import GenerationCache
 from tests.interop.models import FAMILIES, KINDS, VOCABULARY
 
 PROMPTS = torch.randint(5, VOCABULARY, (2, 14), generator=torch.Generator().manual_seed(3))

@@ -5,7 +5,7 @@ import torch
 import triton.language as tl
 
 from ligermodels.kernels import launch as launch_module
-from ligermodels.kernels.dispatch import Node, is_traced, runs_kernels
+from ligermodels.kernels.dispatch import Node, is_traced, register_op, runs_kernels
 from ligermodels.kernels.launch import Variants, _specializations_of, kernel
 from tests.conftest import DEVICE
 
@@ -125,6 +125,31 @@ class Twice(Node):
     @staticmethod
     def backward(ctx, dy):
         return ctx.factor * dy, None
+
+
+def test_the_schema_of_an_op_is_its_launchers_signature():
+    """Its fake implementation without one: of an output like the first argument, or of none."""
+
+    def like(x: torch.Tensor, n: int, eps: float | None = None, *, inplace: bool = False) -> torch.Tensor:
+        return x + n
+
+    def written(x: torch.Tensor, y: torch.Tensor | None, dtype: torch.dtype, kind: str) -> None:
+        pass
+
+    def several(x: torch.Tensor, flag: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return x, None
+
+    register_op("schema_like", like)
+    register_op("schema_written", written, writes=("x", "y"))
+    register_op("schema_several", several, lambda x, flag: (x, x), outputs=("y", "z"))
+    found = [getattr(torch.ops.ligermodels, f"schema_{name}").default for name in ("like", "written", "several")]
+    assert [str(op._schema).removeprefix("ligermodels::schema_") for op in found] == [
+        "like(Tensor x, int n, float? eps=None) -> Tensor",
+        "written(Tensor(a!) x, Tensor(b!)? y, ScalarType dtype, str kind) -> ()",
+        "several(Tensor x, bool flag) -> (Tensor y, Tensor z)",
+    ]
+    x = torch.empty(2, 3, dtype=torch.bfloat16, device="meta")
+    assert found[0](x, 1).shape == x.shape and found[1](x, None, x.dtype, "") is None
 
 
 def test_a_node_has_a_gradient():

@@ -136,7 +136,10 @@ def test_a_head_with_hooks_or_another_head_is_called_for_its_logits(kind):
         model.lm_head.register_forward_hook(lambda *args: calls.append(args))
     out = model.logprobs(ids, labels, temperature=0.7, rows=rows, low_memory=True)
     torch.testing.assert_close(out.logprobs, expected.logprobs, **EXACT)
-    assert len(calls) == 1
+    options = {"row_loss": lambda logprobs, _, rows: logprobs[rows].square().sum(), "borders": [0, 30, 128]}
+    loss = model(ids, labels, rows=rows, logprobs=options | {"temperature": 0.7}).loss
+    torch.testing.assert_close(loss, expected.logprobs.square().sum(), **EXACT)
+    assert len(calls) == 2
 
 
 def test_neither_loss_nor_logits_are_computed_beside_log_probabilities():

@@ -7,7 +7,7 @@ import ligermodels
 from ligermodels.generation import engine as engine_module
 from ligermodels.generation.engine import Engine
 from ligermodels.generation.kv_cache import KVCache
-from ligermodels.integrations.generation_cache import GenerationCache
+from ligermodels.integrations.transformers import GenerationCache
 from ligermodels.layers.gated_delta import GatedDeltaNet
 from ligermodels.layers.mamba2 import Mamba2
 from ligermodels.layers.moe import MoE

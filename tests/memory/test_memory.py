@@ -12,11 +12,11 @@ from ligermodels.adapters.quantising import quantise
 from ligermodels.architectures import ARCHITECTURES
 from ligermodels.generation.engine import Engine
 from ligermodels.generation.paged_cache import PAGE_SIZE
-from ligermodels.kernels.losses import linear_logprobs_loss, logprob_chunks
+from ligermodels.kernels.losses import linear_logprobs_loss, logits_chunks, logprob_chunks
 from ligermodels.kernels.losses.linear_logprobs import linear_logprobs
 from ligermodels.kernels.losses.logits_chunks import low_memory_buffer
 from ligermodels.memory import blocks as head_memory
-from ligermodels.memory.blocks import beside_recomputed, recomputed_by_mlp, saved_by_block
+from ligermodels.memory.blocks import HeadOp, beside_recomputed, recomputed_by_mlp, saved_by_block
 from ligermodels.memory.model import (
     count_parameters,
     inference_memory,
@@ -137,33 +137,53 @@ def test_what_checkpointed_blocks_keep_matches_the_estimate(name):
     assert estimate.activations + head == pytest.approx(saved, rel=0.03)
 
 
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("frozen", [False, True])
-def test_a_loss_of_log_probabilities_takes_what_the_plan_says(monkeypatch, frozen):
-    """Both gradients in fp32, one with a frozen head, and a chunk of fp32 logits."""
-    dtype, rows, taken = torch.bfloat16, 256, []
-    model = ligermodels.create(BASE | {"hidden_size": 64, "vocab_size": 512}, dtype=dtype).to(DEVICE)
+@pytest.fixture
+def short_ring(monkeypatch):
+    """Of 512 classes: pieces of 128 rows, and a ring of one. With 512 rows of 128 columns, two fit where units need
+    them, three do not."""
+    piece = 128 * 512 * 4
+    sizes = {"MAX_PIECE_BYTES": piece, "MAX_LOGITS_BYTES": piece, "MIN_CHUNK_ROWS": 128}
+    for name, size in sizes.items():
+        monkeypatch.setattr(logits_chunks, name, size)
+
+
+@pytest.mark.usefixtures("kernels", "short_ring")
+@pytest.mark.parametrize(
+    ("unit", "frozen", "most_roundings"), [(1, False, 8), (1, True, 8), (128, False, 8), (129, False, 1)]
+)
+def test_a_loss_of_log_probabilities_takes_what_the_plan_says(monkeypatch, unit, frozen, most_roundings):
+    """Both gradients, that of the head in fp32 where it would be rounded often, and a ring of fp32 logits."""
+    monkeypatch.setattr(logits_chunks, "MAX_ROUNDINGS", most_roundings)
+    dtype, rows, taken = torch.bfloat16, 512, []
+    model = ligermodels.create(BASE | {"hidden_size": 128, "vocab_size": 512}, dtype=dtype).to(DEVICE)
     weight = model.lm_head.weight.requires_grad_(not frozen)
-    gradients, chunks = linear_logprobs_loss.empty_gradients, linear_logprobs_loss.chunks_of_pieces
+    gradients, logits = linear_logprobs_loss.empty_gradients, linear_logprobs_loss.empty_logits
 
-    def made(*shapes):
-        taken.append(gradients(*shapes))
-        return taken[0]
+    def taking(function):
+        return lambda *options: taken.append(function(*options)) or taken[-1]
 
-    def watched(*args, **options):
-        for part, logits in chunks(*args, **options):
-            taken[1:] = [logits]
-            yield part, logits
-
-    monkeypatch.setattr(linear_logprobs_loss, "empty_gradients", made)
-    monkeypatch.setattr(linear_logprobs_loss, "chunks_of_pieces", watched)
+    monkeypatch.setattr(linear_logprobs_loss, "empty_gradients", taking(gradients))
+    monkeypatch.setattr(linear_logprobs_loss, "empty_logits", taking(logits))
     hidden = torch.randn(rows, weight.shape[1], dtype=dtype, device=DEVICE, requires_grad=True)
-    targets = torch.arange(rows, device=DEVICE) % weight.shape[0]
-    linear_logprobs_loss.linear_logprobs_loss(hidden, weight, targets, lambda logprobs, entropy, rows: -logprobs.sum())
-    measured = nbytes(taken[0][:2]) + taken[1].untyped_storage().nbytes()
-    needs = training_memory(model, 1, rows, dtype, head_op="linear_logprobs_loss").loss
-    assert measured == needs
-    assert needs != training_memory(model, 1, rows, dtype).loss  # the cross-entropy's chunks are half as large
+    borders = None if unit == 1 else [0, 127, *range(127 + unit, rows, unit), rows]
+    options = torch.arange(rows, device=DEVICE), lambda logprobs, *_: -logprobs.sum()
+    linear_logprobs_loss.linear_logprobs_loss(hidden, weight, *options, borders=borders)
+    (of_hidden, of_weight, _), ring = taken
+    needs = training_memory(model, 1, rows, dtype, head_op=HeadOp("linear_logprobs_loss", unit)).loss
+    rounded = of_weight.numel() * dtype.itemsize * (of_weight.dtype != dtype)
+    assert of_hidden.nbytes + of_weight.nbytes + max(ring.nbytes, rounded) == needs
+    assert (len(ring), of_weight.dtype == dtype) == (128 if unit == 1 else 256, most_roundings == 8)
+
+
+@pytest.mark.usefixtures("short_ring")
+def test_the_plan_of_units_that_may_be_too_long_has_what_their_log_probabilities_take():
+    model = ligermodels.create(BASE | {"hidden_size": 128, "vocab_size": 512}, dtype=torch.bfloat16, device="meta")
+    needs = {
+        op: training_memory(model, 1, 512, torch.bfloat16, head_op=op).loss
+        for op in (HeadOp("linear_logprobs"), *(HeadOp("linear_logprobs_loss", unit) for unit in (128, 129, 130)))
+    }
+    again, fits, longest, too_long = needs.values()
+    assert fits == longest < again == too_long
 
 
 @pytest.mark.usefixtures("kernels")
@@ -184,7 +204,7 @@ def test_log_probabilities_take_what_the_plan_says(monkeypatch, kind):
         logprobs.backward()
     passes = ([x for x in made if x.numel() > rows] for made in (forward, backward))
     measured = weight.nbytes + 4 * rows * 512 if kind == "kept" else max(map(nbytes, passes))
-    assert measured == training_memory(model, 1, rows, dtype, head_op="linear_logprobs").loss
+    assert measured == training_memory(model, 1, rows, dtype, head_op=HeadOp("linear_logprobs")).loss
 
 
 @pytest.mark.usefixtures("kernels")

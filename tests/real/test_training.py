@@ -1,5 +1,5 @@
-"""Training of a trained model: LoRA that lowers the loss of held-out chats, whose results PEFT and transformers read,
-and a step of reinforcement learning."""
+"""Training of a trained model's first blocks (tests/test_notebooks.py trains all): LoRA that lowers the loss of
+held-out chats, whose results PEFT and transformers read, and a step of reinforcement learning."""
 
 import importlib
 import json
@@ -56,14 +56,14 @@ def device(request):
 
 
 @pytest.fixture(scope="module")
-def run(device, folder_of, tmp_path_factory):
+def run(device, shallow, tmp_path_factory):
     """A LoRA run: in fp32 on a CPU, over a base in bf16 on a GPU."""
     path = tmp_path_factory.mktemp("lora")
     records = list(chats())
     held_out = write(path / "held-out.jsonl", records[::HELD_OUT])
     data = write(path / "chats.jsonl", [record for i, record in enumerate(records) if i % HELD_OUT])
     settings = {
-        "model": str(folder_of("smollm2")), "data": (data,), "validation_data": (held_out,), "steps": STEPS,
+        "model": str(shallow), "data": (data,), "validation_data": (held_out,), "steps": STEPS,
         "lora_rank": 8, "lora_export": "adapter", "batch_size": 1, "sequence_length": 96, "eval_every": STEPS,
         "learning_rate": 1e-3, "checkpoint_every": 0, "output": path / "run",
     }  # fmt: skip
@@ -73,9 +73,9 @@ def run(device, folder_of, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def ids(device, folder_of):
+def ids(device, shallow):
     text = topics["lambda"]
-    return torch.tensor([tokenizer_of(folder_of("smollm2")).encode(text)[:64]], device=device)
+    return torch.tensor([tokenizer_of(shallow).encode(text)[:64]], device=device)
 
 
 @torch.no_grad()
@@ -92,11 +92,10 @@ def test_eight_steps_of_lora_lower_the_loss_of_held_out_chats(run):
 
 
 @torch.no_grad()
-def test_peft_reads_the_adapter_and_transformers_the_merged_export(run, device, ids, folder_of, tmp_path):
+def test_peft_reads_the_adapter_and_transformers_the_merged_export(run, device, ids, shallow, tmp_path):
     """With the logits of ours, within the rounding of merged weights, which are exported in fp32."""
-    folder = folder_of("smollm2")
-    model, expected = adapted_logits(folder, run, device, ids)
-    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, device_map=device).eval()
+    model, expected = adapted_logits(shallow, run, device, ids)
+    base = AutoModelForCausalLM.from_pretrained(shallow, dtype=torch.float32, device_map=device).eval()
     assert relative_error(base(ids).logits, expected.double()) > 0.05
     found = peft.PeftModel.from_pretrained(base, run.exported).eval()(ids).logits
     assert relative_error(found, expected.double()) < 1e-5 and torch.equal(found.argmax(-1), expected.argmax(-1))
@@ -108,7 +107,7 @@ def test_peft_reads_the_adapter_and_transformers_the_merged_export(run, device, 
     assert relative_error(found, expected.double()) < 1e-5 and torch.equal(found.argmax(-1), expected.argmax(-1))
 
 
-def test_the_first_update_of_grpo_has_ratios_of_exactly_one(device, folder_of, tmp_path, monkeypatch):
+def test_the_first_update_of_grpo_has_ratios_of_exactly_one(device, shallow, tmp_path, monkeypatch):
     """The log-probabilities of the completions, taken after sampling, are those of the first update to the bit."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "rewards.py").write_text(REWARD)
@@ -123,7 +122,7 @@ def test_the_first_update_of_grpo_has_ratios_of_exactly_one(device, folder_of, t
 
     monkeypatch.setattr(grpo, "policy_loss", watched)
     settings = {
-        "model": str(folder_of("smollm2")), "objective": "grpo", "data": (write(tmp_path / "prompts.jsonl", prompts),),
+        "model": str(shallow), "objective": "grpo", "data": (write(tmp_path / "prompts.jsonl", prompts),),
         "reward": (f"{tmp_path / 'rewards.py'}:short",), "prompts": 2, "generations": 2, "max_completion_length": 8,
         "iterations": 2, "steps": 2, "warmup": 0, "learning_rate": 1e-6, "eval_every": 9,
         "checkpoint_every": 0, "no_export": True, "output": tmp_path / "run",

@@ -45,9 +45,9 @@ def test_the_report_says_what_fits_how_and_what_would_make_it_fit(capsys):
 
     assert lines("2GB,2") == [
         "  for a GPU    2 x GPU, 1.9 GiB, for steps of 8 × 512 tokens, bfloat16",
-        "    full       fits: 36.2 MiB, micro-batches of 4 x 512",
-        "    LoRA       fits: 33.6 MiB, micro-batches of 4 x 512",
-        "    QLoRA      fits: 31.8 MiB, micro-batches of 4 x 512",
+        "    full       fits: 34.7 MiB, micro-batches of 4 x 512",
+        "    LoRA       fits: 33.3 MiB, micro-batches of 4 x 512",
+        "    QLoRA      fits: 31.5 MiB, micro-batches of 4 x 512",
     ]
     title, *rows = lines("1100MB")
     assert title == "  for a GPU    1 x GPU, 1.0 GiB, for steps of 8 × 512 tokens, bfloat16"
@@ -58,9 +58,9 @@ def test_the_report_says_what_fits_how_and_what_would_make_it_fit(capsys):
     assert main(["info", "llama:tiny", *flags]) == 0
     assert json.loads(capsys.readouterr().out)["for_gpu"] == {
         "step": "2 x GPU, 1.9 GiB, for steps of 8 × 512 tokens, bfloat16",
-        "full": "fits: 36.2 MiB, micro-batches of 4 x 512",
-        "LoRA": "fits: 33.6 MiB, micro-batches of 4 x 512",
-        "QLoRA": "fits: 31.8 MiB, micro-batches of 4 x 512",
+        "full": "fits: 34.7 MiB, micro-batches of 4 x 512",
+        "LoRA": "fits: 33.3 MiB, micro-batches of 4 x 512",
+        "QLoRA": "fits: 31.5 MiB, micro-batches of 4 x 512",
     }
     assert main(["info", "llama:tiny", "--for-gpu", "h100", "--dtype", "float16"]) == 2
     assert main(["train", "--model", "llama", "--for-gpu", "h100"]) == 2

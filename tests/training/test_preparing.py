@@ -54,7 +54,7 @@ def test_groups_are_accumulated_unless_a_rank_has_but_one(pairs, tokens, ranks, 
 
 
 def test_offloaded_states_are_counted_on_the_host_and_their_ring_on_the_device():
-    run, lean = prepared(), prepared(offload=("optimizer",))
+    run, lean = prepared(optimizer="adamw"), prepared(optimizer="adamw", offload=("optimizer",))
     memory = lean.plan.memory
     optimizer = make_optimizer(lean.config, ligermodels.create("llama", size="tiny"))
     optimizer.offload_states()

@@ -26,6 +26,7 @@ from ligermodels.training.optimizers.schedules import learning_rate
 from tests.training.launching import TRAIN, losses, records, weights
 
 SHORT = ["--steps", "4", "--batch-size", "4", "--sequence-length", "64", "--eval-every", "4", "--warmup", "2"]
+SHORT += ["--optimizer", "adamw"]  # Muon makes rounding larger where a gradient has singular values near zero
 SMALL = [*SHORT, "--checkpoint-every", "0"]
 LLAMA = ["--model", "llama", "--data", "own.txt", *SMALL]
 LORA = ["--lora-rank", "4", "--learning-rate", "1e-3"]

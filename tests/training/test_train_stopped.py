@@ -21,7 +21,7 @@ from ligermodels.training.settings.settings import config_of_run
 from tests.training.launching import ROOT, TRAIN, losses, records, weights
 
 RUN = ["--data", "own.txt", "--steps", "16", "--batch-size", "2", "--sequence-length", "64", "--warmup", "2"]
-RUN += ["--eval-every", "8"]
+RUN += ["--eval-every", "8", "--optimizer", "adamw"]
 LLAMA = ["--model", "llama", *RUN]
 
 

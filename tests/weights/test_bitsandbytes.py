@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import ligermodels
 from ligermodels.errors import CheckpointError, ConfigError, InputError
-from ligermodels.kernels.quant.partly_nf4 import PartlyNf4
+from ligermodels.kernels.quant.nf4 import PartlyNf4
 from ligermodels.layers.quantised import QuantisedLinear
 from ligermodels.weights.bitsandbytes import NF4_STATE
 from ligermodels.weights.files import tensor_hashes

@@ -222,8 +222,8 @@ def _backward(
 
 
 def _launch_backward(
-    dy: Tensor, gate: Tensor, activation: str, emit: bool, gate_multiplier: float = 1.0, down_multiplier: float = 1.0,
-    up: Tensor | None = None, gate_grad: bool = True, up_grad: bool = False, inplace: bool = False,
+    dy: Tensor, gate: Tensor, activation: str, emit: int, gate_multiplier: float = 1.0, down_multiplier: float = 1.0,
+    up: Tensor | None = None, gate_grad: int = 1, up_grad: int = 0, *, inplace: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """(dgate, y, dup), each None where it is not needed. Without `up`, gate is gate_up and dgate its gradient.
 
@@ -262,19 +262,10 @@ def _fake_backward(
 
 GATED_SHARDING = RowSharding(dict.fromkeys(("gate", "up", "y", "dy", "dgate", "dup"), 0), columns="up")
 gated_activation_forward = register_op(
-    "gated_activation(Tensor gate, str activation, float gate_multiplier=1.0, float down_multiplier=1.0,"
-    " Tensor? up=None) -> (Tensor y)",
-    _launch_forward,
-    _fake_forward,
-    GATED_SHARDING,
+    "gated_activation", _launch_forward, _fake_forward, GATED_SHARDING, outputs=("y",)
 )
 gated_activation_backward = register_op(
-    "gated_activation_backward(Tensor dy, Tensor gate, str activation, int emit, float gate_multiplier=1.0,"
-    " float down_multiplier=1.0, Tensor? up=None, int gate_grad=1, int up_grad=0)"
-    " -> (Tensor dgate, Tensor y, Tensor dup)",
-    _launch_backward,
-    _fake_backward,
-    GATED_SHARDING,
+    "gated_activation_backward", _launch_backward, _fake_backward, GATED_SHARDING, outputs=("dgate", "y", "dup")
 )
 
 
@@ -332,14 +323,9 @@ def check_gate_up(op: str, gate_up: Tensor, activation: str, up: Tensor | None =
 
 
 def gated_activation(
-    gate_up: Tensor,
-    activation: str = "silu",
-    up: Tensor | None = None,
-    *,
-    gate_multiplier: float = 1.0,
-    down_multiplier: float = 1.0,
-    inplace: bool = False,
-) -> Tensor:
+    gate_up: Tensor, activation: str = "silu", up: Tensor | None = None, *, gate_multiplier: float = 1.0,
+    down_multiplier: float = 1.0, inplace: bool = False,
+) -> Tensor:  # fmt: skip
     """down_multiplier * activation(gate_multiplier * gate) * up.
 
     gate_up [..., 2 I] float, the gate in the first half of its columns and up in the second; or the gate alone [..., I]

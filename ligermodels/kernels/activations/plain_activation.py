@@ -95,7 +95,7 @@ def _backward(columns: int, activation: str, emit: bool, device: torch.device) -
 
 
 def _launch_backward(
-    dy: Tensor, x: Tensor, activation: str, emit: bool, inplace: bool = False
+    dy: Tensor, x: Tensor, activation: str, emit: int, *, inplace: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """inplace: dx overwrites x and y overwrites dy. Both must be contiguous. This is safe because each program reads
     its tile before it writes it."""
@@ -109,23 +109,14 @@ def _launch_backward(
     return dx, y
 
 
-def _fake_forward(x, activation):
-    return x.new_empty(x.shape)
-
-
 def _fake_backward(dy, x, activation, emit):
     return x.new_empty(x.shape), x.new_empty(x.shape) if emit else None
 
 
 PLAIN_SHARDING = RowSharding({"x": 0, "y": 0, "dy": 0, "dx": 0}, columns="x")
-plain_activation_forward = register_op(
-    "plain_activation(Tensor x, str activation) -> (Tensor y)", _launch_forward, _fake_forward, PLAIN_SHARDING
-)
+plain_activation_forward = register_op("plain_activation", _launch_forward, None, PLAIN_SHARDING, outputs=("y",))
 plain_activation_backward = register_op(
-    "plain_activation_backward(Tensor dy, Tensor x, str activation, int emit) -> (Tensor dx, Tensor y)",
-    _launch_backward,
-    _fake_backward,
-    PLAIN_SHARDING,
+    "plain_activation_backward", _launch_backward, _fake_backward, PLAIN_SHARDING, outputs=("dx", "y")
 )
 
 

@@ -62,23 +62,11 @@ SDPA_BACKENDS = [
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float | None = None,
-    causal: bool = True,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    max_seqlen_k: int | None = None,
-    position_ids: Tensor | None = None,
-    ahead: Tensor | None = None,
-    dropout: float = 0.0,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, causal: bool = True, window: int | None = None,
+    softcap: float | None = None, sinks: Tensor | None = None, cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None, cu_seqlens_k: Tensor | None = None, max_seqlen_k: int | None = None,
+    position_ids: Tensor | None = None, ahead: Tensor | None = None, dropout: float = 0.0,
+) -> Tensor:  # fmt: skip
     """Attention of q [B, T, Hq, D] over k [B, S, Hkv, D], v [B, S, Hkv, V] -> [B, T, Hq, V]; any strides, unit stride
     along D and V.
 
@@ -252,20 +240,10 @@ def packed_attention_name(device: torch.device, dtype: torch.dtype, head_dim: in
 
 
 def attention_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    cu_seqlens: Tensor | None = None,
-    position_ids: Tensor | None = None,
-    *,
-    causal: bool = True,
-    sinks: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    ahead: Tensor | None = None,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, window: int | None = None,
+    softcap: float | None = None, cu_seqlens: Tensor | None = None, position_ids: Tensor | None = None, *,
+    causal: bool = True, sinks: Tensor | None = None, cu_seqlens_k: Tensor | None = None, ahead: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     left = None if window is None else window - 1
     mask = Mask(left, 0 if causal else left, cu_seqlens, cu_seqlens_k, ahead=ahead)
     seen = dense_mask(q.shape[1], k.shape[1], q.device, mask, position_ids)

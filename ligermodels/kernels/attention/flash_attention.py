@@ -135,21 +135,8 @@ def fake_backward(
     return tuple(None if x is None else torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs)
 
 
-FLASH_OPTIONS = (
-    "Tensor? cu_seqlens, Tensor? cu_seqlens_k, int longest, int longest_k, float scale, int? left, int? right,"
-    " float? softcap"
-)
-flash_attention_forward = register_op(
-    f"flash_attention_forward(Tensor q, Tensor k, Tensor v, Tensor? sinks, {FLASH_OPTIONS}) -> (Tensor, Tensor)",
-    run_forward,
-    fake_forward,
-)
-flash_attention_backward = register_op(
-    "flash_attention_backward(Tensor out_gradient, Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor out, Tensor lse,"
-    f" {FLASH_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
-    run_backward,
-    fake_backward,
-)
+flash_attention_forward = register_op("flash_attention_forward", run_forward, fake_forward)
+flash_attention_backward = register_op("flash_attention_backward", run_backward, fake_backward)
 
 
 class FlashAttention(Node):

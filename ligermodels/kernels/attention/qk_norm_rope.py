@@ -33,7 +33,7 @@ from ligermodels.kernels.attention.qkv_heads import (
 )
 from ligermodels.kernels.attention.rope import check_qkv_shapes, rotate_reference
 from ligermodels.kernels.dispatch import Node, check_floats, register_op, runs_kernels, shape_of
-from ligermodels.kernels.launch import Launcher, as_rows_with_stride, cdiv, kernel, multiprocessors
+from ligermodels.kernels.launch import Launcher, as_rows_with_stride, cdiv, empty_where, kernel, multiprocessors
 from ligermodels.kernels.norms.partial_sums import sum_partials
 from ligermodels.kernels.norms.rms_norm import rms_norm_reference
 
@@ -340,9 +340,7 @@ def _launch_backward(
     """(dqkv, dq_weight, dk_weight), each None where it is not needed."""
     batch, length, num_heads, head_size = dq.shape
     tokens = batch * length
-    dqkv = torch.empty_like(qkv, memory_format=torch.contiguous_format) if input_grad else None
-    dwq = torch.empty_like(q_weight) if q_grad else None
-    dwk = torch.empty_like(k_weight) if k_grad else None
+    dqkv, dwq, dwk = empty_where((input_grad, q_grad, k_grad), qkv, q_weight, k_weight)
     gated = dgate is not None
     gradients = dq, dk, dv, dv if dgate is None else dgate
     (dq, dq_strides), (dk, dk_strides), (dv, dv_strides), (dgate, dgate_strides) = map(with_unit_stride, gradients)
@@ -367,24 +365,12 @@ def _fake_forward(qkv, q_weight, k_weight, cos, sin, num_heads, num_kv_heads, ep
     return empty_queries_and_keys(qkv, num_heads, num_kv_heads, gated)
 
 
-def _fake_backward(dq, dk, dv, dgate, qkv, q_weight, k_weight, cos, sin, eps, offset, input_grad, q_grad, k_grad):
-    wanted = (qkv, input_grad), (q_weight, q_grad), (k_weight, k_grad)
-    return tuple(x.new_empty(x.shape) if needed else None for x, needed in wanted)
+def _fake_backward(dq, dk, dv, dgate, qkv, q_weight, k_weight, cos, sin, eps, offset, *needed):
+    return empty_where(needed, qkv, q_weight, k_weight)
 
 
-qk_norm_rope_forward = register_op(
-    "qk_norm_rope(Tensor qkv, Tensor q_weight, Tensor k_weight, Tensor cos, Tensor sin, int num_heads,"
-    " int num_kv_heads, float eps, float offset, bool gated) -> Tensor",
-    _launch_forward,
-    _fake_forward,
-)
-qk_norm_rope_backward = register_op(
-    "qk_norm_rope_backward(Tensor dq, Tensor dk, Tensor dv, Tensor? dgate, Tensor qkv, Tensor q_weight,"
-    " Tensor k_weight, Tensor cos, Tensor sin, float eps, float offset, bool input_grad, bool q_grad, bool k_grad)"
-    " -> (Tensor dqkv, Tensor dq_weight, Tensor dk_weight)",
-    _launch_backward,
-    _fake_backward,
-)
+qk_norm_rope_forward = register_op("qk_norm_rope", _launch_forward, _fake_forward)
+qk_norm_rope_backward = register_op("qk_norm_rope_backward", _launch_backward, _fake_backward)
 
 
 class _QKNormRope(Node):

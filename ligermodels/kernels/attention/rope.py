@@ -217,25 +217,13 @@ def _launch_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tenso
     return dqkv
 
 
-def _fake_forward(qkv, cos, sin, num_heads, num_kv_heads, interleaved):
-    return qkv.new_empty(qkv.shape)
-
-
 def _fake_backward(dq, dk, dv, cos, sin, interleaved):
     batch, length, num_heads, head_size = dq.shape
     return dq.new_empty(batch, length, (num_heads + 2 * dk.shape[2]) * head_size)
 
 
-rope_forward = register_op(
-    "rope(Tensor qkv, Tensor cos, Tensor sin, int num_heads, int num_kv_heads, bool interleaved) -> Tensor",
-    _launch_forward,
-    _fake_forward,
-)
-rope_backward = register_op(
-    "rope_backward(Tensor dq, Tensor dk, Tensor dv, Tensor cos, Tensor sin, bool interleaved) -> Tensor",
-    _launch_backward,
-    _fake_backward,
-)
+rope_forward = register_op("rope", _launch_forward)
+rope_backward = register_op("rope_backward", _launch_backward, _fake_backward)
 
 
 class _Rope(Node):

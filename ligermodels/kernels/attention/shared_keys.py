@@ -113,10 +113,8 @@ def _fake_sum(dy, offsets, places):
     return dy.new_empty(1, offsets.shape[0] - 1, *dy.shape[2:])
 
 
-gather = register_op("gather_keys(Tensor x, Tensor offsets, Tensor places) -> Tensor", _launch_gather, _fake_gather)
-sum_copies = register_op(
-    "gather_keys_backward(Tensor dy, Tensor offsets, Tensor places) -> Tensor", _launch_sum, _fake_sum
-)
+gather = register_op("gather_keys", _launch_gather, _fake_gather)
+sum_copies = register_op("gather_keys_backward", _launch_sum, _fake_sum)
 
 
 class _GatherKeys(Node):

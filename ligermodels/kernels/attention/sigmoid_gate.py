@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ligermodels.kernels.attention.qkv_heads import with_unit_stride
 from ligermodels.kernels.dispatch import Node, check_floats, check_shape, register_op, runs_kernels, shape_of, widen
-from ligermodels.kernels.launch import Launcher, cdiv, kernel
+from ligermodels.kernels.launch import Launcher, cdiv, empty_where, kernel
 
 GATED_ELEMENTS, GATED_WARPS = 2048, 4  # of one program: a thread loads 16 elements of each tensor
 
@@ -111,7 +111,7 @@ def _launch_backward(
     dy: Tensor, x: Tensor, z: Tensor, x_grad: bool, z_grad: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """(dx, dz), each None where it is not needed."""
-    dx, dz = _fake_backward(dy, x, z, x_grad, z_grad)
+    dx, dz = empty_where((x_grad, z_grad), x, z)
     _, length, heads, size = x.shape
     launch, tile_rows = _backward(heads, size, x_grad, z_grad)
     if rows := x.numel() // size:
@@ -121,20 +121,12 @@ def _launch_backward(
     return dx, dz
 
 
-def _fake_forward(x, z):
-    return x.new_empty(x.shape)
+def _fake_backward(dy, x, z, *needed):
+    return empty_where(needed, x, z)
 
 
-def _fake_backward(dy, x, z, x_grad, z_grad):
-    return x.new_empty(x.shape) if x_grad else None, z.new_empty(z.shape) if z_grad else None
-
-
-_gate = register_op("sigmoid_gate(Tensor x, Tensor z) -> Tensor", _launch_forward, _fake_forward)
-_gate_backward = register_op(
-    "sigmoid_gate_backward(Tensor dy, Tensor x, Tensor z, bool x_grad, bool z_grad) -> (Tensor dx, Tensor dz)",
-    _launch_backward,
-    _fake_backward,
-)
+_gate = register_op("sigmoid_gate", _launch_forward)
+_gate_backward = register_op("sigmoid_gate_backward", _launch_backward, _fake_backward)
 
 
 class _SigmoidGate(Node):

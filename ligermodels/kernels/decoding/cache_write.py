@@ -36,7 +36,6 @@ from ligermodels.kernels.attention.rope import check_qkv_shapes, check_row_strid
 from ligermodels.kernels.dispatch import (
     check_dtypes,
     check_shape,
-    fake_without_outputs,
     refuse_gradients,
     register_op,
     runs_kernels,
@@ -104,8 +103,7 @@ def _launch_write(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, slots: Ten
         )  # fmt: skip
 
 
-CACHE_SCHEMA = "Tensor(b!) keys, Tensor(c!) values, Tensor slots"
-_write_op = register_op(f"write_cache(Tensor k, Tensor v, {CACHE_SCHEMA}) -> ()", _launch_write, fake_without_outputs)
+_write_op = register_op("write_cache", _launch_write, writes=("keys", "values"))
 
 
 def write_cache(k: Tensor, v: Tensor, cache: CacheSlots) -> None:
@@ -298,17 +296,9 @@ def _fake_qk_norm_rope_write(qkv, q_weight, k_weight, cos, sin, num_heads, num_k
     return empty_queries_and_keys(qkv, num_heads, num_kv_heads, gated)
 
 
-_rope_write_op = register_op(
-    "rope_write_cache_(Tensor(a!) qkv, Tensor cos, Tensor sin, int num_heads, int num_kv_heads, bool interleaved,"
-    f" {CACHE_SCHEMA}) -> ()",
-    _launch_rope_write,
-    fake_without_outputs,
-)
+_rope_write_op = register_op("rope_write_cache_", _launch_rope_write, writes=("qkv", "keys", "values"))
 _qk_norm_rope_write_op = register_op(
-    "qk_norm_rope_write_cache(Tensor qkv, Tensor q_weight, Tensor k_weight, Tensor cos, Tensor sin, int num_heads,"
-    f" int num_kv_heads, float eps, float offset, bool gated, {CACHE_SCHEMA}) -> Tensor",
-    _launch_qk_norm_rope_write,
-    _fake_qk_norm_rope_write,
+    "qk_norm_rope_write_cache", _launch_qk_norm_rope_write, _fake_qk_norm_rope_write, writes=("keys", "values")
 )
 
 

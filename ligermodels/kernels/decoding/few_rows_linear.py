@@ -262,14 +262,7 @@ def _fake(x, residual, norm_weight, weight, columns, depth, groups, dtype, *othe
     return y, None if residual is None else x.new_empty(x.shape, dtype=promoted_dtype(x, residual))
 
 
-_linear = register_op(
-    "few_rows_linear(Tensor x, Tensor? residual, Tensor? norm_weight, Tensor weight, int columns, int depth,"
-    " int groups, ScalarType dtype, Tensor? bias, bool norm, float eps, float offset, str? activation,"
-    " float gate_multiplier, float down_multiplier)"
-    " -> (Tensor y, Tensor hidden)",
-    _launch,
-    _fake,
-)
+_linear = register_op("few_rows_linear", _launch, _fake)
 
 
 def few_rows_linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:

@@ -239,12 +239,7 @@ def _fake(logits, temperature, top_k, top_p, min_p, seeds, counters):
     return seeds.new_empty(*seeds.shape), temperature.new_empty(*temperature.shape)
 
 
-sample_op = register_op(
-    "sample(Tensor logits, Tensor temperature, Tensor? top_k, Tensor? top_p, Tensor? min_p, Tensor seeds,"
-    " Tensor counters) -> (Tensor tokens, Tensor logprobs)",
-    _launch,
-    _fake,
-)
+sample_op = register_op("sample", _launch, _fake)
 
 
 def sample(

@@ -271,11 +271,7 @@ def _fake_penalize(logits, table, repetition, presence, frequency):
     return logits.new_empty(*logits.shape, dtype=torch.float32)
 
 
-penalize_op = register_op(
-    "penalize(Tensor logits, Tensor table, Tensor repetition, Tensor presence, Tensor frequency) -> Tensor",
-    _launch_penalize,
-    _fake_penalize,
-)
+penalize_op = register_op("penalize", _launch_penalize, _fake_penalize)
 
 
 def penalize(logits: Tensor, table: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor) -> Tensor:

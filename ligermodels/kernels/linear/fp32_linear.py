@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ligermodels.kernels.dispatch import Node, register_op, runs_kernels, widen
+from ligermodels.kernels.launch import empty_where
 from ligermodels.kernels.losses.logits_chunks import accumulate_
 
 
@@ -51,17 +52,12 @@ def _fake_forward(x, weight):
     return x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)
 
 
-def _fake_backward(dy, x, weight, x_grad, weight_grad):
-    return x.new_empty(x.shape) if x_grad else None, weight.new_empty(weight.shape) if weight_grad else None
+def _fake_backward(dy, x, weight, *needed):
+    return empty_where(needed, x, weight)
 
 
-_linear = register_op("fp32_linear(Tensor x, Tensor weight) -> Tensor", _launch_forward, _fake_forward)
-_linear_backward = register_op(
-    "fp32_linear_backward(Tensor dy, Tensor x, Tensor weight, bool x_grad, bool weight_grad)"
-    " -> (Tensor dx, Tensor dweight)",
-    _launch_backward,
-    _fake_backward,
-)
+_linear = register_op("fp32_linear", _launch_forward, _fake_forward)
+_linear_backward = register_op("fp32_linear_backward", _launch_backward, _fake_backward)
 
 
 @register_flop_formula(torch.ops.ligermodels.fp32_linear)

@@ -129,14 +129,9 @@ def activated_linear_reference(
 
 
 def gated_linear_reference(
-    gate_up: Tensor,
-    weight: Weight,
-    bias: Tensor | None = None,
-    activation: str = "silu",
-    low_rank: LowRank | None = None,
-    gate_multiplier: float = 1.0,
-    down_multiplier: float = 1.0,
-) -> Tensor:
+    gate_up: Tensor, weight: Weight, bias: Tensor | None = None, activation: str = "silu",
+    low_rank: LowRank | None = None, gate_multiplier: float = 1.0, down_multiplier: float = 1.0,
+) -> Tensor:  # fmt: skip
     product = gated_activation_reference(gate_up, activation, None, gate_multiplier, down_multiplier)
     return low_rank_linear_reference(product, weight, bias, low_rank)
 
@@ -454,14 +449,9 @@ class ActivatedLinear(Node):
 
 
 def activated_linear(
-    x: Tensor,
-    weight: Weight,
-    bias: Tensor | None = None,
-    activation: str = "gelu",
-    low_rank: LowRank | None = None,
-    *,
+    x: Tensor, weight: Weight, bias: Tensor | None = None, activation: str = "gelu", low_rank: LowRank | None = None, *,
     inplace: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """linear(activation(x), weight, bias).
 
     x [..., I] float, weight [N, I], a tensor or quantised, bias [N] or None, activation: as those of
@@ -479,16 +469,10 @@ def activated_linear(
 
 
 def gated_linear(
-    gate_up: Tensor,
-    weight: Weight,
-    bias: Tensor | None = None,
-    activation: str = "silu",
-    low_rank: LowRank | None = None,
-    *,
-    gate_multiplier: float = 1.0,
-    down_multiplier: float = 1.0,
+    gate_up: Tensor, weight: Weight, bias: Tensor | None = None, activation: str = "silu",
+    low_rank: LowRank | None = None, *, gate_multiplier: float = 1.0, down_multiplier: float = 1.0,
     inplace: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """linear(down_multiplier * activation(gate_multiplier * gate) * up, weight, bias), where gate is the first half of
     gate_up's columns, up the second.
 

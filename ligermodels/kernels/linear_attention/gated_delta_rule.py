@@ -39,7 +39,7 @@ from ligermodels.kernels.dispatch import (
     wide_dtype,
     widen,
 )
-from ligermodels.kernels.launch import as_rows_with_stride, cdiv, kernel
+from ligermodels.kernels.launch import as_rows_with_stride, cdiv, empty_where, kernel
 from ligermodels.kernels.linear_attention.delta_chunks import (
     L2_EPS,
     DeltaInputs,
@@ -123,10 +123,7 @@ def _launch_backward(
     qkv_grad: bool, g_grad: bool, beta_grad: bool, initial_grad: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """(dqkv, dg, dbeta, dinitial), each None where it is not needed."""
-    gradients = _fake_backward(
-        do, dfinal, qkv, g, beta, norms, decay, inverse, key_heads, key_size, initial_state, cu_seqlens,
-        qkv_grad, g_grad, beta_grad, initial_grad,
-    )  # fmt: skip
+    gradients = empty_where((qkv_grad, g_grad, beta_grad, initial_grad), qkv, g, beta, initial_state)
     *of_tokens, dinitial = gradients
     if not g.numel():
         if dinitial is not None:
@@ -156,31 +153,13 @@ def _fake_forward(qkv, g, beta, key_heads, key_size, initial_state, cu_seqlens, 
 
 
 def _fake_backward(
-    do, dfinal, qkv, g, beta, norms, decay, inverse, key_heads, key_size, initial_state, cu_seqlens,
-    qkv_grad, g_grad, beta_grad, initial_grad,
-):  # fmt: skip
-    return (
-        qkv.new_empty(qkv.shape) if qkv_grad else None,
-        g.new_empty(g.shape) if g_grad else None,
-        beta.new_empty(beta.shape) if beta_grad else None,
-        initial_state.new_empty(initial_state.shape) if initial_grad else None,
-    )
+    do, dfinal, qkv, g, beta, norms, decay, inverse, key_heads, key_size, initial_state, cu_seqlens, *needed
+):
+    return empty_where(needed, qkv, g, beta, initial_state)
 
 
-_forward = register_op(
-    "gated_delta_rule(Tensor qkv, Tensor g, Tensor beta, int key_heads, int key_size, Tensor? initial_state,"
-    " Tensor? cu_seqlens, float eps) -> (Tensor o, Tensor final_state, Tensor norms, Tensor decay, Tensor inverse)",
-    _launch_forward,
-    _fake_forward,
-)
-_backward = register_op(
-    "gated_delta_rule_backward(Tensor do, Tensor? dfinal, Tensor qkv, Tensor g, Tensor beta, Tensor norms,"
-    " Tensor decay, Tensor inverse, int key_heads, int key_size, Tensor? initial_state, Tensor? cu_seqlens,"
-    " bool qkv_grad, bool g_grad, bool beta_grad, bool initial_grad)"
-    " -> (Tensor dqkv, Tensor dg, Tensor dbeta, Tensor dinitial)",
-    _launch_backward,
-    _fake_backward,
-)
+_forward = register_op("gated_delta_rule", _launch_forward, _fake_forward)
+_backward = register_op("gated_delta_rule_backward", _launch_backward, _fake_backward)
 
 
 class _GatedDeltaRule(Node):
@@ -299,12 +278,7 @@ def _fake_step(qkv, g, beta, key_heads, key_size, pool, row, eps):
     return qkv.new_empty(*g.shape, pool.shape[3])
 
 
-_step = register_op(
-    "gated_delta_step(Tensor qkv, Tensor g, Tensor beta, int key_heads, int key_size, Tensor(a!) pool, Tensor row,"
-    " float eps) -> Tensor",
-    _launch_step,
-    _fake_step,
-)
+_step = register_op("gated_delta_step", _launch_step, _fake_step, writes=("pool",))
 
 
 def gated_delta_step_reference(

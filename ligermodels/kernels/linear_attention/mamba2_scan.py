@@ -36,7 +36,7 @@ from ligermodels.kernels.dispatch import (
     wide_dtype,
     widen,
 )
-from ligermodels.kernels.launch import as_rows_with_stride, cdiv, kernel
+from ligermodels.kernels.launch import as_rows_with_stride, cdiv, empty_where, kernel
 from ligermodels.kernels.linear_attention.document_chunks import (
     check_pool,
     count_documents,
@@ -111,7 +111,7 @@ def _launch_backward(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """(dxbc, ddelta, da, dd, dinitial), each None where it is not needed."""
     needed = xbc_grad, delta_grad, a_grad, d_grad, initial_grad
-    gradients = _fake_backward(dy, dfinal, xbc, delta, a, d, groups, state_size, initial_state, cu_seqlens, *needed)
+    gradients = empty_where(needed, xbc, delta, a, d, initial_state)
     *of_chunks, dinitial = gradients
     if not delta.numel():
         for gradient in gradients[2:4]:
@@ -141,33 +141,12 @@ def _fake_forward(xbc, delta, a, d, groups, state_size, initial_state, cu_seqlen
     return y, xbc.new_empty(documents, shape.heads, state_size, shape.head_size, dtype=torch.float32)
 
 
-def _fake_backward(
-    dy, dfinal, xbc, delta, a, d, groups, state_size, initial_state, cu_seqlens, xbc_grad, delta_grad, a_grad, d_grad,
-    initial_grad,
-):  # fmt: skip
-    return (
-        xbc.new_empty(xbc.shape) if xbc_grad else None,
-        delta.new_empty(delta.shape) if delta_grad else None,
-        a.new_empty(a.shape) if a_grad else None,
-        d.new_empty(d.shape) if d_grad else None,
-        initial_state.new_empty(initial_state.shape) if initial_grad else None,
-    )
+def _fake_backward(dy, dfinal, xbc, delta, a, d, groups, state_size, initial_state, cu_seqlens, *needed):
+    return empty_where(needed, xbc, delta, a, d, initial_state)
 
 
-_forward = register_op(
-    "mamba2_scan(Tensor xbc, Tensor delta, Tensor a, Tensor d, int groups, int state_size, Tensor? initial_state,"
-    " Tensor? cu_seqlens) -> (Tensor y, Tensor final_state)",
-    _launch_forward,
-    _fake_forward,
-)
-_backward = register_op(
-    "mamba2_scan_backward(Tensor dy, Tensor? dfinal, Tensor xbc, Tensor delta, Tensor a, Tensor d, int groups,"
-    " int state_size, Tensor? initial_state, Tensor? cu_seqlens, bool xbc_grad, bool delta_grad, bool a_grad,"
-    " bool d_grad, bool initial_grad)"
-    " -> (Tensor dxbc, Tensor ddelta, Tensor da, Tensor dd, Tensor dinitial)",
-    _launch_backward,
-    _fake_backward,
-)
+_forward = register_op("mamba2_scan", _launch_forward, _fake_forward)
+_backward = register_op("mamba2_scan_backward", _launch_backward, _fake_backward)
 
 
 class _Mamba2Scan(Node):
@@ -278,12 +257,7 @@ def _fake_step(xbc, delta, a, d, groups, state_size, pool, row):
     return xbc.new_empty(*delta.shape, pool.shape[3])
 
 
-_step = register_op(
-    "mamba2_step(Tensor xbc, Tensor delta, Tensor a, Tensor d, int groups, int state_size, Tensor(a!) pool,"
-    " Tensor row) -> Tensor",
-    _launch_step,
-    _fake_step,
-)
+_step = register_op("mamba2_step", _launch_step, _fake_step, writes=("pool",))
 
 
 def mamba2_step_reference(

@@ -185,10 +185,6 @@ def _fake_forward(logits, targets, class_weight, metrics, token_scaling, *option
     return tuple(empty_results(targets, metrics, token_scaling))
 
 
-def _fake_backward(logits, *others):
-    return logits.new_empty(logits.shape)
-
-
 OPTIONS = "int ignore_index, float? softcap, float logit_scale, float z_loss, float label_smoothing"
 RESULTS = "Tensor loss, Tensor lse, Tensor probability, Tensor row_metrics"
 cross_entropy_forward = register_op(
@@ -201,7 +197,7 @@ cross_entropy_backward = register_op(
     "cross_entropy_backward(Tensor logits, Tensor targets, Tensor? class_weight, Tensor lse, Tensor scale,"
     f" Tensor? factor, Tensor? row_metrics, Tensor? dentropy, {OPTIONS}) -> Tensor dlogits",
     _launch_backward,
-    _fake_backward,
+    None,
 )
 
 

@@ -215,20 +215,9 @@ def _forward_flops(hidden, weight, bias, targets, class_weight, hidden_grad, wei
 
 @register_flop_formula(torch.ops.ligermodels.linear_cross_entropy_backward)
 def _backward_flops(
-    hidden,
-    weight,
-    bias,
-    targets,
-    class_weight,
-    lse,
-    scale,
-    row_metrics,
-    dentropy,
-    hidden_grad,
-    weight_grad,
-    *others,
+    hidden, weight, bias, targets, class_weight, lse, scale, row_metrics, dentropy, hidden_grad, weight_grad, *others,
     **_,
-) -> int:
+) -> int:  # fmt: skip
     return 2 * hidden[0] * hidden[1] * weight[0] * (1 + hidden_grad + weight_grad)
 
 

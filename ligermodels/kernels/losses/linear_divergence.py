@@ -45,13 +45,7 @@ from ligermodels.kernels.losses.linear_divergence_chunks import (
 )
 from ligermodels.kernels.losses.logits_chunks import GRADIENT_SCALE
 from ligermodels.kernels.losses.rescale import rescale, rescale_pair
-from ligermodels.losses.divergences import (
-    check_divergence,
-    check_top_k,
-    divergence,
-    top_k_divergence,
-    valid_ids,
-)
+from ligermodels.losses.divergences import check_divergence, check_top_k, divergence, top_k_divergence, valid_ids
 
 TeacherInputs = Tensor | tuple[Tensor, Tensor]
 

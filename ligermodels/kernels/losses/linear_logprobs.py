@@ -241,7 +241,7 @@ def linear_logprobs(
     outputs = _choose_node(rows, weight, entropy, low_memory).apply(rows, weight, flat, *flags, *options)
     if targets.ndim != 1:  # a view takes microseconds
         outputs = [x.view(*x.shape[:-1], *targets.shape) for x in outputs]
-    return _as_logprobs(outputs, entropy, flags[0], more, extras)
+    return as_logprobs(outputs, entropy, flags[0], more, extras)
 
 
 def _choose_node(rows: Tensor, weight: Tensor, entropy: bool, low_memory: bool) -> type[Node]:
@@ -253,7 +253,7 @@ def _choose_node(rows: Tensor, weight: Tensor, entropy: bool, low_memory: bool) 
     return _KeptLogits if keeps else _Recomputed
 
 
-def _as_logprobs(
+def as_logprobs(
     outputs: Sequence[Tensor], entropy: bool, has_entropy: bool, more: bool, extras: Sequence[str]
 ) -> LogProbs:
     """The outputs of a node by name; extras without gradient."""

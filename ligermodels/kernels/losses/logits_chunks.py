@@ -5,7 +5,10 @@ logits = hidden @ weightᵀ + bias; hidden [T, H], weight [V, H], bias [V] or No
 a wider one; dlogits [rows of a chunk, V].
 """
 
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +17,7 @@ from ligermodels.kernels.launch import cdiv
 
 MAX_LOGITS_BYTES = 2**30  # of one chunk
 MAX_PIECE_BYTES = 3 * 2**28  # of logits that are wider than their factors, projected at a time
+MAX_ROUNDINGS = 16  # of a sum in half precision: its error is then that of about three roundings of the result
 # Memory for logits and fp32 sums beyond the gradients, if chunks of PREFERRED_CHUNK_ROWS fit it.
 EXTRA_BYTES = 6 * 2**30 // 5
 LOW_MEMORY_BYTES = 2**26  # most logits at a time with low_memory; also at most an eighth of the weight
@@ -52,7 +56,7 @@ def rows_of_pieces(piece: int, vocab: int, dtype: torch.dtype) -> int:
 
 def equal_rows(rows: int, limit: int) -> int:
     """Rows of a chunk: the fewest chunks of at most `limit` rows, of equal size."""
-    return round_up_to_tile(cdiv(rows, max(1, cdiv(rows, limit))))
+    return round_up_to_tile(cdiv(max(rows, 1), max(1, cdiv(rows, limit))))
 
 
 def fill_waves(limit: int, columns: int) -> int:
@@ -134,6 +138,71 @@ def chunks_of_pieces(
         yield chunk, logits
 
 
+class Sweep(NamedTuple):
+    """A step over rows whose logits are projected once, into a ring; each field has consecutive rows.
+
+    filled: those whose logits are projected. complete: those of the units of which the last row is now there.
+    finished: the pieces that make room, because units that are not complete have no row in them.
+    """
+
+    filled: slice
+    complete: slice
+    finished: slice
+
+
+class Ring(NamedTuple):
+    """Memory for consecutive rows of logits, where the next ones overwrite the first. piece: rows that are projected at
+    a time. rows: that there is memory for, whole pieces."""
+
+    piece: int
+    rows: int
+
+    def sweeps(self, count: int, borders: Sequence[int] | None) -> Iterator[Sweep]:
+        """Steps over `count` rows. borders: the ends of units, from 0 to `count`, which the ring holds as a whole; None
+        where each row is one."""
+        filled = known = first = 0
+        while first < count:
+            stop = min(first + self.rows, count)
+            border = stop if borders is None else borders[bisect_right(borders, stop) - 1]
+            last = stop if stop == count else border // self.piece * self.piece
+            yield Sweep(slice(filled, stop), slice(known, border), slice(first, last))
+            filled, known, first = stop, border, last
+
+    def parts(self, rows: slice) -> Iterator[tuple[slice, slice]]:
+        """Cuts rows where the ring begins anew: (rows, their places in it)."""
+        start = rows.start
+        while start < rows.stop:
+            place = start % self.rows
+            stop = min(rows.stop, start - place + self.rows)
+            yield slice(start, stop), slice(place, place + stop - start)
+            start = stop
+
+    def sums_dtypes(self, count: int, dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+        """Dtypes of dhidden and dweight, which are formed by `sweeps` over `count` rows in `dtype`."""
+        wide = torch.promote_types(dtype, torch.float32)
+        if dtype == torch.float16:  # of a narrow range, and the upstream gradient is not known yet
+            return wide, wide
+        return dtype, dtype if cdiv(count, self.rows) <= MAX_ROUNDINGS else wide
+
+
+def ring_of(rows: int, columns: int, vocab: int, dtype: torch.dtype, borders: Sequence[int] | None) -> Ring | None:
+    """The ring for logits in `dtype`: as large as a chunk that is multiplied, or as the longest unit needs. None where
+    units would take more memory than fp32 sums of the gradients."""
+    piece = piece_rows(rows, columns, vocab, dtype)
+    if borders is None:
+        return Ring(piece, rows_of_pieces(piece, vocab, dtype))
+    spans = [(b - 1) // piece - a // piece + 1 for a, b in pairwise(borders) if a < b]
+    return ring_of_units(max(spans, default=1), rows, columns, vocab, dtype)
+
+
+def ring_of_units(pieces: int, rows: int, columns: int, vocab: int, dtype: torch.dtype) -> Ring | None:
+    """The ring for units that have rows in at most so many pieces."""
+    piece = piece_rows(rows, columns, vocab, dtype)
+    ring = Ring(piece, max(pieces * piece, rows_of_pieces(piece, vocab, dtype)))
+    taken = min(ring.rows, rows) * round_up_to_tile(vocab) * dtype.itemsize
+    return ring if taken <= 4 * columns * (rows + vocab) else None
+
+
 def project_pieces(hidden: Tensor, weight: Tensor, logits: Tensor, piece: int) -> None:
     """Fills logits [T, V], `piece` rows at a time."""
     for rows in slices(hidden.shape[0], piece):
@@ -202,13 +271,14 @@ def accumulate_(total: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
 
 
 def empty_gradients(
-    hidden: Tensor, weight: Tensor, hidden_grad: bool, weight_grad: bool, bias_grad: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    hidden: Tensor, weight: Tensor, hidden_grad: bool, weight_grad: bool, bias_grad: bool,
+    dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32),
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Uninitialised dhidden and dweight, and zeros for dbias, in fp32 because the upstream gradient is not known yet. A
-    gradient that is not required has no elements or is None."""
-    dhidden = hidden.new_empty(*hidden.shape if hidden_grad else (0,), dtype=torch.float32)
+    gradient that is not required has no elements or is None. dtypes: other ones of dhidden and dweight."""
+    dhidden = hidden.new_empty(*hidden.shape if hidden_grad else (0,), dtype=dtypes[0])
     make = weight.new_empty if hidden.shape[0] else weight.new_zeros
-    dweight = make(*weight.shape if weight_grad else (0,), dtype=torch.float32)
+    dweight = make(*weight.shape if weight_grad else (0,), dtype=dtypes[1])
     return dhidden, dweight, weight.new_zeros(weight.shape[0], dtype=torch.float32) if bias_grad else None
 
 

@@ -115,14 +115,5 @@ def _fake_reduce(losses, targets, class_weight, ignore_index, mean):
     return losses.new_empty(()), losses.new_empty(())
 
 
-mean_factor = register_op(
-    "mean_factor(Tensor targets, Tensor? class_weight, int ignore_index) -> Tensor factor",
-    _launch_mean_factor,
-    _fake_mean_factor,
-)
-reduce_losses = register_op(
-    "reduce_losses(Tensor losses, Tensor targets, Tensor? class_weight, int ignore_index, bool mean)"
-    " -> (Tensor total, Tensor factor)",
-    _launch_reduce,
-    _fake_reduce,
-)
+mean_factor = register_op("mean_factor", _launch_mean_factor, _fake_mean_factor)
+reduce_losses = register_op("reduce_losses", _launch_reduce, _fake_reduce)

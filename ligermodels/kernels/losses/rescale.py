@@ -139,15 +139,12 @@ def rescale_(x: Tensor, scale: Tensor) -> None:
 # x [rows, N] with unit stride along N; scale fp32, one element or [rows] of any stride; other fp32, one element
 # -> out [rows, N] contiguous, of `dtype`.
 rescale = register_op(
-    "rescale(Tensor x, Tensor scale, Tensor? other, float factor, ScalarType dtype) -> Tensor out",
-    _launch_rescale,
-    lambda x, scale, other, factor, dtype: x.new_empty(x.shape, dtype=dtype),
+    "rescale", _launch_rescale, lambda x, scale, other, factor, dtype: x.new_empty(x.shape, dtype=dtype)
 )
 
 # x [rows of x, N], y [rows of y, N], both contiguous; scale and other fp32, one element each.
 rescale_pair = register_op(
-    "rescale_pair(Tensor x, Tensor y, Tensor scale, Tensor other, float factor, ScalarType dtype)"
-    " -> (Tensor x_out, Tensor y_out)",
+    "rescale_pair",
     _launch_rescale_pair,
     lambda x, y, scale, other, factor, dtype: tuple(z.new_empty(z.shape, dtype=dtype) for z in (x, y)),
 )

@@ -133,15 +133,7 @@ def _fake_sort_weights(weight, row):
     return weight.new_empty(row.numel())
 
 
-sort_weights = register_op(
-    "sort_weights(Tensor weight, Tensor row) -> Tensor", _launch_sort_weights, _fake_sort_weights
-)
-unpermute_with_bias = register_op(
-    "unpermute_with_bias(Tensor rows, Tensor row, Tensor index, Tensor weight, Tensor bias) -> Tensor",
-    _launch_unpermute,
-    _fake_unpermute,
-)
-bias_dots = register_op("bias_dots(Tensor dy, Tensor index, Tensor bias) -> Tensor", _launch_dots, _fake_dots)
-grouped_row_sums = register_op(
-    "grouped_row_sums(Tensor x, Tensor offsets, Tensor? weight) -> Tensor", _launch_row_sums, _fake_row_sums
-)
+sort_weights = register_op("sort_weights", _launch_sort_weights, _fake_sort_weights)
+unpermute_with_bias = register_op("unpermute_with_bias", _launch_unpermute, _fake_unpermute)
+bias_dots = register_op("bias_dots", _launch_dots, _fake_dots)
+grouped_row_sums = register_op("grouped_row_sums", _launch_row_sums, _fake_row_sums)

@@ -138,7 +138,7 @@ def _bias_and_index(bias: Tensor | None, index: Tensor | None, gate_up: Tensor, 
 
 def _launch_product_backward(
     dproduct: Tensor, gate_up: Tensor, weight: Tensor, row: Tensor, bias: Tensor | None, index: Tensor | None,
-    activation: str, input_grad: bool, weight_grad: bool, emit: bool, inplace: bool = False,
+    activation: str, input_grad: bool, weight_grad: bool, emit: bool, *, inplace: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """inplace: dgate_up overwrites gate_up and product overwrites dproduct. This is safe because each program reads its
     tile before it writes it."""
@@ -175,18 +175,8 @@ def _fake_product_backward(dproduct, gate_up, weight, row, bias, index, activati
     return dgate_up, dweight, dproduct.new_empty(*dproduct.shape) if emit else None
 
 
-experts_product = register_op(
-    "experts_product(Tensor gate_up, Tensor weight, Tensor row, Tensor? bias, Tensor? index, str activation) -> Tensor",
-    _launch_product,
-    _fake_product,
-)
-experts_product_backward = register_op(
-    "experts_product_backward(Tensor dproduct, Tensor gate_up, Tensor weight, Tensor row, Tensor? bias,"
-    " Tensor? index, str activation, bool input_grad, bool weight_grad, bool emit)"
-    " -> (Tensor dgate_up, Tensor dweight, Tensor product)",
-    _launch_product_backward,
-    _fake_product_backward,
-)
+experts_product = register_op("experts_product", _launch_product, _fake_product)
+experts_product_backward = register_op("experts_product_backward", _launch_product_backward, _fake_product_backward)
 
 
 def product_backward_from_saved(

@@ -80,16 +80,9 @@ def route(logits: Tensor, k: int, normalize: bool = True) -> tuple[Tensor, Tenso
 
 
 def route_by_sigmoid(
-    logits: Tensor,
-    bias: Tensor | None,
-    k: int,
-    *,
-    groups: int,
-    top_groups: int,
-    normalize: bool,
-    scale: float,
+    logits: Tensor, bias: Tensor | None, k: int, *, groups: int, top_groups: int, normalize: bool, scale: float,
     eps: float = 1e-20,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Top-k routing within groups: router logits [T, E] fp32 -> (weights [T, k] fp32, expert indices [T, k] int64).
 
     scores = sigmoid(logits); scores + bias [E], if there is one, choose: the top_groups of the groups of experts by the
@@ -113,17 +106,10 @@ def route_by_sigmoid(
 
 
 def experts_reference(
-    x: Tensor,
-    expert_index: Tensor,
-    expert_weight: Tensor,
-    gate_up: Weight,
-    down: Weight,
-    activation: str = "silu",
-    gate_up_update: GroupedLowRank | None = None,
-    down_update: GroupedLowRank | None = None,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-) -> Tensor:
+    x: Tensor, expert_index: Tensor, expert_weight: Tensor, gate_up: Weight, down: Weight, activation: str = "silu",
+    gate_up_update: GroupedLowRank | None = None, down_update: GroupedLowRank | None = None,
+    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     gate_up, down = dense(*operand(gate_up)), dense(*operand(down))
 
     def expert_output(rows: Tensor, expert: int) -> Tensor:
@@ -262,17 +248,10 @@ def check_expert_inputs(
 
 
 def experts(
-    x: Tensor,
-    expert_index: Tensor,
-    expert_weight: Tensor,
-    gate_up: Weight,
-    down: Weight,
-    activation: str = "silu",
-    gate_up_update: GroupedLowRank | None = None,
-    down_update: GroupedLowRank | None = None,
-    gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None,
-) -> Tensor:
+    x: Tensor, expert_index: Tensor, expert_weight: Tensor, gate_up: Weight, down: Weight, activation: str = "silu",
+    gate_up_update: GroupedLowRank | None = None, down_update: GroupedLowRank | None = None,
+    gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Sum over each token's k experts e of expert_weight * (down_e (activation(gate_e x) * up_e x) + bias_e).
 
     x [T, H] float, expert_index [T, k] int64 or int32 in [0, E), expert_weight [T, k] fp32, gate_up [E, 2 I, H] with

@@ -16,7 +16,7 @@ Hu et al. 2021, https://arxiv.org/abs/2106.09685.
 
 import functools
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from ligermodels.kernels.dispatch import register_op, runs_kernels
 from ligermodels.kernels.launch import cdiv, kernel
+from ligermodels.kernels.quant.fp8_products import MultipliedFloat8
 from ligermodels.kernels.quant.quantised_weight import Weight, WeightLayout, dense, operand
 
 GROUPED_MM_CAPABILITIES = (9, 10)  # major compute capabilities for which torch has a grouped kernel
@@ -229,19 +230,9 @@ def _fake_weight_gradient(dy, x, offsets):
     return x.new_empty(offsets.shape[0], dy.shape[1], x.shape[1])
 
 
-_forward = register_op(
-    "grouped_gemm(Tensor x, Tensor weight, Tensor offsets) -> Tensor", _launch_forward, _fake_forward
-)
-_input_gradient = register_op(
-    "grouped_gemm_input_gradient(Tensor dy, Tensor weight, Tensor offsets) -> Tensor",
-    _launch_input_gradient,
-    _fake_input_gradient,
-)
-_weight_gradient = register_op(
-    "grouped_gemm_weight_gradient(Tensor dy, Tensor x, Tensor offsets) -> Tensor",
-    _launch_weight_gradient,
-    _fake_weight_gradient,
-)
+_forward = register_op("grouped_gemm", _launch_forward, _fake_forward)
+_input_gradient = register_op("grouped_gemm_input_gradient", _launch_input_gradient, _fake_input_gradient)
+_weight_gradient = register_op("grouped_gemm_weight_gradient", _launch_weight_gradient, _fake_weight_gradient)
 
 
 @register_flop_formula([torch.ops.ligermodels.grouped_gemm, torch.ops.ligermodels.grouped_gemm_input_gradient])
@@ -314,10 +305,19 @@ class Projection(NamedTuple):
 TENSORS = 4  # the first fields of a projection; the others are constants
 
 
+def multiplies_in_fp8(layout: WeightLayout | None, x: Tensor) -> TypeGuard[MultipliedFloat8]:
+    """Whether the products of experts in FP8 are FP8: torch has the kernel for Hopper alone."""
+    if not isinstance(layout, MultipliedFloat8) or not layout.is_multiplied or not x.shape[0]:
+        return False
+    return not x.is_cuda or _major_capability(x.device) == 9
+
+
 def low_rank_grouped_gemm(x: Tensor, offsets: Tensor, projection: Projection) -> tuple[Tensor, Tensor | None]:
     """y [R, N] without the bias, and low [R, r], which is None without an update."""
-    weight = dense(projection.weight, projection.layout)
-    y = grouped_gemm(x, weight, offsets)
+    if multiplies_in_fp8(projection.layout, x):
+        y = projection.layout.grouped_product(x, projection.weight, offsets)
+    else:
+        y = grouped_gemm(x, dense(projection.weight, projection.layout), offsets)
     if projection.a is None or projection.b is None:
         return y, None
     low = projection.scale * grouped_gemm(x, projection.a, offsets)
@@ -332,6 +332,8 @@ def grouped_low_gradient(dy: Tensor, offsets: Tensor, projection: Projection) ->
 
 def low_rank_grouped_input_gradient(dy: Tensor, offsets: Tensor, dlow: Tensor | None, projection: Projection) -> Tensor:
     """dx [R, K], including the update's share if there is one."""
-    weight = dense(projection.weight, projection.layout)
-    dx = grouped_input_gradient(dy, weight, offsets)
+    if multiplies_in_fp8(projection.layout, dy):
+        dx = projection.layout.grouped_input_gradient(dy, projection.weight, offsets)
+    else:
+        dx = grouped_input_gradient(dy, dense(projection.weight, projection.layout), offsets)
     return dx if dlow is None or projection.a is None else dx + grouped_input_gradient(dlow, projection.a, offsets)

@@ -124,8 +124,8 @@ def _fake_unpermute(rows, row):
 sort_by_expert = register_op(
     "sort_by_expert(Tensor expert_index, SymInt num_experts) -> (Tensor row, Tensor offsets)", _launch_sort, _fake_sort
 )
-permute = register_op("permute(Tensor x, Tensor row) -> Tensor", _launch_permute, _fake_permute)
-unpermute = register_op("unpermute(Tensor rows, Tensor row) -> Tensor", _launch_unpermute, _fake_unpermute)
+permute = register_op("permute", _launch_permute, _fake_permute)
+unpermute = register_op("unpermute", _launch_unpermute, _fake_unpermute)
 
 
 ComputeExperts = Callable[[Tensor, Tensor, Tensor], Tensor]

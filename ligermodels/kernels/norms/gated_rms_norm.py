@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ligermodels.kernels.activations.gated_activation import activate
 from ligermodels.kernels.dispatch import Node, check_floats, check_shape, register_op, runs_kernels, widen
-from ligermodels.kernels.launch import Launcher, cdiv, kernel, multiprocessors
+from ligermodels.kernels.launch import Launcher, cdiv, empty_where, kernel, multiprocessors
 from ligermodels.kernels.norms.partial_sums import sum_partials
 from ligermodels.kernels.norms.rms_norm import check_norm
 
@@ -132,7 +132,7 @@ def _launch_backward(
     weight_grad: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """(dx, dz, dweight), each None where it is not needed."""
-    dx, dz, dweight = gradients = _fake_backward(dy, x, z, weight, eps, gate_first, x_grad, z_grad, weight_grad)
+    dx, dz, dweight = gradients = empty_where((x_grad, z_grad, weight_grad), x, z, weight)
     columns = x.shape[-1]
     rows, heads = x.numel() // columns, _heads(x)
     launch, tile_rows = _backward(gate_first, heads, columns, x_grad, z_grad, weight_grad)
@@ -176,29 +176,12 @@ def _tile(columns: int, elements: int) -> tuple[int, dict[str, int]]:
     return rows, {"ROWS": rows, "COLUMNS": columns, "WIDTH": width, "num_warps": warps}
 
 
-def _fake_forward(x, z, weight, eps, gate_first):
-    return x.new_empty(x.shape)
+def _fake_backward(dy, x, z, weight, eps, gate_first, *needed):
+    return empty_where(needed, x, z, weight)
 
 
-def _fake_backward(dy, x, z, weight, eps, gate_first, x_grad, z_grad, weight_grad):
-    return (
-        x.new_empty(x.shape) if x_grad else None,
-        z.new_empty(z.shape) if z_grad else None,
-        weight.new_empty(weight.shape) if weight_grad else None,
-    )
-
-
-_norm = register_op(
-    "gated_rms_norm(Tensor x, Tensor z, Tensor weight, float eps, bool gate_first) -> Tensor",
-    _launch_forward,
-    _fake_forward,
-)
-_norm_backward = register_op(
-    "gated_rms_norm_backward(Tensor dy, Tensor x, Tensor z, Tensor weight, float eps, bool gate_first, bool x_grad,"
-    " bool z_grad, bool weight_grad) -> (Tensor dx, Tensor dz, Tensor dweight)",
-    _launch_backward,
-    _fake_backward,
-)
+_norm = register_op("gated_rms_norm", _launch_forward)
+_norm_backward = register_op("gated_rms_norm_backward", _launch_backward, _fake_backward)
 
 
 class _GatedRMSNorm(Node):

@@ -201,7 +201,7 @@ def _backward(
 
 def _launch_backward(
     dy: Tensor, dhidden: Tensor | None, hidden: Tensor, stats: Tensor, weight: Tensor, bias: Tensor | None,
-    input_grad: bool, weight_grad: bool, bias_grad: bool, emit: bool,
+    input_grad: int, weight_grad: int, bias_grad: int, emit: int,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """(dx, dweight, dbias, y), each None where it is not needed.
 
@@ -257,25 +257,17 @@ LAYER_NORM_SHARDING = RowSharding(
     dict.fromkeys(("x", "residual", "y", "hidden", "dy", "dhidden", "dx"), 0) | {"stats": 1}
 )
 layer_norm_forward = register_op(
-    "layer_norm(Tensor x, Tensor weight, Tensor? bias, float eps, ScalarType? dtype=None) -> (Tensor y, Tensor stats)",
-    _launch_layer_norm,
-    _fake_layer_norm,
-    LAYER_NORM_SHARDING,
+    "layer_norm", _launch_layer_norm, _fake_layer_norm, LAYER_NORM_SHARDING, outputs=("y", "stats")
 )
 add_layer_norm_forward = register_op(
-    "add_layer_norm(Tensor x, Tensor residual, Tensor weight, Tensor? bias, float eps, ScalarType? dtype)"
-    " -> (Tensor y, Tensor hidden, Tensor stats)",
-    _launch_forward,
-    _fake_add_layer_norm,
-    LAYER_NORM_SHARDING,
+    "add_layer_norm", _launch_forward, _fake_add_layer_norm, LAYER_NORM_SHARDING, outputs=("y", "hidden", "stats")
 )
 layer_norm_backward = register_op(
-    "layer_norm_backward(Tensor dy, Tensor? dhidden, Tensor hidden, Tensor stats, Tensor weight, Tensor? bias,"
-    " int input_grad, int weight_grad, int bias_grad, int emit)"
-    " -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor y)",
+    "layer_norm_backward",
     _launch_backward,
     _fake_backward,
     LAYER_NORM_SHARDING,
+    outputs=("dx", "dweight", "dbias", "y"),
 )
 
 

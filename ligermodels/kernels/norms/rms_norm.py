@@ -202,8 +202,9 @@ def _chunked_forward(columns: int, scale: bool, device: torch.device) -> Launche
 
 
 def _launch_forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, dtype: torch.dtype | None
-) -> tuple[Tensor, Tensor, Tensor]:
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(y, hidden, rstd); y is in `dtype`, or in the dtype of the sum. Without a residual, hidden is y itself."""
     *batch, columns = shape = x.shape
     add = residual is not None
@@ -234,12 +235,6 @@ def _launch_rms_norm(
     return y, rstd
 
 
-def _launch_add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float, offset: float, dtype: torch.dtype | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _launch_forward(x, residual, weight, eps, offset, dtype)
-
-
 @functools.cache
 def _backward(
     columns: int, itemsize: int, small_m: bool, device: torch.device,
@@ -255,7 +250,7 @@ def _backward(
 
 def _launch_backward(
     dy: Tensor, dhidden: Tensor | None, hidden: Tensor, rstd: Tensor, weight: Tensor | None, offset: float,
-    input_grad: bool, weight_grad: bool, emit: bool,
+    input_grad: int, weight_grad: int, emit: int,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """(dx, dweight, y), each None where it is not needed.
 
@@ -303,25 +298,12 @@ def _fake_backward(dy, dhidden, hidden, rstd, weight, offset, input_grad, weight
 
 
 NORM_SHARDING = RowSharding(dict.fromkeys(("x", "residual", "y", "hidden", "rstd", "dy", "dhidden", "dx"), 0))
-rms_norm_forward = register_op(
-    "rms_norm(Tensor x, Tensor? weight, float eps, float offset, ScalarType? dtype=None) -> (Tensor y, Tensor rstd)",
-    _launch_rms_norm,
-    _fake_rms_norm,
-    NORM_SHARDING,
-)
+rms_norm_forward = register_op("rms_norm", _launch_rms_norm, _fake_rms_norm, NORM_SHARDING, outputs=("y", "rstd"))
 add_rms_norm_forward = register_op(
-    "add_rms_norm(Tensor x, Tensor residual, Tensor? weight, float eps, float offset, ScalarType? dtype=None)"
-    " -> (Tensor y, Tensor hidden, Tensor rstd)",
-    _launch_add_rms_norm,
-    _fake_add_rms_norm,
-    NORM_SHARDING,
+    "add_rms_norm", _launch_forward, _fake_add_rms_norm, NORM_SHARDING, outputs=("y", "hidden", "rstd")
 )
 rms_norm_backward = register_op(
-    "rms_norm_backward(Tensor dy, Tensor? dhidden, Tensor hidden, Tensor rstd, Tensor? weight, float offset,"
-    " int input_grad, int weight_grad, int emit) -> (Tensor dx, Tensor dweight, Tensor y)",
-    _launch_backward,
-    _fake_backward,
-    NORM_SHARDING,
+    "rms_norm_backward", _launch_backward, _fake_backward, NORM_SHARDING, outputs=("dx", "dweight", "y")
 )
 
 

@@ -17,15 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.dispatch import (
-    check_floats,
-    check_one_of,
-    check_shape,
-    fake_without_outputs,
-    register_op,
-    runs_kernels,
-    widen,
-)
+from ligermodels.kernels.dispatch import check_floats, check_one_of, check_shape, register_op, runs_kernels, widen
 from ligermodels.kernels.launch import cdiv, kernel
 from ligermodels.kernels.optim.param_rounding import (
     EXACT,
@@ -146,13 +138,7 @@ def log_of_beta(beta: float) -> float:
     return math.log(beta) if beta else -math.inf
 
 
-adamw_update_ = register_op(
-    "adamw_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, float lr, float beta1,"
-    " float beta2, float eps, float weight_decay, Tensor step, Tensor? grad_scale, Tensor? found_inf,"
-    " Tensor(z!)? low_bits, int? seed, int stream, int first) -> ()",
-    _launch_,
-    fake_without_outputs,
-)
+adamw_update_ = register_op("adamw_", _launch_, writes=("param", "exp_avg", "exp_avg_sq", "low_bits"))
 
 
 def check_scalars(op: str, **scalars: Tensor | None) -> None:

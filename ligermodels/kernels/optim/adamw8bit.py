@@ -18,15 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ligermodels.kernels.dispatch import (
-    check_floats,
-    check_one_of,
-    check_shape,
-    fake_without_outputs,
-    register_op,
-    runs_kernels,
-    widen,
-)
+from ligermodels.kernels.dispatch import check_floats, check_one_of, check_shape, register_op, runs_kernels, widen
 from ligermodels.kernels.launch import cdiv, kernel, multiprocessors
 from ligermodels.kernels.optim.adamw import ADAMW_DTYPES, bias_correction, check_scalars, log_of_beta
 from ligermodels.kernels.optim.param_rounding import (
@@ -281,12 +273,9 @@ def _launch_(
 
 
 adamw8bit_update_ = register_op(
-    "adamw8bit_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_scale, Tensor(d!) exp_avg_sq,"
-    " Tensor(e!) exp_avg_sq_scale, float lr, float beta1, float beta2, float eps, float weight_decay, Tensor step,"
-    " Tensor? grad_scale, Tensor? found_inf,"
-    " Tensor(z!)? low_bits, int? seed, int stream, int first) -> ()",
+    "adamw8bit_",
     _launch_,
-    fake_without_outputs,
+    writes=("param", "exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale", "low_bits"),
 )
 
 

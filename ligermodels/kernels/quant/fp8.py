@@ -207,9 +207,4 @@ def _fake_dequantize(
     return data.new_empty(rows, columns, dtype=dtype)
 
 
-_dequantize = register_op(
-    "fp8_dequantize(Tensor data, int rows, int columns, int scale_rows, int scale_columns, int block,"
-    " ScalarType dtype) -> Tensor",
-    _launch_dequantize,
-    _fake_dequantize,
-)
+_dequantize = register_op("fp8_dequantize", _launch_dequantize, _fake_dequantize)

@@ -125,8 +125,4 @@ def _fake_dequantize(data: Tensor, rows: int, columns: int, dtype: torch.dtype) 
     return data.new_empty(rows, columns, dtype=dtype)
 
 
-_dequantize = register_op(
-    "mxfp4_dequantize(Tensor data, int rows, int columns, ScalarType dtype) -> Tensor",
-    _launch_dequantize,
-    _fake_dequantize,
-)
+_dequantize = register_op("mxfp4_dequantize", _launch_dequantize, _fake_dequantize)

@@ -23,7 +23,15 @@ from torch import Tensor
 
 from ligermodels.kernels.dispatch import check_floats, register_op, runs_kernels, shape_of
 from ligermodels.kernels.launch import cdiv, kernel
-from ligermodels.kernels.quant.quantised_weight import QuantisedWeight, RowsLayout, aligned, section, starts_of
+from ligermodels.kernels.quant.quantised_weight import (
+    ALIGNMENT,
+    DenseProducts,
+    QuantisedWeight,
+    RowsLayout,
+    aligned,
+    section,
+    starts_of,
+)
 
 NF4_BLOCK = 64  # elements that share a scale
 NESTED_BLOCK = 256  # scales that share a scale
@@ -317,7 +325,7 @@ def _fake_encode(weight: Tensor) -> tuple[Tensor, Tensor]:
     return codes, weight.new_empty(rows * columns // NF4_BLOCK, dtype=torch.float32)
 
 
-_encode = register_op("nf4_encode(Tensor weight) -> (Tensor codes, Tensor absmax)", _launch_encode, _fake_encode)
+_encode = register_op("nf4_encode", _launch_encode, _fake_encode)
 
 
 @triton.jit
@@ -370,8 +378,88 @@ def _fake_dequantize(data: Tensor, rows: int, columns: int, groups: int, dtype: 
     return data.new_empty(rows, columns, dtype=dtype)
 
 
-_dequantize = register_op(
-    "nf4_dequantize(Tensor data, int rows, int columns, int groups, ScalarType dtype) -> Tensor",
-    _launch_dequantize,
-    _fake_dequantize,
-)
+_dequantize = register_op("nf4_dequantize", _launch_dequantize, _fake_dequantize)
+
+
+@dataclass(frozen=True)
+class DensePart(RowsLayout):
+    """A Hub tensor [rows, K] as a checkpoint stores it, in the dtype `stored`."""
+
+    stored: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows * self.columns * self.stored.itemsize
+
+    def quantize(self, weight: Tensor) -> Tensor:
+        return weight.to(self.stored).flatten().view(torch.uint8)
+
+    def dequantize(self, data: Tensor) -> Tensor:
+        return section(data, 0, self.shape, self.stored).to(self.dtype)
+
+    def pack(self, parts: Iterable[Mapping[str, Tensor]]) -> Tensor:
+        (part,) = parts
+        return self.quantize(part["values"])
+
+    def unpack(self, data: Tensor) -> list[dict[str, Tensor]]:
+        return [{"values": section(data, 0, self.shape, self.stored)}]
+
+
+@dataclass(frozen=True)
+class PartlyNf4(DenseProducts):
+    """The layout of a weight of which some of the Hub's tensors are not quantised, such as the queries beside keys and
+    values. W [rows, K], dequantised part by part.
+
+    layouts: of its parts, each of which is one Hub tensor; the bytes of each follow those of the part before it.
+    """
+
+    layouts: tuple[Nf4 | DensePart, ...]
+    scheme: ClassVar = "nf4"
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        return tuple(layout.rows for layout in self.layouts)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return sum(self.parts), self.layouts[0].columns
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.layouts[0].dtype
+
+    @property
+    def nbytes(self) -> int:
+        *_, end = starts_of(layout.nbytes for layout in self.layouts)
+        return end
+
+    def with_dtype(self, dtype: torch.dtype) -> "PartlyNf4":
+        return PartlyNf4(tuple(layout.with_dtype(dtype) for layout in self.layouts))
+
+    def split(self, data: Tensor) -> list[Tensor]:
+        """The bytes of each part, in the same memory."""
+        starts = starts_of(layout.nbytes for layout in self.layouts)
+        return [data[start : start + layout.nbytes] for start, layout in zip(starts, self.layouts, strict=False)]
+
+    def quantize(self, weight: Tensor) -> Tensor:
+        rows = zip(self.layouts, weight.split(self.parts), strict=True)
+        return in_sequence(layout.quantize(part) for layout, part in rows)
+
+    def pack(self, parts: Iterable[Mapping[str, Tensor]]) -> Tensor:
+        """The parts of a weight, with the fields of `Nf4Part` or their `values` -> the weight's bytes [nbytes]."""
+        return in_sequence(layout.pack([part]) for layout, part in zip(self.layouts, parts, strict=True))
+
+    def unpack(self, data: Tensor) -> list[dict[str, Tensor]]:
+        parts = zip(self.layouts, self.split(data), strict=True)
+        return [fields for layout, part in parts for fields in layout.unpack(part)]
+
+    def dequantize(self, data: Tensor) -> Tensor:
+        parts = zip(self.layouts, self.split(data), strict=True)
+        return torch.cat([layout.dequantize(part) for layout, part in parts])
+
+    def dequantize_experts(self, data: Tensor, index: Tensor) -> Tensor:
+        raise NotImplementedError("experts are quantised as a whole")
+
+
+def in_sequence(parts: Iterable[Tensor]) -> Tensor:
+    return torch.cat([F.pad(part, (0, -len(part) % ALIGNMENT)) for part in parts])

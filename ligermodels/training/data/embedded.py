@@ -36,7 +36,7 @@ SHADE = 20  # the most that a channel of a colour differs from its value above
 TEXT_REPETITIONS = 100
 GROUND = (20, 100)  # grey levels of the ground
 EMBEDDED_VOCABULARY = 1024
-TRAINING_STORIES, VALIDATION_STORIES = 24_000, 320
+TRAINING_STORIES, VALIDATION_STORIES = 12_000, 320
 TRAINING_CHATS, VALIDATION_CHATS = 8_000, 200
 TRAINING_SHAPES, VALIDATION_SHAPES = 8_000, 200
 TRAINING_PAIRS, VALIDATION_PAIRS = 4_000, 200
@@ -109,7 +109,8 @@ class EmbeddedSplit(NamedTuple):
 
     def records(self) -> Iterator[Record]:
         title = f"unseen {self.kind}" if self.seed else self.kind
-        return RECORDS[self.kind](self.seed, self.size, title)
+        items, record = RECORDS[self.kind]
+        return (record(item, f"{title}:{number}") for number, item in enumerate(items(self.seed, self.size), 1))
 
 
 class EmbeddedDataset(NamedTuple):
@@ -125,42 +126,16 @@ class EmbeddedDataset(NamedTuple):
     questions: list[Question]
 
 
-def story_records(seed: int, count: int, title: str) -> Iterator[Text]:
-    return (Text(text, f"{title}:{number}") for number, (text, _) in enumerate(stories(seed, count), 1))
-
-
-def chat_records(seed: int, count: int, title: str) -> Iterator[Conversation]:
-    chats = enumerate(conversations(seed, count), 1)
-    return (Conversation(messages, None, f"{title}:{number}") for number, messages in chats)
-
-
-def story_dataset() -> EmbeddedDataset:
-    training = EmbeddedSplit("stories", seed=0, size=TRAINING_STORIES)
-    validation = EmbeddedSplit("stories", seed=1, size=VALIDATION_STORIES)
-    texts = list(stories(validation.seed, validation.size))
-    questions = [story_question(text) for text, _ in texts[:VALIDATION_QUESTIONS]]
-    return EmbeddedDataset(training, validation, math.fsum(nats for _, nats in texts), questions)
-
-
-def chat_dataset() -> EmbeddedDataset:
-    """Its entropy is zero: every answer follows from its question."""
-    training = EmbeddedSplit("chats", seed=0, size=TRAINING_CHATS)
-    validation = EmbeddedSplit("chats", seed=1, size=VALIDATION_CHATS)
-    chats = conversations(validation.seed, min(validation.size, VALIDATION_QUESTIONS))
-    return EmbeddedDataset(training, validation, 0.0, [conversation_question(messages) for messages in chats])
-
-
-def shape_records(seed: int, count: int, title: str) -> Iterator[Conversation]:
-    for number, (picture, messages) in enumerate(shape_conversations(seed, count), 1):
-        yield Conversation(messages, None, f"{title}:{number}", images=[picture])
-
-
-def shape_dataset() -> EmbeddedDataset:
-    """Its entropy is zero: every answer follows from the picture."""
-    training = EmbeddedSplit("shapes", seed=0, size=TRAINING_SHAPES)
-    validation = EmbeddedSplit("shapes", seed=1, size=VALIDATION_SHAPES)
-    shapes = shape_conversations(validation.seed, min(validation.size, VALIDATION_QUESTIONS))
-    return EmbeddedDataset(training, validation, 0.0, [shape_question(*shape) for shape in shapes])
+def embedded_dataset(kind: str) -> EmbeddedDataset:
+    """One of EMBEDDED. Its entropy is zero but for stories: every other answer follows from its question or picture."""
+    training, validation = {
+        "stories": (TRAINING_STORIES, VALIDATION_STORIES), "chats": (TRAINING_CHATS, VALIDATION_CHATS),
+        "shapes": (TRAINING_SHAPES, VALIDATION_SHAPES),
+    }[kind]  # fmt: skip
+    items = list(RECORDS[kind][0](1, validation))
+    nats = math.fsum(nats for _, nats in items) if kind == "stories" else 0.0
+    questions = [EMBEDDED[kind](item) for item in items[:VALIDATION_QUESTIONS]]
+    return EmbeddedDataset(EmbeddedSplit(kind, 0, training), EmbeddedSplit(kind, 1, validation), nats, questions)
 
 
 def shape_question(picture: bytes, messages: list[dict[str, Any]]) -> Question:
@@ -169,21 +144,19 @@ def shape_question(picture: bytes, messages: list[dict[str, Any]]) -> Question:
     return [messages[0] | {"content": [image | {"image": picture}, text]}], messages[1]["content"]
 
 
-def pair_records(seed: int, count: int, title: str) -> Iterator[GroupRecord]:
-    for number, (prompt, chosen, rejected) in enumerate(preference_pairs(seed, count), 1):
-        yield GroupRecord(prompt, (chosen, rejected), f"{title}:{number}")
-
-
-def sum_records(seed: int, count: int, title: str) -> Iterator[GroupRecord]:
-    for number, (prompt, answer) in enumerate(sum_questions(seed, count), 1):
-        yield GroupRecord(prompt, (), f"{title}:{number}", columns={"answer": answer})
-
-
-RECORDS: dict[str, Callable[[int, int, str], Iterator[Record]]] = {
-    "stories": story_records, "chats": chat_records, "shapes": shape_records, "preferences": pair_records,
-    "sums": sum_records,
+# What makes the items of each kind, given a seed and their number; and the record of an item, given its place.
+RECORDS: dict[str, tuple[Callable[[int, int], Iterator[Any]], Callable[[Any, str], Record]]] = {
+    "stories": (stories, lambda story, place: Text(story[0], place)),
+    "chats": (conversations, lambda messages, place: Conversation(messages, None, place)),
+    "shapes": (shape_conversations, lambda shape, place: Conversation(shape[1], None, place, images=[shape[0]])),
+    "preferences": (preference_pairs, lambda pair, place: GroupRecord(pair[0], pair[1:], place)),
+    "sums": (sum_questions, lambda asked, place: GroupRecord(asked[0], (), place, columns={"answer": asked[1]})),
+}
+# The question about an item of supervised training.
+EMBEDDED: dict[str, Callable[[Any], Question]] = {
+    "stories": lambda story: story_question(story[0]), "chats": conversation_question,
+    "shapes": lambda shape: shape_question(*shape),
 }  # fmt: skip
-EMBEDDED = {"stories": story_dataset, "chats": chat_dataset, "shapes": shape_dataset}
 # (training, validation) of post-training.
 EMBEDDED_GROUPS = {
     "preferences": (

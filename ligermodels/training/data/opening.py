@@ -16,13 +16,7 @@ from ligermodels.errors import InputError
 from ligermodels.images.inputs import Processor
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.training.data.embedded import EMBEDDED_VOCABULARY, Question
-from ligermodels.training.data.formats.specs import (
-    RANDOM,
-    SourceSpec,
-    describe_sources,
-    missing_data,
-    parse_sources,
-)
+from ligermodels.training.data.formats.specs import RANDOM, SourceSpec, describe_sources, missing_data, parse_sources
 from ligermodels.training.data.reader import SourceDocuments, SourceReader
 from ligermodels.training.data.rows.packing import Selection, count_segments, exclude_validation, pack_documents
 from ligermodels.training.data.rows.run_rows import TrainingRows, ValidationRows

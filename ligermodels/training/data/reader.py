@@ -27,6 +27,7 @@ from ligermodels.training.data.embedded import (
     EMBEDDED_VOCABULARY,
     EmbeddedSplit,
     Question,
+    embedded_dataset,
     random_tokens,
     shape_texts,
 )
@@ -144,7 +145,7 @@ class SourceReader:
         Embedded and random data always have their own validation documents.
         """
         if name in EMBEDDED:
-            dataset = EMBEDDED[name]()
+            dataset = embedded_dataset(name)
             training, validation = (
                 all_documents(self.embedded_store(part)) for part in (dataset.training, dataset.validation)
             )

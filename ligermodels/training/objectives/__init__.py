@@ -25,8 +25,7 @@ refused under the others.
 """
 
 from ligermodels.distributed import World
-from ligermodels.training.objectives.distillation.distill import Distill, TopKDistill
-from ligermodels.training.objectives.distillation.distill_on_policy import OnPolicyDistill
+from ligermodels.training.objectives.distillation.distill import Distill, OnPolicyDistill, TopKDistill
 from ligermodels.training.objectives.grpo.grpo import GRPO
 from ligermodels.training.objectives.objective import Objective, RunSetup, Share, StepTotals, Work
 from ligermodels.training.objectives.preference.kto import KTO

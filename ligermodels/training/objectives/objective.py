@@ -12,6 +12,7 @@ from torch import Tensor
 from ligermodels.distributed import World, largest, total
 from ligermodels.layers.context_parallel import ContextGroup
 from ligermodels.layers.decoder import CausalLM
+from ligermodels.memory.blocks import CROSS_ENTROPY, HeadOp
 from ligermodels.memory.model import TrainingMemory
 from ligermodels.training.checkpoints import Progress
 from ligermodels.training.data import Data
@@ -109,15 +110,13 @@ class Objective(ABC):
     """What a run minimises. Every rank has one, and calls the same methods.
 
     config holds the settings: those that need no data at first, all of them from `complete` on. data is what `open`
-    opened, run what `prepare` got. head_op names the op of the head and its loss, for the plan
-    (`memory.blocks.loss_bytes`). takes_rows says whether a step takes rows, which micro-batches divide; else it takes
+    opened, run what `prepare` got. takes_rows says whether a step takes rows, which micro-batches divide; else it takes
     groups, and a micro-batch is one row that is packed with them. is_capturable says whether `loss` reads nothing but
     the tensors of the micro-batch and its counts, and never waits for the device.
     """
 
     data: Data | PreferenceData
     run: RunSetup
-    head_op = "linear_cross_entropy"
     takes_rows = False
     is_capturable = False
 
@@ -166,6 +165,11 @@ class Objective(ABC):
         if self.takes_rows:
             return -(-own // size)
         return max(min(own, 2), -(-self.tokens_per_step // (config.sequence_length * world.data_size)))
+
+    @property
+    def head_op(self) -> HeadOp:
+        """The op of the head and its loss, for the plan."""
+        return CROSS_ENTROPY
 
     @property
     def trains_chats(self) -> bool:

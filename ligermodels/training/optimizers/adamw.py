@@ -5,6 +5,7 @@ and Muon derive from this class: they override `new_state` and `update`.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,9 +18,13 @@ from torch.optim.adamw import adamw as torch_adamw
 from ligermodels.errors import InputError
 from ligermodels.kernels.dispatch import runs_kernels
 from ligermodels.kernels.optim.adamw import adamw_, adamw_reference
+from ligermodels.kernels.optim.adamw8bit import adamw8bit_, adamw8bit_reference
 from ligermodels.kernels.optim.param_rounding import master_reference
 from ligermodels.training.optimizers.offloaded import OffloadedStates
 from ligermodels.training.optimizers.update_check import UpdateCheck
+
+# Of AdamW8bit: elements of a block, and of a parameter that is quantised.
+LARGEST_BLOCK, SMALLEST_BLOCK, MIN_QUANTIZED_SIZE = 256, 64, 4096
 
 
 class AdamW(torch.optim.AdamW):
@@ -49,16 +54,9 @@ class AdamW(torch.optim.AdamW):
     check: UpdateCheck | None = None
 
     def __init__(
-        self,
-        params: Any,
-        lr: float,
-        betas: tuple[float, float],
-        weight_decay: float,
-        eps: float = 1e-8,
-        state_dtype: torch.dtype | None = None,
-        param_rounding: str = "exact",
-        seed: int = 0,
-    ) -> None:
+        self, params: Any, lr: float, betas: tuple[float, float], weight_decay: float, eps: float = 1e-8,
+        state_dtype: torch.dtype | None = None, param_rounding: str = "exact", seed: int = 0,
+    ) -> None:  # fmt: skip
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
         self.state_dtype, self.param_rounding, self.seed = state_dtype, param_rounding, seed
         every = (p for group in self.param_groups for p in group["params"])
@@ -256,3 +254,81 @@ def compiled_on_gpu(function: Callable[..., Any], device: torch.device) -> Calla
 @functools.cache
 def compile_once(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, fullgraph=True, dynamic=True)
+
+
+class AdamW8bit(AdamW):
+    """AdamW with both moments quantised to 8 bits: 2 bytes per weight instead of 4 or 8.
+
+    Values are quantised in blocks of 256. Each block is scaled by its largest absolute value, and each value is rounded
+    to one of 256 codes of a non-linear map: Dettmers et al. 2021, https://arxiv.org/abs/2110.02861. Our Triton kernel
+    updates a parameter in one pass on a GPU (kernels/optim/adamw8bit.py). Map, rounding and arithmetic are those of
+    torchao.optim.AdamW8bit, with four differences: the state is made of plain tensors; no second moment is rounded to
+    0; the step can be skipped, and the gradients scaled, on the device; and blocks never cross rows, so that a shard
+    has whole blocks on any number of ranks. Where the row length is not a multiple of 256, blocks have 128 or 64
+    elements. Small parameters, and those whose row length is not a multiple of 64, have AdamW's state.
+
+    The state of a quantised parameter is step, exp_avg, exp_avg_sq, exp_avg_scale, exp_avg_sq_scale, and AdamW's
+    low_bits.
+    exp_avg, exp_avg_sq: uint8 codes in the shape of the parameter. exp_avg_scale, exp_avg_sq_scale: fp32
+    [rows, blocks per row].
+    """
+
+    def new_state(self, p: nn.Parameter) -> dict[str, Tensor]:
+        if not is_quantized(p):
+            return super().new_state(p)
+        state = {"step": torch.zeros((), device=p.device)}
+        for name in ("exp_avg", "exp_avg_sq"):
+            state[name] = torch.zeros_like(p, dtype=torch.uint8)
+            state[f"{name}_scale"] = zero_scales(p)
+        return state | self.new_low_bits(p)
+
+    def update(self, params: Sequence[nn.Parameter], group: dict[str, Any]) -> None:
+        super().update([p for p in params if not is_quantized(p)], group)
+        quantized = [p for p in params if is_quantized(p)]
+        if not quantized:
+            return
+        self.count_step([self.state_of(p)["step"] for p in quantized])
+        beta1, beta2 = group["betas"]
+        scalars = {"beta1": beta1, "beta2": beta2} | {name: group[name] for name in ("lr", "eps", "weight_decay")}
+        for p in quantized:
+            assert p.grad is not None
+            states = {name: local_view(x) for name, x in self.state_of(p).items()}
+            adamw8bit_(
+                local_view(p), local_view(p.grad), **states | self.rounding(p), **scalars,
+                grad_scale=self.grad_scale, found_inf=self.found_inf,
+            )  # fmt: skip
+
+    def expect_update(self, p: nn.Parameter, group: dict[str, Any]) -> None:
+        if not is_quantized(p):
+            return super().expect_update(p, group)
+        assert self.check is not None
+        state, block, run = self.state_of(p), block_size(p), self.check.runs[p]
+        blocks = slice(run.start // block, run.stop // block)
+        grad, codes1, codes2 = (self.sampled(p, x) for x in (p.grad, state["exp_avg"], state["exp_avg_sq"]))
+        scale1, scale2 = (local_view(state[f"{name}_scale"]).reshape(-1)[blocks] for name in ("exp_avg", "exp_avg_sq"))
+        beta1, beta2 = group["betas"]
+        exact, *_ = adamw8bit_reference(
+            self.check.before[p], grad.double(), codes1, scale1, codes2, scale2, group["lr"], beta1, beta2,
+            group["eps"], group["weight_decay"], state["step"] + 1, self.grad_scale, self.found_inf,
+        )  # fmt: skip
+        self.check.expect(p, exact)
+
+
+def block_size(p: Tensor) -> int:
+    """Returns the number of elements that share one scale."""
+    return math.gcd(p.shape[1:].numel(), LARGEST_BLOCK)
+
+
+def is_quantized(p: Tensor) -> bool:
+    """Whether the moments of a parameter are quantised: depends on its full shape, not on this rank's shard."""
+    return p.ndim >= 2 and p.numel() >= MIN_QUANTIZED_SIZE and block_size(p) >= SMALLEST_BLOCK
+
+
+def zero_scales(p: Tensor) -> Tensor:
+    """Returns zeros, fp32 [rows, blocks per row], sharded like the parameter."""
+    blocks = p.shape[1:].numel() // block_size(p)
+    scales = torch.zeros(local_view(p).shape[0], blocks, device=p.device)
+    if not isinstance(p, DTensor):
+        return scales
+    shape = torch.Size((p.shape[0], blocks))
+    return DTensor.from_local(scales, p.device_mesh, p.placements, run_check=False, shape=shape, stride=(blocks, 1))

@@ -16,7 +16,7 @@ from ligermodels.adapters.lora_targets import BLOCKS
 from ligermodels.errors import InputError
 from ligermodels.kernels.quant.fp8_products import FP8_SIZES
 from ligermodels.layers.packed import PackedLinear, PackedPart
-from ligermodels.optional_packages import import_package
+from ligermodels.lazy_imports import import_package
 
 MIN_CAPABILITY = (8, 9)
 

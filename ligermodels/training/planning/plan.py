@@ -20,6 +20,7 @@ from ligermodels.distributed import World, gather_objects, ranks_of_host
 from ligermodels.errors import InputError
 from ligermodels.layers.checkpointing.host_memory import available_host_memory
 from ligermodels.layers.decoder import CausalLM
+from ligermodels.memory.blocks import CROSS_ENTROPY, HeadOp
 from ligermodels.memory.model import (
     Parameters,
     TrainingMemory,
@@ -425,7 +426,7 @@ def state_sizes(optimizer: AdamW) -> StateBytes:
 
 def memory_needs(
     model: CausalLM, states: StateBytes, config: RunConfig, world: World, dtype: torch.dtype, beside: int,
-    micro_batches: Callable[[int], int], row_patches: int = 0, head_op: str = "linear_cross_entropy",
+    micro_batches: Callable[[int], int], row_patches: int = 0, head_op: HeadOp = CROSS_ENTROPY,
 ) -> MemoryEstimator:  # fmt: skip
     """The memory of a step of this run as a function of the settings that may still change.
 

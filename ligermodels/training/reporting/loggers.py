@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ligermodels.errors import InputError, first_line, shorten
-from ligermodels.optional_packages import import_package
+from ligermodels.lazy_imports import import_package
 
 MAX_PARAMETER = 6000  # characters of a parameter of MLflow
 

@@ -107,7 +107,7 @@ class TrainConfig:
     epochs: float | None = setting("training", None, "passes over the data", ABOVE_ZERO,
         shown="3 for chats and completions, 1 for text and preferences; tiny: by its steps")
     steps: int | None = setting("training", None, "optimizer steps, in place of --epochs", POSITIVE,
-        shown="by the epochs; tiny: 1600")
+        shown="by the epochs; tiny: 800")
     batch_size: int | None = setting("training", None, "global batch: sequences per step, over all ranks and "
         "micro-batches", POSITIVE, shown="32,768 tokens, of text 131,072, at most 1/40 of the data; tiny: 4",
         objectives=SUPERVISED)
@@ -115,7 +115,7 @@ class TrainConfig:
         "batch is gradient accumulation", POSITIVE, shown="as many as fit into memory; tiny: no accumulation",
         objectives=SUPERVISED)
     optimizer: Literal["adamw", "adamw8bit", "muon"] | None = setting("training", None, "adamw8bit: moments in 8 bits",
-        shown="adamw, or adamw8bit to fit into memory")
+        shown="adamw, or adamw8bit to fit into memory; tiny: muon")
     optimizer_state_dtype: Literal["float32", "bfloat16"] | None = setting("training", None, "dtype of the optimizer "
         "states; bfloat16 changes an update by 0.4 %", shown="that of the parameters, or bfloat16 to fit into memory")
     optimizer_in_backward: bool | None = setting("training", None, "update each parameter as soon as its gradient is "
@@ -145,8 +145,8 @@ class TrainConfig:
     param_rounding: Literal["exact", "nearest", "stochastic"] = setting("training", "exact", "of updated bfloat16 "
         "parameters; exact: the curve of float32 parameters, 2 more bytes a parameter; nearest: loses small updates; "
         "stochastic: makes them noise")
-    float8: bool = setting("training", False, "float8 matrix products in the blocks: of a base that is quantised in fp8, else "
-        "through torchao, which needs --compile")
+    float8: bool = setting("training", False, "float8 matrix products in the blocks: of a base that is quantised in "
+        "fp8, else through torchao, which needs --compile")
     activation_checkpointing: Literal["none", "auto", "selective", "full"] | None = setting("training", None, "full: "
         "blocks keep only their inputs for the backward pass; selective: attention and the products around it too; "
         "auto: as little of it as memory demands", shown="auto; tiny: none")

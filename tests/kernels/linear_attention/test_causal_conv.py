@@ -6,8 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ligermodels.kernels.linear_attention.causal_conv import causal_conv, causal_conv_reference, causal_conv_state
-from ligermodels.kernels.linear_attention.causal_conv_step import causal_conv_step_
+from ligermodels.kernels.linear_attention.causal_conv import (
+    causal_conv,
+    causal_conv_reference,
+    causal_conv_state,
+    causal_conv_step_,
+)
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import DTYPES, check
 

@@ -218,6 +218,13 @@ def test_without_supervised_targets_results_and_gradients_are_zero(rows, low_mem
     assert not any(x.any() for x in (*out, hidden.grad, weight.grad))
 
 
+def test_a_frozen_head_without_rows_has_an_empty_gradient():
+    hidden = torch.randn(0, 17, device=DEVICE, requires_grad=True)
+    targets = torch.zeros(0, dtype=torch.int64, device=DEVICE)
+    linear_logprobs(hidden, torch.randn(33, 17, device=DEVICE), targets).logprobs.sum().backward()
+    assert hidden.grad.shape == (0, 17)
+
+
 @pytest.mark.parametrize("head", ["trained", "frozen"])
 def test_chunk_size_changes_only_the_order_of_fp32_sums(request, head):
     hidden, weight, targets = leaves(50, 17, 33)

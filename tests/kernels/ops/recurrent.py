@@ -6,8 +6,12 @@ import torch
 import torch.nn.functional as F
 
 from ligermodels.kernels.dispatch import widen
-from ligermodels.kernels.linear_attention.causal_conv import causal_conv, causal_conv_reference
-from ligermodels.kernels.linear_attention.causal_conv_step import causal_conv_step_, causal_conv_step_reference
+from ligermodels.kernels.linear_attention.causal_conv import (
+    causal_conv,
+    causal_conv_reference,
+    causal_conv_step_,
+    causal_conv_step_reference,
+)
 from ligermodels.kernels.linear_attention.gated_delta_rule import (
     gated_delta_rule,
     gated_delta_rule_reference,

@@ -2,12 +2,7 @@ import pytest
 import torch
 
 from ligermodels.kernels.optim import adamw8bit
-from ligermodels.kernels.optim.adamw8bit import (
-    adamw8bit_,
-    adamw8bit_reference,
-    encode_reference,
-    map_and_thresholds,
-)
+from ligermodels.kernels.optim.adamw8bit import adamw8bit_, adamw8bit_reference, encode_reference, map_and_thresholds
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import APPROXIMATE, DTYPES, FACTOR, relative_error
 

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from ligermodels.kernels.quant.nf4 import Nf4, nf4_weight
-from ligermodels.kernels.quant.partly_nf4 import DensePart, PartlyNf4
+from ligermodels.kernels.quant.nf4 import DensePart, Nf4, PartlyNf4, nf4_weight
 from ligermodels.kernels.quant.quantised_weight import QuantisedWeight, frozen_linear
 from tests.conftest import DEVICE
 

@@ -13,9 +13,9 @@ from ligermodels.training.data.embedded import (
     SHAPE_COLOURS,
     SIDE,
     draw,
+    embedded_dataset,
     png,
     shape_conversations,
-    shape_dataset,
     shape_question,
 )
 from ligermodels.training.data.run_tokenizer import NewImages, save_tokenizer, train_image_tokenizer
@@ -94,7 +94,7 @@ def test_a_new_tokenizer_of_little_text_has_the_tokens_of_images_at_their_ids():
 
 @slow
 def test_questions_are_about_unseen_pictures():
-    dataset = shape_dataset()
+    dataset = embedded_dataset("shapes")
     pictures = {part["image"] for prompt, _ in dataset.questions for part in prompt[0]["content"] if "image" in part}
     seen = {picture for picture, _ in embedded.shape_conversations(dataset.training.seed, dataset.training.size)}
     assert len(pictures) == len(dataset.questions) == 120 and not pictures & seen

@@ -12,12 +12,7 @@ from ligermodels.hub.models import read_preset_or_config
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.training.data.embedded_stories import conversations, vocabulary_texts
 from ligermodels.training.data.reader import read_tokenizer_and_end
-from ligermodels.training.data.run_tokenizer import (
-    SPECIAL_IDS,
-    SPECIAL_TOKENS,
-    save_tokenizer,
-    train_tokenizer,
-)
+from ligermodels.training.data.run_tokenizer import SPECIAL_IDS, SPECIAL_TOKENS, save_tokenizer, train_tokenizer
 from ligermodels.training.planning.model import take_special_ids
 from ligermodels.verify import reference
 from ligermodels.verify.round_trip import TEXTS, text_checks

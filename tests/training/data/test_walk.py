@@ -23,7 +23,7 @@ PACKAGE = Path(ligermodels.__file__).parent
 DATA_SIDE = ("training", "tokenizer", "images", "losses")
 # At most so many files, of which so many are of the data's side: training, tokenizer, images and losses.
 CHAT, CHAT_DATA_SIDE = 45, 17
-PAIR, PAIR_DATA_SIDE = 54, 26
+PAIR, PAIR_DATA_SIDE = 56, 26
 BLOCK = 12
 DATA_ROOM = 30  # files of training/data and its rooms
 

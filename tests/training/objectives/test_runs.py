@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,11 @@ import torch
 
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
+from ligermodels.kernels.losses.linear_logprobs import linear_logprobs
+from ligermodels.kernels.losses.linear_logprobs_loss import LogProbsLoss
+from ligermodels.layers import lm_head
 from ligermodels.layers.decoder import CausalLM
+from ligermodels.memory.blocks import HeadOp
 from ligermodels.training import TrainConfig, plan, train
 from ligermodels.training.data import embedded
 from ligermodels.training.objectives.preference.pairs import DPO
@@ -140,6 +145,50 @@ def test_the_rows_that_a_step_is_divided_into_change_nothing_but_rounding(object
     for one, other in zip(whole, divided, strict=True):
         names = one.keys() - {"tokens_per_second", "seconds_left"}
         assert {name: one[name] for name in names} == pytest.approx({name: other[name] for name in names}, abs=2e-4)
+
+
+UNITS = {
+    "dpo": {"reference": "model", "ld_alpha": 0.5, "loss": ("sigmoid", "sft=0.2")},
+    "orpo": {}, "cpo": {}, "simpo": {"nll_weight": 0.5}, "kto": {"reference": "model"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("objective", UNITS)
+def test_a_loss_whose_gradients_the_head_forms_is_the_sum_of_those_of_units(objective, monkeypatch):
+    """The head takes a few pairs, or judged answers, at a time, as many as it has memory for."""
+    settings = UNITS[objective] | {"sequence_length": 1024}  # a step is one row
+    whole, called = steps(run(objective, **settings)), []
+
+    def in_units(hidden, weight, targets, row_loss, *, borders, **options):
+        assert not options.get("entropy")  # it would have a gradient, for which a frozen head computes logits again
+        found = linear_logprobs(hidden, weight, targets, **options)
+        ends = [*borders[1:-1:3], borders[-1]]  # one unit, then three at a time
+        parts = [slice(a, b) for a, b in pairwise([0, *ends])]
+        called.append(len(parts))
+        return LogProbsLoss(sum(row_loss(found.logprobs[x], None, x) for x in parts), found.map(torch.detach))
+
+    monkeypatch.setattr(lm_head, "linear_logprobs_loss", in_units)
+    divided = steps(run(objective, **settings))
+    assert called[:2] == [4, 4]  # of eight units in each step
+    for one, other in zip(whole, divided, strict=True):
+        names = one.keys() - {"tokens_per_second", "seconds_left"}
+        assert {name: one[name] for name in names} == pytest.approx({name: other[name] for name in names}, rel=1e-5)
+
+
+@pytest.mark.parametrize("objective", ["orpo", "kto"])
+def test_the_plan_of_the_head_has_the_longest_pair_or_answer(objective):
+    config = TrainConfig(**COMMON | MEASURED[objective] | {"eval_every": None})
+    made = prepare(config, World(torch.device("cpu"))).objective
+    groups = made.data.training.groups
+    lengths = [sum(map(len, groups.piece(number, 0).group.completions)) for number in range(len(groups))]
+    assert made.head_op == HeadOp("linear_logprobs_loss", max(lengths)) and len({*lengths}) > 1
+
+
+@pytest.mark.parametrize("settings", [{"loss": ("aot",)}, {"wpo": True}])
+def test_a_loss_that_reads_more_than_a_pair_gets_all_log_probabilities_at_once(settings, monkeypatch):
+    monkeypatch.setattr(lm_head, "linear_logprobs_loss", None)
+    first, second = steps(run(**settings, sequence_length=1024))
+    assert second["loss"] < first["loss"]
 
 
 @pytest.mark.parametrize("longest", ["trained on", "held out"])

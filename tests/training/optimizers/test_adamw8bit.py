@@ -8,8 +8,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torchao.optim.quant_utils import create_dynamic_map
 
 from ligermodels.kernels.optim.adamw8bit import dynamic_map
-from ligermodels.training.optimizers.adamw import AdamW
-from ligermodels.training.optimizers.adamw8bit import AdamW8bit
+from ligermodels.training.optimizers.adamw import AdamW, AdamW8bit
 from tests.conftest import DEVICE
 
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}

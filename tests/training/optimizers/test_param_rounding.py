@@ -7,8 +7,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from ligermodels.kernels.optim.param_rounding import master_reference
 from ligermodels.training.optimizers import adamw
-from ligermodels.training.optimizers.adamw import AdamW
-from ligermodels.training.optimizers.adamw8bit import AdamW8bit
+from ligermodels.training.optimizers.adamw import AdamW, AdamW8bit
 from ligermodels.training.optimizers.muon import Muon, split_by_rows
 from tests.conftest import DEVICE
 from tests.kernels.error_budget import CONTRACTION, relative_distance

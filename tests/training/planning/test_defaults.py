@@ -128,9 +128,12 @@ def test_given_settings_are_kept_and_what_follows_from_them_fits():
 
 def test_a_tiny_new_model_keeps_its_own_settings_without_a_word_about_them():
     config, lines = fitted(TrainConfig(model="qwen2"), rows=6000, length=256, device=GPU)
-    assert (config.dtype, config.batch_size, config.steps, config.warmup) == ("float32", 4, 1600, 30)
+    assert (config.dtype, config.batch_size, config.steps, config.warmup) == ("float32", 4, 800, 30)
+    assert config.optimizer == "muon"
     assert fitted(TrainConfig(model="qwen2", steps=6), rows=6000, length=256)[0].warmup == 5  # within the run
-    assert (config.sequence_length, config.eval_every, config.activation_checkpointing) == (256, 400, "none")
+    noisy = TrainConfig(model="qwen2", param_rounding="stochastic")  # which Muon does not have
+    assert fitted(noisy, rows=6000, length=256)[0].optimizer == "adamw"
+    assert (config.sequence_length, config.eval_every, config.activation_checkpointing) == (256, 200, "none")
     assert lines == []
     config, lines = fitted(TrainConfig(model="qwen2", epochs=2), rows=6000, length=256)
     assert (config.steps, lines) == (3000, ["--steps 3000: 2 epochs"])

@@ -55,7 +55,7 @@ def test_the_first_line_summarises_the_run():
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert shared.line == (
         f"llama: {1_049_728 + trained:,} parameters, {trained:,} of them trained; my.jsonl: 4,000 rows; "
-        "1,600 steps = 20 + 3.0 epochs; "
+        "800 steps = 10 + 1.5 epochs; "
         "6,144 tokens a step = 3 batches of 2 x 256 on 4 x cpu"
     )
     assert shared.tokens_per_step == 24 * 256
@@ -85,7 +85,7 @@ def test_the_table_has_parameters_data_tokens_compute_and_every_part_of_the_memo
     assert first == "llama"
     assert table["parameters"] == "1,049,728, 131,072 of them embeddings"
     assert table["trained"] == "1,049,728, 100.00%"
-    assert (table["data"], table["validation"]) == ("my.jsonl: 1,000 rows", "11 rows, every 400 steps")
+    assert (table["data"], table["validation"]) == ("my.jsonl: 1,000 rows", "11 rows, every 200 steps")
     assert table["the run"] == "500 steps = 2.0 epochs, 512,000 tokens"
     assert table["attention"] == "SDPA, one document after the other"
     flops = flops_per_token(model, 256)

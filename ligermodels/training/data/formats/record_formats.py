@@ -279,14 +279,9 @@ def from_known_prompt(value: RecordFields, place: str) -> Record:
     return from_prompt_completion(value, place)
 
 
-def refuse_images(value: RecordFields) -> None:
-    """Raises InputError for a text with images: only messages say where they belong."""
-    if record_images(value):
-        raise InputError(IMAGES_BESIDE_TEXT)
-
-
 def from_text(value: RecordFields, place: str) -> Record:
-    refuse_images(value)
+    if record_images(value):  # only messages say where they belong
+        raise InputError(IMAGES_BESIDE_TEXT)
     return Text(require_string(value["text"], "text"), place)
 
 

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from ligermodels.distributed import is_first
 from ligermodels.errors import InputError, first_line, print_to_stderr
-from ligermodels.optional_packages import import_package
+from ligermodels.lazy_imports import import_package
 from ligermodels.units import byte_size, duration
 from ligermodels.weights.reading import refuse_irregular, refuse_text
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from ligermodels.errors import InputError, at_place, first_line
-from ligermodels.optional_packages import import_package
+from ligermodels.lazy_imports import import_package
 from ligermodels.training.data.formats.record_formats import Reading, RecordFormats, parse_record
 from ligermodels.training.data.formats.records import Record, parse_json_string
 from ligermodels.training.data.formats.streams import refuse_placeholder

@@ -11,6 +11,7 @@ one whose prompt ends with an image, of which the last token would be repeated.
 
 import dataclasses
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -201,9 +202,10 @@ class PreferenceBatch:
     has a teacher.
 
     On the host:
-    numbers: int64 [S], of the completions among all of the data, to find what was precomputed for them; -1 for those
-    that were sampled. supervised: M. parts: how many of these are in the part of each rank that shares the row. tokens:
-    of the row without padding. tokens_unshared: what they would be with a prompt for each completion.
+    offsets: int32 [S + 1], `completions`. numbers: int64 [S], of the completions among all of the data, to find what
+    was precomputed for them; -1 for those that were sampled. supervised: M. parts: how many of these are in the part of
+    each rank that shares the row. tokens: of the row without padding. tokens_unshared: what they would be with a prompt
+    for each completion.
     """
 
     input_ids: Tensor
@@ -221,6 +223,7 @@ class PreferenceBatch:
     desirable: Tensor | None
     teacher_ids: Tensor | None
     teacher_logprobs: Tensor | None
+    offsets: np.ndarray
     numbers: np.ndarray
     supervised: int
     parts: tuple[int, ...]
@@ -248,6 +251,17 @@ class PreferenceBatch:
             return values
         found = context.gather(values[: self.parts[context.rank]], self.parts)
         return F.pad(found, (0, padded(len(found)) - len(found)))
+
+    def borders(self, size: int) -> list[int]:
+        """Where groups of `size` completions end among the N rows, from 0 on; the last one has the padding too."""
+        return [0, *self.offsets[size:-1:size].tolist(), len(self.rows)]
+
+    def completions_in(self, rows: slice, size: int) -> tuple[slice, Tensor]:
+        """The completions that some of the N rows have, which are whole groups of `size`, and their offsets in them."""
+        borders = self.borders(size)
+        first, last = bisect_left(borders, rows.start), bisect_right(borders, rows.stop) - 1
+        found = slice(size * first, size * last)
+        return found, self.completions[found.start : found.stop + 1] - rows.start
 
     def to(self, device: torch.device) -> "PreferenceBatch":
         """Copies the batch to a device; copies from pinned memory do not block the host."""
@@ -318,7 +332,7 @@ def collate_row(
         margins=value.nan_to_num(0.0) if kind == "pairs" and not value.isnan().all() else None,
         desirable=value == 1 if kind == "judged" else None,
         teacher_ids=teacher_ids, teacher_logprobs=teacher_logprobs,
-        numbers=completion_numbers(pieces), supervised=supervised, parts=parts,
+        offsets=layout.completions, numbers=completion_numbers(pieces), supervised=supervised, parts=parts,
         tokens=sum(piece.tokens(share) for piece in pieces), tokens_unshared=unshared(groups),
         images=image_arguments(layout, decoder) if decoder else {},
     )  # fmt: skip

@@ -75,6 +75,12 @@ class GroupSelection:
         documents, offsets = self.store.firsts[self.numbers], self.store.tokens.offsets
         return int((offsets[documents + 1] - offsets[documents]).max())
 
+    @property
+    def longest_group(self) -> int:
+        """Tokens of its completions."""
+        documents, offsets = self.store.firsts, self.store.tokens.offsets
+        return int((offsets[documents[self.numbers + 1]] - offsets[documents[self.numbers] + 1]).max())
+
     def places(self, index: int) -> list[str]:
         return [self.store.place(int(self.numbers[index]))]
 
@@ -115,6 +121,11 @@ class Groups(Concatenated[GroupSelection]):
     def longest_prompt(self) -> int:
         """Tokens."""
         return max(part.longest_prompt for part in self.parts)
+
+    @property
+    def longest_group(self) -> int:
+        """Tokens of its completions."""
+        return max(part.longest_group for part in self.parts)
 
     @property
     def laid_out(self) -> np.ndarray:

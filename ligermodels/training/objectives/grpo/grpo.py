@@ -24,6 +24,7 @@ from ligermodels.generation.requests import GeneratedSample
 from ligermodels.kernels.losses.linear_logprobs import LogProbs
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.losses import entropy_sum, segment_sums, top_entropy_mask
+from ligermodels.memory.blocks import HeadOp
 from ligermodels.memory.model import TrainingMemory
 from ligermodels.training.checkpoints import Progress
 from ligermodels.training.data.preferences import GroupOptions, GroupPrompt, PreferenceData, open_preferences
@@ -101,7 +102,6 @@ MOST_ROW_TOKENS = 8192  # of a packed row, where no single completion needs more
 class GRPO(Objective):
     """The loss is that of `--loss` over the completions of the step, on all ranks, divided by their number."""
 
-    head_op = "linear_logprobs_loss"
     data: PreferenceData
     config: RunConfig
     sampler: Sampler | VLLMSampler
@@ -150,6 +150,10 @@ class GRPO(Objective):
         training, held_out = self.data.training.groups, self.data.validation.groups
         self.columns = list(dict.fromkeys([*training.column_names, *held_out.column_names]))
         check_columns(self.rewards, self.columns)
+
+    @property
+    def head_op(self) -> HeadOp:
+        return HeadOp("linear_logprobs_loss")
 
     @property
     def temperature(self) -> float:

@@ -25,7 +25,7 @@ from ligermodels.generation.requests import GeneratedSample, Request, Sample
 from ligermodels.generation.sampling import SamplingOptions
 from ligermodels.generation.texts import RowText, StopStrings, model_stop_tokens
 from ligermodels.layers.decoder import CausalLM
-from ligermodels.optional_packages import import_package
+from ligermodels.lazy_imports import import_package
 from ligermodels.tokenizer import Tokenizer
 from ligermodels.training.data.preferences import GroupPrompt, PreferenceData
 from ligermodels.training.parallel import fsdp

@@ -5,10 +5,10 @@ A group is a prompt with its completions: a pair, or a judged completion.
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -20,18 +20,14 @@ from ligermodels.errors import InputError
 from ligermodels.kernels.losses.linear_logprobs import LogProbs
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.losses import segment_sums
+from ligermodels.memory.blocks import HeadOp
 from ligermodels.training.checkpoints import Progress
 from ligermodels.training.data.preferences import GroupOptions, PreferenceBatch, PreferenceData, Step, open_preferences
 from ligermodels.training.data.preferences.formats import GroupKind
 from ligermodels.training.data.reader import image_options
 from ligermodels.training.objectives.evaluation import start_stop_check
 from ligermodels.training.objectives.objective import Objective, StepTotals, Work
-from ligermodels.training.planning.defaults import (
-    TRAINING_PASSES,
-    Choice,
-    image_limits,
-    validation_interval,
-)
+from ligermodels.training.planning.defaults import TRAINING_PASSES, Choice, image_limits, validation_interval
 from ligermodels.training.reporting.metrics import Validation
 from ligermodels.training.run.stopping import Stop
 from ligermodels.training.settings.config import UNIT_SETTINGS, RunConfig
@@ -40,7 +36,16 @@ from ligermodels.units import counted
 MOST_UNITS = 64
 NEW_WEIGHTS_RATE = 0.128  # divided by the hidden size: 1e-3 at width 128
 LONGER_WARMUP = 0.1
-MEASURED = ("greedy",)  # beside log-probabilities and entropy: whether the label is the likeliest token
+MEASURED = ("entropy", "greedy")  # beside log-probabilities; greedy: whether the label is the likeliest token
+
+
+class PolicyOutput(NamedTuple):
+    """loss: of the row_loss; None without one. found: log-probabilities, entropy and more of the supervised tokens, [M]
+    each. balance: the weighted balance loss of routers; None without them."""
+
+    loss: Tensor | None
+    found: LogProbs
+    balance: Tensor | None = None
 
 
 class GroupObjective(Objective):
@@ -50,7 +55,6 @@ class GroupObjective(Objective):
     min_steps_per_epoch: small data has smaller batches.
     """
 
-    head_op = "linear_logprobs"
     kind: GroupKind
     learning_rate: ClassVar[float]
     min_steps_per_epoch: ClassVar[int] = 40
@@ -116,6 +120,15 @@ class GroupObjective(Objective):
             )
 
     @property
+    def head_op(self) -> HeadOp:
+        return HeadOp("linear_logprobs")
+
+    @property
+    def has_whole_units(self) -> bool:
+        """Whether a rank has all tokens of a unit, so that the head can form the gradients of its loss."""
+        return self.world.context == 1
+
+    @property
     def shares_prompts(self) -> bool:
         """Whether a row has one copy of a prompt that several completions have."""
         return self.kind == "pairs" and self.data.training.groups.options.share_prompts
@@ -141,17 +154,16 @@ class GroupObjective(Objective):
     def count(self, batch: PreferenceBatch) -> Tensor:
         """The units of a row, and other numbers that the loss divides by: int64, on the batch's device."""
 
-    def policy(self, model: CausalLM, batch: PreferenceBatch, *extras: str) -> tuple[LogProbs, Tensor | None]:
-        """Returns (log-probabilities, entropy and more of the supervised tokens, [M] each; the weighted balance loss of
-        routers). extras are those of `ops.linear_logprobs`, beside what is always measured."""
+    def policy(self, model: CausalLM, batch: PreferenceBatch, extras: Sequence[str] = (), **loss: Any) -> PolicyOutput:
+        """The policy's pass over a row. extras are those of `ops.linear_logprobs`, beside what is always measured; loss
+        has the row_loss of `ops.linear_logprobs_loss` and its borders, where the loss is one of units."""
         more = ["mean_logit"] if self.config.mean_logits else []
-        options = {"entropy": True, "extras": (*MEASURED, *more, *extras)}
-        context = self.run.context
+        options, context = {"extras": (*MEASURED, *more, *extras), **loss}, self.run.context
         output = model(**batch.model_inputs, row_lengths=batch.row_lengths, logprobs=options, context=context)
         found = output.logprobs.map(lambda x: batch.of_all_rows(x, context)[: batch.supervised])
         if output.aux_loss is None:
-            return found, None
-        return found, getattr(model.config, "router_aux_loss_coef", 0.0) * output.aux_loss
+            return PolicyOutput(output.loss, found)
+        return PolicyOutput(output.loss, found, getattr(model.config, "router_aux_loss_coef", 0.0) * output.aux_loss)
 
     def validation_steps(self, model: CausalLM) -> Iterator[Step]:
         """The held-out groups, once."""
@@ -186,7 +198,7 @@ def token_sums(found: LogProbs) -> dict[str, Tensor]:
     assert found.entropy is not None and found.greedy is not None  # `policy` asked for them
     return {
         "supervised": found.entropy.new_full((), found.logprobs.numel()),
-        "entropy": found.entropy.detach().sum(),
+        "entropy": found.entropy.sum(),
         "mean_token_accuracy": found.greedy.sum(),
     }
 

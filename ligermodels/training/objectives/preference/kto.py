@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from ligermodels import distributed, losses
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
 from ligermodels.layers.decoder import CausalLM
+from ligermodels.memory.blocks import HeadOp
 from ligermodels.training.data.preferences import PreferenceBatch, Step
 from ligermodels.training.objectives.objective import Share, Work
 from ligermodels.training.objectives.preference.groups import balance_share, given, logit_sums, mean_logits, token_sums
@@ -51,6 +54,11 @@ class KTO(ReferenceObjective):
     def passes_beside(self) -> float:
         return super().passes_beside + (2 if self.name == "kto" else 0)  # z takes two
 
+    @property
+    def head_op(self) -> HeadOp:
+        longest = self.data.training.groups.longest_group
+        return HeadOp("linear_logprobs_loss", longest) if self.has_whole_units else super().head_op
+
     def default_reference(self) -> str:
         found = default_reference(self.config)
         return "model" if found == "precomputed" and self.name == "kto" else found
@@ -90,15 +98,29 @@ class KTO(ReferenceObjective):
         return losses.kto_z(*distributed.total(torch.stack(sums).sum(0)).unbind())
 
     def loss(self, model: CausalLM, batch: PreferenceBatch, work: Work) -> Share:
-        examples, z = work.counts.unbind()
         reference = self.reference.sums(model, batch, None)  # before the policy's pass: it may exchange weights
-        found, balance = self.policy(model, batch)
+        loss: dict[str, Any] = {}
+        if self.has_whole_units:
+            loss = {"row_loss": partial(self.loss_of_rows, batch, reference, work.counts), "borders": batch.borders(1)}
+        in_chunks, found, balance = self.policy(model, batch, **loss)
         assert batch.desirable is not None  # of judged completions
+        examples, z = work.counts.unbind()
         result = losses.kto(found.logprobs, batch.completions, reference, batch.desirable, z, **self.options)
-        loss = result.loss / examples + balance_share(balance, batch, work) + 0.0 * found.logprobs.sum()
         sums = {"examples": result.examples, "kl": z * result.examples, **result.metrics, **token_sums(found)}
         sums |= logit_sums(found, batch.completions, batch.desirable)
-        return Share(loss, sums).of_one_of(self.world.context)
+        of_examples = result.loss / examples + 0.0 * found.logprobs.sum() if in_chunks is None else in_chunks
+        return Share(of_examples + balance_share(balance, batch, work), sums).of_one_of(self.world.context)
+
+    def loss_of_rows(
+        self, batch: PreferenceBatch, reference: Tensor, counts: Tensor, logprobs: Tensor, _: Any, rows: slice
+    ) -> Tensor:
+        """The share of the examples that have `rows` in the loss of the step."""
+        examples, z = counts.unbind()
+        inside, offsets = batch.completions_in(rows, 1)
+        assert batch.desirable is not None  # of judged completions
+        desirable = batch.desirable[inside]
+        result = losses.kto(logprobs, offsets, reference[inside], desirable, z, **self.options)
+        return result.loss / examples + 0.0 * logprobs.sum()
 
     def metrics(self, sums: Mapping[str, float], maxima: Mapping[str, float], step: int) -> dict[str, float]:
         found = {"kl": sums["kl"] / max(1.0, sums["examples"]), **mean_logits(sums)}

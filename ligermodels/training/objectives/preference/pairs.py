@@ -4,6 +4,7 @@ formulas."""
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -18,11 +19,13 @@ from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.reward_model import RewardModel
 from ligermodels.losses.preference import SORTED
 from ligermodels.losses.segments import segment_sums
+from ligermodels.memory.blocks import HeadOp
 from ligermodels.training.data.preferences import PreferenceBatch
 from ligermodels.training.data.preferences.steps import Groups
 from ligermodels.training.objectives.objective import Share, Work
 from ligermodels.training.objectives.preference.groups import (
     GroupObjective,
+    PolicyOutput,
     balance_share,
     given,
     logit_sums,
@@ -63,18 +66,39 @@ class PairObjective(GroupObjective):
         lengths = batch.completions.diff().view(-1, 2)
         return torch.stack([(lengths.amin(1) > 0).sum(), lengths[:, 0].sum()])
 
+    @property
+    def reads_pairs_alone(self) -> bool:
+        """Whether the loss of a pair reads its own log-probabilities alone, so that the head can form its gradients."""
+        return self.has_whole_units
+
+    @property
+    def head_op(self) -> HeadOp:
+        longest = self.data.training.groups.longest_group
+        return HeadOp("linear_logprobs_loss", longest) if self.reads_pairs_alone else super().head_op
+
     def loss(self, model: CausalLM, batch: PreferenceBatch, work: Work) -> Share:
-        pairs, chosen = work.counts.unbind()
         reference = self.reference_sums(model, batch)  # before the policy's pass: it may exchange weights
-        found, balance = self.policy(model, batch)
+        loss: dict[str, Any] = {}
+        if self.reads_pairs_alone:
+            loss = {"row_loss": partial(self.loss_of_rows, batch, reference, work.counts), "borders": batch.borders(2)}
+        in_chunks, found, balance = self.policy(model, batch, **loss)
         result = self.pair_loss(found.logprobs, batch.completions, **reference, **self.options_with(found))
-        loss = result.loss / pairs + result.nll / chosen + balance_share(balance, batch, work)
+        of_pairs = per_unit(result, work.counts, found.logprobs) if in_chunks is None else in_chunks
         sums = {"pairs": result.pairs, "tokens": result.tokens, **result.metrics, **token_sums(found)}
         chosen = torch.arange(len(batch.completions) - 1, device=batch.completions.device) % 2 == 0
         sums |= logit_sums(found, batch.completions, chosen)
         assert found.greedy is not None  # `policy` asked for it
         sums["mean_token_accuracy"] = segment_sums(found.greedy.float(), batch.completions)[chosen].sum()
-        return Share(loss + 0.0 * found.logprobs.sum(), sums).of_one_of(self.world.context)
+        return Share(of_pairs + balance_share(balance, batch, work), sums).of_one_of(self.world.context)
+
+    def loss_of_rows(
+        self, batch: PreferenceBatch, reference: Mapping[str, Tensor], counts: Tensor, logprobs: Tensor, _: Any,
+        rows: slice,
+    ) -> Tensor:  # fmt: skip
+        """The share of the pairs that have `rows` in the loss of the step."""
+        inside, offsets = batch.completions_in(rows, 2)
+        of_pairs = {name: values[inside] for name, values in reference.items()}
+        return per_unit(self.pair_loss(logprobs, offsets, **of_pairs, **self.options), counts, logprobs)
 
     def reference_sums(self, model: CausalLM, batch: PreferenceBatch) -> dict[str, Tensor]:
         """What the loss reads of a reference; empty where it has none."""
@@ -147,8 +171,12 @@ class DPO(ReferenceObjective, PairObjective):
                 f"{most:,} tokens: give --sequence-length {most} instead of {length}, or lower --pairs {units}"
             )
 
-    def policy(self, model: CausalLM, batch: PreferenceBatch, *extras: str) -> tuple[LogProbs, Tensor | None]:
-        return super().policy(model, batch, *extras, *(["log_sum_squares"] if self.config.wpo else []))
+    @property
+    def reads_pairs_alone(self) -> bool:
+        return super().reads_pairs_alone and not self.sorts and not self.config.wpo
+
+    def policy(self, model: CausalLM, batch: PreferenceBatch, extras: Sequence[str] = (), **loss: Any) -> PolicyOutput:
+        return super().policy(model, batch, [*extras, *(["log_sum_squares"] if self.config.wpo else [])], **loss)
 
     def reference_sums(self, model: CausalLM, batch: PreferenceBatch) -> dict[str, Tensor]:
         return {"ref_sums": self.reference.sums(model, batch, self.ld_alpha)}
@@ -195,6 +223,12 @@ class SimPO(PairObjective):
             beta=config.beta, gamma=config.gamma, alpha=config.alpha, label_smoothing=config.label_smoothing,
             nll_weight=config.nll_weight,
         )  # fmt: skip
+
+
+def per_unit(result: losses.PairLoss, counts: Tensor, logprobs: Tensor) -> Tensor:
+    """The loss of pairs divided by the counts of the step. It has a graph even where there is no pair."""
+    pairs, chosen = counts.unbind()
+    return result.loss / pairs + result.nll / chosen + 0.0 * logprobs.sum()
 
 
 def most_tokens(groups: Groups, steps: Iterable[Sequence[int]]) -> int:

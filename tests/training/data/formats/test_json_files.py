@@ -8,15 +8,7 @@ import pytest
 from ligermodels.errors import InputError
 from ligermodels.training.data.formats import text_files
 from ligermodels.training.data.formats.records import BadLines, Conversation, Text
-from tests.training.data.source_files import (
-    ANSWER,
-    COMPRESS,
-    USER,
-    messages,
-    read,
-    read_counting,
-    write,
-)
+from tests.training.data.source_files import ANSWER, COMPRESS, USER, messages, read, read_counting, write
 
 RECORDS = [{"text": 'ä ],"\U0001f600'}, messages(USER, ANSWER, more=[1.5e3, None]), {"text": "\n"}]
 ARRAY = json.dumps(RECORDS).encode()

@@ -18,17 +18,7 @@ from ligermodels.training.data.formats.records import BadLines, Completion, Conv
 from ligermodels.training.data.formats.streams import ReadingProgress
 from tests.refusals import limited_memory
 from tests.suites import quick
-from tests.training.data.source_files import (
-    ANSWER,
-    CALLED,
-    TERSE,
-    TOOL,
-    TURNS,
-    USER,
-    messages,
-    read,
-    write,
-)
+from tests.training.data.source_files import ANSWER, CALLED, TERSE, TOOL, TURNS, USER, messages, read, write
 
 DATA = Path(__file__).parents[3] / "data"
 

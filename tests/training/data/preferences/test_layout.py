@@ -67,8 +67,21 @@ def test_ranks_that_share_a_row_have_the_rows_of_their_parts():
     assert [part.rows[size:].unique().tolist() for part, size in zip(parts, sizes, strict=True)] == [[127]] * 3
 
 
+def test_groups_end_between_rows_of_the_head():
+    batch = row(group(3, 2, 1), group(2, 6, 4, first=80), group(2, 3, 1, first=90))
+    assert batch.borders(2) == [0, 3, 13, 128] and batch.borders(1) == [0, 2, 3, 9, 13, 16, 128]
+    for rows, inside, offsets in [
+        (slice(0, 3), slice(0, 2), [0, 2, 3]),
+        (slice(3, 128), slice(2, 6), [0, 6, 10, 13, 14]),
+        (slice(0, 128), slice(0, 6), batch.completions.tolist()),
+    ]:
+        got, found = batch.completions_in(rows, 2)
+        assert (got, found.tolist()) == (inside, offsets)
+
+
 def test_a_row_of_padding_supervises_nothing():
     batch = empty_batch()
+    assert batch.borders(2) == [0, 128] and batch.completions_in(slice(0, 128), 2)[1].tolist() == [0]
     assert batch.input_ids.shape == (1, 128) and batch.cu_seqlens.tolist() == [0, 128]
     assert batch.rows.tolist() == [127] * 128 and batch.completions.tolist() == [0]
     assert batch.supervised == batch.tokens == len(batch.units) == 0 and batch.shared_keys is None

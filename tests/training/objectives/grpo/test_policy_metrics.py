@@ -5,11 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ligermodels.training.objectives.grpo.judging import (
-    RewardedGeneration,
-    RewardedGroup,
-    generation_metrics,
-)
+from ligermodels.training.objectives.grpo.judging import RewardedGeneration, RewardedGroup, generation_metrics
 from ligermodels.training.objectives.grpo.policy import PolicyOptions, metric_sums, step_metrics
 from ligermodels.training.objectives.grpo.reward_worker import RewardFunction
 from tests.losses.test_policy import ADVANTAGES, CU_SEQLENS, padded, trl_loss, vectors

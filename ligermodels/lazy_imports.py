@@ -1,4 +1,5 @@
-"""Packages whose names are imported when they are first used: importing the package then does not import torch.
+"""What is imported when it is first used: the names of packages, so that importing a package does not import torch, and
+optional packages.
 
 `__init__.pyi` says where each name comes from, to type checkers and here (as scientific Python's SPEC 1 does it).
 """
@@ -7,7 +8,10 @@ import ast
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+from ligermodels.errors import InputError, exhausted_memory, first_line
 
 
 def names_of_stub(file: str) -> dict[str, str]:
@@ -33,3 +37,23 @@ def import_on_first_use(package: str, file: str) -> tuple[Callable[[str], Any], 
 
     public = [name for name, home in homes.items() if home != package]
     return get, lambda: sorted(homes), public
+
+
+def import_package(module: str, needed_by: str) -> ModuleType:
+    """Returns the imported module.
+
+    needed_by: the file or the flag that needs it. Raises InputError, which names it, if the import fails.
+    """
+    package = module.partition(".")[0]
+    try:
+        imported = import_module(module)
+        if imported.__file__ is None:  # a folder of that name beside the script, imported as a namespace package
+            raise ImportError(f"no module named {package!r}, but the folder {imported.__path__[0]}")
+    except Exception as error:  # a broken installation raises anything
+        if exhausted_memory(error):
+            raise
+        reason = first_line(error)
+        raise InputError(
+            f"{needed_by}: needs {package}, but cannot import it: {reason}; pip install {package}"
+        ) from error
+    return imported
