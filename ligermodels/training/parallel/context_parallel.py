@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
+from ligermodels.kernels.linear_attention.causal_conv import MAX_TAPS
 from ligermodels.layers.context_parallel import ContextGroup
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.training.settings.config import RunConfig, TrainConfig
@@ -49,8 +50,13 @@ def refuse_unfit_model(model: CausalLM, ranks: int) -> None:
 
 
 def refuse_unfit_length(config: RunConfig) -> None:
-    """Raises InputError for rows that cannot be divided equally."""
+    """Raises InputError for rows that cannot be divided equally, or into parts that a convolution reads beyond."""
     ranks, length = config.context_parallel, config.sequence_length
+    least = ranks * (MAX_TAPS - 1)
+    if ranks > 1 and length < least:
+        raise InputError(
+            f"--sequence-length {length}: --context-parallel {ranks} needs rows of at least {least} tokens"
+        )
     if length % ranks:
         raise InputError(
             f"--context-parallel {ranks} does not divide --sequence-length {length}: give {-(-length // ranks) * ranks}"

@@ -168,6 +168,10 @@ def test_settings_that_cannot_be_are_refused_in_one_line():
         prepare(TrainConfig(**settings), World(CPU))
     with pytest.raises(InputError, match=r"does not divide --sequence-length 63: give 64$"):
         prepare(TrainConfig(**settings), World(CPU, 0, 2))
+    with pytest.raises(
+        InputError, match=r"^--sequence-length 4: --context-parallel 2 needs rows of at least 6 tokens$"
+    ):
+        prepare(TrainConfig(**settings | {"sequence_length": 4}), World(CPU, 0, 2))
     with pytest.raises(InputError, match=r"leave out --packing off$"):
         prepare(TrainConfig(**settings, packing=False), World(CPU, 0, 2))
     with pytest.raises(InputError, match="--context-parallel has no effect under --objective distill"):
@@ -188,3 +192,5 @@ def test_forward_refuses_rows_that_ranks_cannot_share(on_cpu):
     context.size = 2
     with pytest.raises(ValueError, match="context goes with packed input_ids, without attention_mask"):
         model(ids[:1], ids[:1], context=context, attention_mask=torch.ones(1, 4))
+    with pytest.raises(ValueError, match="a convolution reads 2 earlier tokens, but each rank has 1 of a row"):
+        ligermodels.create(SHORT_CONV)(ids[:1, :2], ids[:1, :2], context=context)

@@ -325,9 +325,18 @@ class GRPO(Objective):
 
     def logprobs(self, model: CausalLM, row: RolloutBatch) -> LogProbs:
         extras, entropy = ((), True) if self.entropy.is_used else (("entropy",), False)
-        inputs, context = row.batch.model_inputs | {"context": self.run.context}, self.run.context
-        found = model.logprobs(**inputs, temperature=self.temperature, entropy=entropy, extras=extras)
-        return found.map(lambda x: row.batch.of_all_rows(x, context))
+        inputs = self.model_inputs(row)
+        return self.of_all_rows(
+            model.logprobs(**inputs, temperature=self.temperature, entropy=entropy, extras=extras), row
+        )
+
+    def model_inputs(self, row: RolloutBatch) -> dict[str, Any]:
+        """The arguments of `forward`, which returns what this rank's part of the row has."""
+        return row.batch.model_inputs | {"context": self.run.context}
+
+    def of_all_rows(self, found: LogProbs, row: RolloutBatch) -> LogProbs:
+        """What the whole row has, on each of the ranks that share it."""
+        return found.map(lambda x: row.batch.of_all_rows(x, self.run.context))
 
     # -- a step
 
@@ -353,12 +362,13 @@ class GRPO(Objective):
         return progress.step - int(self.rollouts.first_step)
 
     def loss(self, model: CausalLM, batch: RolloutBatch, work: Work) -> Share:
-        alone = self.run.context is None and self.policy.reads_tokens_alone(batch)
-        if alone:  # its gradients are formed in the forward, a chunk at a time
+        if self.policy.reads_tokens_alone(batch):  # its gradients are formed in the forward, a chunk at a time
             options = {"row_loss": partial(self.loss_of_rows, batch, work.counts), "entropy": True}
-            out = model(**batch.batch.model_inputs, logprobs=options | {"temperature": self.temperature})
+            out = model(**self.model_inputs(batch), logprobs=options | {"temperature": self.temperature})
             assert out.loss is not None and out.logprobs is not None
-            return Share(out.loss, *metric_sums(self.policy, batch, out.logprobs))
+            sums, maxima = metric_sums(self.policy, batch, self.of_all_rows(out.logprobs, batch))
+            of_whole_row = one_of(self.world.context, Share(out.loss, sums, maxima))
+            return of_whole_row._replace(loss=out.loss)  # which is that of this rank's part
         found = self.logprobs(model, batch)
         loss = self.loss_of_tokens(batch, work.counts, found.logprobs, found.entropy)
         return one_of(self.world.context, Share(loss, *metric_sums(self.policy, batch, found)))
@@ -378,10 +388,13 @@ class GRPO(Objective):
         self, batch: RolloutBatch, counts: Tensor, logprobs: Tensor, entropy: Tensor | None, rows: slice
     ) -> Tensor:
         """Returns the loss of the tokens `rows`, whose log-probabilities and entropies are given alone."""
-        size = len(batch.sampling_logprobs)
-        if rows.stop - rows.start == size:
+        size, parts, rank = len(batch.sampling_logprobs), batch.batch.parts, self.world.context_rank
+        if rows.stop - rows.start == size and len(parts) == 1:
             return self.loss_of_tokens(batch, counts, logprobs, entropy)
-        around = rows.start, size - rows.stop
+        kept = slice(0, max(0, parts[rank] - rows.start))  # the others are padding of this rank's part
+        logprobs, entropy = logprobs[kept], None if entropy is None else entropy[kept]
+        before = min(sum(parts[:rank]) + rows.start, size)
+        around = before, size - before - len(logprobs)
         logprobs, only = pad(logprobs, around), pad(torch.ones_like(logprobs), around)
         return self.loss_of_tokens(batch, counts, logprobs, None if entropy is None else pad(entropy, around), only)
 

@@ -70,7 +70,7 @@ class PairObjective(GroupObjective):
     @property
     def reads_pairs_alone(self) -> bool:
         """Whether the loss of a pair reads its own log-probabilities alone, so that the head can form its gradients."""
-        return True
+        return self.has_whole_units
 
     @property
     def head_op(self) -> HeadOp:
@@ -174,7 +174,7 @@ class DPO(ReferenceObjective, PairObjective):
 
     @property
     def reads_pairs_alone(self) -> bool:
-        return not self.sorts and not self.config.wpo
+        return super().reads_pairs_alone and not self.sorts and not self.config.wpo
 
     def policy(self, model: CausalLM, batch: PreferenceBatch, extras: Sequence[str] = (), **loss: Any) -> PolicyOutput:
         return super().policy(model, batch, [*extras, *(["log_sum_squares"] if self.config.wpo else [])], **loss)
