@@ -70,18 +70,15 @@ class Run:
 
 
 class Launcher:
-    """Starts runs in `folder`. A context manager. hub: what these runs find in place of the Hub.
+    """Starts runs in `folder`. A context manager. hub: what these runs find in place of the Hub."""
 
-    interpreting: whether runs have kernels for Triton's interpreter, and no compiled ones.
-    """
-
-    def __init__(self, folder, interpreting=False):
-        self.folder, self.hub, self.interpreting = folder, folder / ".hub", interpreting
+    def __init__(self, folder):
+        self.folder, self.hub = folder, folder / ".hub"
         self.count = 0
 
     def __enter__(self):
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        environment |= {"TRITON_INTERPRET": str(int(self.interpreting)), "XDG_CACHE_HOME": str(self.folder / ".cache")}
+        environment |= {"TRITON_INTERPRET": "0", "XDG_CACHE_HOME": str(self.folder / ".cache")}
         environment |= {"HF_HUB_CACHE": str(self.hub), "HF_HUB_OFFLINE": "1"}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.training.launching"], cwd=ROOT, env=environment, text=True,

@@ -11,15 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing import start_processes
 
 import ligermodels
 from ligermodels import distributed
 from ligermodels.architectures import ARCHITECTURES
 from ligermodels.distributed import World
 from ligermodels.errors import InputError
+from ligermodels.kernels import launch
 from ligermodels.memory.model import training_memory
 from ligermodels.training.parallel import fsdp
-from tests.training.launching import TIMEOUT, Launcher, losses
+from tests.forking import rank_environments
+from tests.training.launching import TIMEOUT, losses
+from tests.training.parallel import worker
 from tests.training.parallel.worker import train, whole
 
 ROOT = Path(__file__).parents[3]
@@ -179,12 +183,21 @@ def test_four_ranks_with_two_replicas_train_like_one_process(launcher, tmp_path,
     assert_same_run(forked(launcher, 4, tmp_path, [settings])[0], alone)
 
 
+def train_by_kernels(rank, environments, output, runs):
+    os.environ |= environments[rank]
+    launch.interpreting = True
+    worker.main(output, runs)
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_two_ranks_with_fused_autograd_nodes_train_like_one_process_without_them(tmp_path, on_cpu):
+    """The ranks are forked from this process, whose kernels are those of the interpreter."""
     model = {"model": config("llama", tied=False), "steps": 2}
     runs = {"in full": model, "LoRA": model | {"lora": "float32"}}
-    with Launcher(tmp_path, interpreting=True) as launcher:
-        sharded = forked(launcher, 2, tmp_path, [{"batch_size": 1} | settings for settings in runs.values()])
-    for (name, settings), got in zip(runs.items(), sharded, strict=True):
+    _store, environments = rank_environments(2)
+    arguments = environments, tmp_path / "r.pt", [{"batch_size": 1} | settings for settings in runs.values()]
+    start_processes(train_by_kernels, arguments, nprocs=2, start_method="fork")
+    for (name, settings), got in zip(runs.items(), torch.load(tmp_path / "r.pt"), strict=True):
         alone = train(batch_size=2, **settings)
         assert min(alone["norms"]) > 1e-3
         assert_same_run(got, alone, name, atol=1e-3)  # a twentieth of the change of a weight in two steps

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor
 import ligermodels
 from ligermodels import distributed
 from ligermodels.adapters.quantising import quantise
-from ligermodels.kernels import launch
 from ligermodels.layers.checkpointing import token_tiles
 from ligermodels.layers.decoder import IGNORE_INDEX, next_tokens
 from ligermodels.training.optimizers import building as optimizers
@@ -25,7 +24,6 @@ from ligermodels.training.parallel.compilation import compile_blocks
 from ligermodels.training.parallel.context_parallel import context_group
 from ligermodels.weights.module import named_weights, quantised_bytes
 from ligermodels.weights.sharding import copy_local_shard
-from tests import interpreter
 from tests.layers.adapters import adapt
 
 ROWS = 8
@@ -166,13 +164,16 @@ def whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-if __name__ == "__main__":
-    if launch.interpreting:
-        interpreter.speed_up_interpreter()
+def main(output, runs):
+    """Trains the runs one after the other, as one of the ranks that the environment names; the first writes them."""
     world = distributed.start()
     distributed.start = functools.partial(distributed.World, world.device, world.rank, world.size)
-    results = [train(**settings) for settings in json.loads(sys.argv[2])]
+    results = [train(**settings) for settings in runs]
     if world.is_first:
-        torch.save(results, sys.argv[1])
+        torch.save(results, output)
     distributed.wait_for_all()
     distributed.stop()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]))
