@@ -37,17 +37,19 @@ LORA_MODELS = MODELS | {
     "qwen3-30b-a3b": MODELS["qwen3-30b-a3b-8-layers"] | {"num_hidden_layers": 48},
 }  # fmt: skip
 OFFLOADED = "ligermodels, QLoRA, offloaded inputs"  # of checkpointed blocks, as --offload activations
+OFFLOADED_WEIGHTS = f"{OFFLOADED} and weights"  # those of the base, as --offload activations weights
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def ligermodels_lora(
     raw: dict[str, Any], checkpointing: bool, targets: Sequence[str], rank: int, base: str | None = None,
-    offload: bool = False, float8: bool = False,
+    offload: bool = False, float8: bool = False, offload_weights: bool = False,
 ) -> nn.Module:  # fmt: skip
     import ligermodels
     from ligermodels.adapters.lora_targets import expert_projections
     from ligermodels.adapters.quantising import multiply_in_fp8, quantise
     from ligermodels.kernels.quant.mxfp4 import EXPONENT_BIAS, Mxfp4Layout
+    from ligermodels.layers.lora import initialize_lora
     from ligermodels.layers.quantised import FrozenWeights
 
     model = ligermodels.create(raw, dtype=torch.bfloat16, device="meta")
@@ -57,6 +59,9 @@ def ligermodels_lora(
         quantise(model, base)
     if float8:
         multiply_in_fp8(model)
+    ligermodels.add_lora(model, rank=rank, alpha=2 * rank, targets=targets, dtype=torch.float32)
+    if offload_weights:
+        model.offload_weights("cuda")
     model.to_empty(device="cuda")
     for parameter in model.parameters():
         if parameter.is_floating_point():
@@ -69,7 +74,7 @@ def ligermodels_lora(
                 continue
             dense = torch.empty(weight.shape, dtype=torch.bfloat16, device="cuda").normal_(std=0.02)
             weight.data.copy_(weight.layout.quantize(dense))
-    ligermodels.add_lora(model, rank=rank, alpha=2 * rank, targets=targets, dtype=torch.float32)
+    initialize_lora(model, torch.Generator("cuda").manual_seed(0))
     if checkpointing:
         model.checkpoint_activations()
     if offload:
@@ -143,6 +148,7 @@ PROVIDERS: dict[str, Callable[..., nn.Module]] = {
     "ligermodels, LoRA": ligermodels_lora,
     "ligermodels, QLoRA": partial(ligermodels_lora, base="nf4"),
     OFFLOADED: partial(ligermodels_lora, base="nf4", offload=True),
+    OFFLOADED_WEIGHTS: partial(ligermodels_lora, base="nf4", offload=True, offload_weights=True),
     "ligermodels, LoRA on FP8": partial(ligermodels_lora, base="fp8"),
     "ligermodels, LoRA on FP8, multiplied in FP8": partial(ligermodels_lora, base="fp8", float8=True),
     "ligermodels, LoRA on MXFP4": partial(ligermodels_lora, base="mxfp4"),
@@ -153,7 +159,7 @@ PROVIDERS: dict[str, Callable[..., nn.Module]] = {
 }
 
 # Of models whose experts are not stored in MXFP4, and with and without activation checkpointing.
-USUAL = [name for name in PROVIDERS if not name.endswith("MXFP4") and name != OFFLOADED]
+USUAL = [name for name in PROVIDERS if not name.endswith("MXFP4") and not name.startswith(OFFLOADED)]
 
 
 def measure(provider: str, checkpointing: bool, args: argparse.Namespace) -> dict:

@@ -20,6 +20,7 @@ from ligermodels.configs.base import Config
 from ligermodels.generation.cache import BlockCache
 from ligermodels.layers.checkpointing.kept_tensors import ResultSize, keeping
 from ligermodels.layers.checkpointing.offloaded_inputs import OffloadedInputs
+from ligermodels.layers.checkpointing.offloaded_weights import OffloadedWeights
 from ligermodels.layers.fused import add_then_norm
 from ligermodels.layers.inputs import KeysAndValues, KeysReadLater, Positions
 from ligermodels.layers.mixer import Mixer
@@ -42,6 +43,7 @@ class Block(nn.Module, ABC):
         self.activation_checkpointing = False
         self.kept: frozenset[ResultSize] = frozenset()  # what activation checkpointing keeps beside the input
         self.offloaded_inputs: OffloadedInputs | None = None  # where the input is kept in host memory
+        self.offloaded_weights: tuple[OffloadedWeights, int] | None = None  # where quantised weights are, and its index
 
     @property
     def mixer(self) -> Any:
@@ -79,6 +81,7 @@ class Block(nn.Module, ABC):
             with nullcontext() if offloaded is None else offloaded.around_checkpoint(x):
                 x, residual, router_logits = self.forward_checkpointed(x, positions, cache)
         else:
+            self.bring_weights()
             x, residual, router_logits = self.forward_block(x, residual, positions, cache)
         # A linear with a bias, and experts, return a view of a matrix; FSDP2 warns of views that leave a block.
         if is_dynamo_compiling() or (x.requires_grad and x._base is not None):
@@ -106,10 +109,17 @@ class Block(nn.Module, ABC):
         self, x: Tensor, positions: Positions, cache: BlockCache
     ) -> tuple[BlockOutput, dict[str, KeysAndValues]]:
         """`forward_block`, and what it computes for later layers: what is recomputed must write to nothing outside."""
+        self.bring_weights()
         if not self.mixer.is_read:
             return self.forward_block(x, None, positions, cache), {}
         own = KeysReadLater()
         return self.forward_block(x, None, replace(positions, read_later=own), cache), own.of_type
+
+    def bring_weights(self) -> None:
+        """Brings weights that are in host memory to the device, before the block computes."""
+        if self.offloaded_weights is not None:
+            weights, index = self.offloaded_weights
+            weights.bring(index)
 
     @abstractmethod
     def forward_block(self, x: Tensor, residual: Tensor | None, positions: Positions, cache: BlockCache) -> BlockOutput:

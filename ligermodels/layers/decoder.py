@@ -23,6 +23,7 @@ from ligermodels.kernels.losses.linear_logprobs import LogProbs
 from ligermodels.layers.block import Block
 from ligermodels.layers.checkpointing.kept_tensors import choose_kept
 from ligermodels.layers.checkpointing.offloaded_inputs import OffloadedInputs
+from ligermodels.layers.checkpointing.offloaded_weights import OffloadedWeights
 from ligermodels.layers.context_parallel import ContextGroup
 from ligermodels.layers.fused import add_then_norm
 from ligermodels.layers.hub_interface import AdaptableModule, HubInterface, take_documents
@@ -236,6 +237,16 @@ class CausalLM(HubInterface, AdaptableModule, HubModule, ABC):
         offloaded = OffloadedInputs()
         for block in self.blocks[:count][::every]:
             block.offloaded_inputs = offloaded
+
+    def offload_weights(self, device: int | str | torch.device) -> None:
+        """Gives the quantised weights of the blocks pinned host memory, which is not set, and buffers on the device.
+
+        All blocks are checkpointed, or the model only generates. `to_empty` then leaves these weights where they are.
+        """
+        blocks = self.blocks
+        weights = OffloadedWeights(blocks, torch.device(device))
+        for index, block in enumerate(blocks):
+            block.offloaded_weights = weights, index
 
     def replicated_parameters(self, quantised: bool = False) -> list[nn.Parameter]:
         """Parameters that every rank keeps whole where the others are sharded. Those in fp32: FSDP2 shards and gathers

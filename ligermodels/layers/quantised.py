@@ -18,11 +18,15 @@ class FrozenWeights(QuantisedModule):
     """A module that owns the bytes of quantised weights, which are attributes under their own names.
 
     layouts: of the weights, by name. device: of their bytes, which are not set.
+    device_bytes: of weights in host memory, where their bytes come to the device, by name.
+    is_on_device: whether they are there.
     """
 
     def __init__(self, layouts: Mapping[str, WeightLayout], device: torch.device) -> None:
         super().__init__()
         self.layouts: dict[str, WeightLayout] = {}
+        self.device_bytes: dict[str, Tensor] = {}
+        self.is_on_device = False
         for name, layout in layouts.items():
             self.set_layout(name, layout, device)
 
@@ -32,15 +36,22 @@ class FrozenWeights(QuantisedModule):
         data = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
         self.register_parameter(name + BYTES, nn.Parameter(data, requires_grad=False))
 
+    def offload(self, name: str, memory: Tensor, buffer: Tensor) -> None:
+        """Keeps a weight's bytes in host memory [nbytes], from which they come to a buffer on the device."""
+        self.register_parameter(name + BYTES, nn.Parameter(memory, requires_grad=False))
+        self.device_bytes[name] = buffer
+
     def quantised(self, name: str) -> QuantisedWeight:
-        return QuantisedWeight(self.get_parameter(name + BYTES), self.layouts[name])
+        data = self.device_bytes[name] if self.is_on_device else self.get_parameter(name + BYTES)
+        return QuantisedWeight(data, self.layouts[name])
 
     def quantised_weights(self) -> dict[str, QuantisedWeight]:
         return {name: self.quantised(name) for name in self.layouts}
 
     def _apply(self, fn, recurse=True):
-        """`to` and `half` change the dtype in which weights are used; their bytes stay."""
-        super()._apply(fn, recurse)
+        """`to` and `half` change the dtype in which weights are used; their bytes stay, in host memory too."""
+        on_host = {id(self.get_parameter(name + BYTES)) for name in self.device_bytes}
+        super()._apply(lambda x: x if id(x) in on_host else fn(x), recurse)
         for name, layout in self.layouts.items():
             like = torch.empty(0, dtype=layout.dtype, device=self.get_parameter(name + BYTES).device)
             self.layouts[name] = layout.with_dtype(fn(like).dtype)

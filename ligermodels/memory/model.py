@@ -20,6 +20,7 @@ from ligermodels.generation.paged_cache import PAGE_SIZE, pages_for
 from ligermodels.layers.block import Block
 from ligermodels.layers.checkpointing.kept_tensors import FP32_BYTES, choose_kept
 from ligermodels.layers.checkpointing.offloaded_inputs import blocks_between
+from ligermodels.layers.checkpointing.offloaded_weights import offloaded_bytes
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.layers.moe import LoRAExperts, MoE
 from ligermodels.memory.blocks import (
@@ -66,6 +67,7 @@ class TrainingMemory:
     offloaded_states: optimizer states in host memory, which are not in `optimizer_states`.
     offloaded_inputs: inputs of every k-th checkpointed block in host memory, which are not in `activations`.
     offloads_every: that k; 0 where no input is offloaded.
+    offloaded_weights: quantised weights in host memory; of those of two blocks a copy is in `weights`.
     gathered: additional memory while all weights are gathered at once, as for generation.
     beside: what stays beside the model: weights of a reference or a teacher, the cache of an engine.
     unsharded_at_start, unsharded_at_end: memory that sharding takes besides the shards, at the start and the end of
@@ -85,12 +87,13 @@ class TrainingMemory:
     offloaded_states: int = 0
     offloaded_inputs: int = 0
     offloads_every: int = 0
+    offloaded_weights: int = 0
     accumulated: int = 0
 
     @property
     def host(self) -> int:
         """Pinned host memory."""
-        return self.offloaded_states + self.offloaded_inputs
+        return self.offloaded_states + self.offloaded_inputs + self.offloaded_weights
 
     @property
     def backward_start(self) -> int:
@@ -159,6 +162,7 @@ def training_memory(
     room_for_inputs: float = 0, keep_unsharded: bool = False, replicate_quantised: bool = False, beside: int = 0,
     patches: int = 0, context: int = 1, expert_ranks: int = 1, head_op: HeadOp = CROSS_ENTROPY,
     low_memory_loss: bool = False, step_in_backward: bool = False, micro_batches: int = 1,
+    offload_weights: bool = False,
 ) -> TrainingMemory:  # fmt: skip
     """The memory of a training step with micro-batches of [batch_size, sequence_length] tokens, computed in `dtype`.
 
@@ -180,6 +184,7 @@ def training_memory(
     low_memory_loss: as that of `LMHead`.
     step_in_backward: parameters are updated, and their gradients freed, during backward.
     micro_batches: of a step of one rank. From the second one on, all gradients exist beside all activations.
+    offload_weights: quantised weights are in host memory, as those of `CausalLM.offload_weights`.
     """
     tokens, size = batch_size * sequence_length // context, dtype.itemsize
     text, trained, head = decoder_blocks(model), trained_parameters(model), model.head.weight
@@ -244,9 +249,10 @@ def training_memory(
     elif tied := gradient_of_tied_head(model):
         at_end = max(at_end, embedding - tied)
     not_recomputed = [p for block in model.blocks[checkpointed_blocks:] for p in block.parameters() if p in experts]
+    buffers, on_host = offloaded_bytes(model.blocks) if offload_weights else (0, 0)
     widened = elements(p for p in not_recomputed if p.itemsize != size) * size // expert_ranks
     return TrainingMemory(
-        weights=sum(owned.values()),
+        weights=sum(owned.values()) + buffers - on_host,
         gradients=gradients,
         optimizer_states=states,
         # The final norm saves its input and rstd.
@@ -260,6 +266,7 @@ def training_memory(
         offloaded_states=offloaded_states,
         offloaded_inputs=sum(offloaded),
         offloads_every=every,
+        offloaded_weights=on_host,
         accumulated=gradients if accumulates else 0,
     )
 

@@ -231,7 +231,8 @@ def place_model(run: Run, output: Path, say: Callable[[str], Any]) -> None:
     if config.compile:
         compile_blocks(model, world.device)
     run.shard(model)
-    give_initial_weights(model, run.pretrained, run.adapter, config.seed, world.device)
+    offloads = "weights" in config.offload
+    give_initial_weights(model, run.pretrained, run.adapter, config.seed, world.device, offloads=offloads)
     model.generation_config = generation_config(
         data.tokenizer, model.generation_config, model.config.raw, chats=trains_chats(run)
     )

@@ -23,9 +23,15 @@ from ligermodels.weights.loading import load_weights
 
 
 def give_initial_weights(
-    model: CausalLM, pretrained: Path | None, adapter: Path | None, seed: int, device: torch.device
-) -> None:
-    """Gives a model on the meta device, which may be sharded, its memory and the weights that a run begins with."""
+    model: CausalLM, pretrained: Path | None, adapter: Path | None, seed: int, device: torch.device, *,
+    offloads: bool = False,
+) -> None:  # fmt: skip
+    """Gives a model on the meta device, which may be sharded, its memory and the weights that a run begins with.
+
+    offloads: keeps quantised weights in host memory.
+    """
+    if offloads:
+        model.offload_weights(device)
     model.to_empty(device=device)
     if pretrained is None:
         model.initialize(seed)
@@ -53,7 +59,8 @@ def load_checkpoint(config: TrainConfig, folder: Path, step: int) -> tuple[Causa
     if not checkpoint.is_dir():
         raise InputError(f"{checkpoint}: is not there any more; newer checkpoints have replaced it")
     verify_files(checkpoint, 0, 1)
-    give_initial_weights(run.model, run.pretrained, run.adapter, config.seed, distributed.start().device)
+    device, offloads = distributed.start().device, "weights" in run.config.offload
+    give_initial_weights(run.model, run.pretrained, run.adapter, config.seed, device, offloads=offloads)
     load_tensors(checkpoint, trained_weights(run.model), part="weights.")
     run.model.generation_config = generation_config(
         data.tokenizer, run.model.generation_config, run.model.config.raw, chats=bool(data.tokenizer.templates)

@@ -225,7 +225,7 @@ def hub_tensors(
     parameter is gathered once for all its pieces."""
     for name, group in itertools.groupby(pieces, key=lambda piece: piece.parameter):
         yield from parameter_tensors(
-            full_tensor(parameters[name]), low_rank_updates(model, parameters, name), group, dtypes[name]
+            full_tensor(parameters[name], model.device), low_rank_updates(model, parameters, name), group, dtypes[name]
         )
 
 

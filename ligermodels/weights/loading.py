@@ -166,7 +166,7 @@ def fill_weights(model: HubModule, plan: LoadPlan) -> None:
             fill_stored(weight, file, [read_part(p, stored[p.tensor], scales[p.tensor], weight.dtype) for p in group])
             kept_in_bits |= {piece.tensor for piece in group}
         else:
-            fill_quantised(weight, group, stored, scales)
+            fill_quantised(weight, group, stored, scales, model.device)
     model.loaded_rules, model.kept = plan.rules, plan.kept
     wide = model.fp32_tensors()
     model.stored_dtypes = {p.parameter: stored[p.tensor].dtype for p in plan.pieces if p.parameter in wide}
@@ -184,10 +184,12 @@ def fill_weights(model: HubModule, plan: LoadPlan) -> None:
 
 
 def fill_quantised(
-    weight: StoredWeight, pieces: Sequence[Piece], stored: Mapping[str, StoredTensor], scales: Mapping[str, Scale]
-) -> None:
-    """Reads all pieces of one weight, which is dense for as long, and quantises it. Raises CheckpointError."""
-    value = torch.empty(weight.shape, dtype=weight.dtype, device=weight.data.device)
+    weight: StoredWeight, pieces: Sequence[Piece], stored: Mapping[str, StoredTensor], scales: Mapping[str, Scale],
+    device: torch.device,
+) -> None:  # fmt: skip
+    """Reads all pieces of one weight, which is dense for as long, and quantises it on the device, where its bytes need
+    not be. Raises CheckpointError."""
+    value = torch.empty(weight.shape, dtype=weight.dtype, device=device)
     origin = (0,) * value.dim()
     transfers = (
         transfer

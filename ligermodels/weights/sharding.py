@@ -21,12 +21,13 @@ def is_sharded(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
 
-def full_tensor(parameter: Any) -> Tensor:
+def full_tensor(parameter: Any, device: torch.device | None = None) -> Tensor:
     """The full value of a parameter or of a quantised weight, on its device.
 
+    device: where a quantised weight is dequantised, whose bytes may be in host memory; None for where they are.
     For a DTensor this is a collective: every rank must call it."""
     if not isinstance(parameter, Tensor):  # in few bits
-        return parameter._replace(data=full_tensor(parameter.data)).dequantize()
+        return parameter._replace(data=full_tensor(parameter.data).to(device)).dequantize()
     parameter = parameter.detach()
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 

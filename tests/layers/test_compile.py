@@ -11,11 +11,10 @@ from tests.cases import CASES
 from tests.conftest import DEVICE
 
 FULL = "full_attention"
-# One layer each, because tracing and the interpreter are slow. Two of llama; of gemma3 a window, then none, with angles
-# of their own; of gemma4 the second reads the keys of the first.
+# One layer each, because tracing and the interpreter are slow. Of gemma3 a window, then none, with angles of their own;
+# of gemma4 the second reads the keys of the first. That of llama is in test_autocast.py.
 MODELS = {
     "olmo2": CASES["olmo2"] | {"num_hidden_layers": 1},
-    "llama": CASES["llama"] | {"num_hidden_layers": 2},
     "gemma3_text": CASES["gemma3_text"] | {"num_hidden_layers": 2, "layer_types": ["sliding_attention", FULL]},
     "latent attention": CASES["deepseek_v3"] | {"num_hidden_layers": 1, "first_k_dense_replace": 0},
     "gpt_oss": CASES["gpt_oss"] | {"num_hidden_layers": 1},

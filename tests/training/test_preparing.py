@@ -1,5 +1,6 @@
 """What `prepare` does with a run's settings before any memory is allocated."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -148,6 +149,26 @@ def test_offloaded_inputs_are_counted_on_the_host_and_offloaded_as_far_as_it_has
 def test_inputs_that_no_block_saves_alone_are_not_offloaded(given, words):
     with pytest.raises(InputError, match=f"--offload activations: .*{words}"):
         prepared(offload=("activations",), **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"activation_checkpointing": "auto"}, "every block is recomputed: add --activation-checkpointing full"),
+        ({"compile": True}, "compiled blocks save other tensors; leave --compile out"),
+        ({}, "the model has no weights in few bits; add --quantize nf4, or leave it out"),
+    ],
+)
+def test_weights_that_cannot_be_offloaded_are_refused(given, words):
+    with pytest.raises(InputError, match=f"^--offload weights: {words}$"):
+        prepared(offload=("weights",), **{"activation_checkpointing": "full"} | given)
+
+
+def test_weights_of_several_ranks_are_not_offloaded():
+    run = prepared(activation_checkpointing="full")
+    config = replace(run.config, offload=("weights",))
+    with pytest.raises(InputError, match=r"^--offload weights: runs on one process; 2 ranks shard the weights; leave"):
+        refuse_unfit_offload(config, World(torch.device("cpu"), size=2), run.plan.memory, 2)
 
 
 def test_what_is_chosen_to_fit_is_a_setting_of_the_run_and_said(monkeypatch):

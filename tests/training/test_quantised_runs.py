@@ -22,6 +22,7 @@ from ligermodels.training import TrainConfig, plan, train
 from ligermodels.training.planning.contradictions import refuse_contradictions
 from ligermodels.training.preparing import prepare
 from ligermodels.training.settings.settings import config_of_run
+from ligermodels.units import memory_size
 from ligermodels.weights.module import named_weights
 from tests.layers.test_quantised_formats import BLOCKS, changed, in_fp8, in_mxfp4
 from tests.suites import quick
@@ -294,3 +295,38 @@ def test_two_ranks_share_the_bytes_of_the_base_or_have_all_of_them(folder, launc
     shutil.rmtree(launcher.folder / "whole" / "adapter")
     launcher.succeed("--resume", "whole", ranks=2)
     assert (launcher.folder / "whole" / "adapter" / "adapter_model.safetensors").read_bytes() == adapter
+
+
+LOSSES = {"loss", "validation_loss"}
+RUNS = [("sft", "experts"), ("dpo", "base"), ("grpo", "base")]
+
+
+@pytest.mark.parametrize(("name", "base"), quick(RUNS, RUNS[:1]))
+def test_offloaded_weights_change_no_bit_of_a_run_its_validations_and_its_export(name, base, folder):
+    given = LORA | objectives(folder)[name] | {"model": str(folder / base), "quantize": "nf4"}
+    given |= {"activation_checkpointing": "full", "eval_every": 1, "no_export": False}
+    given |= {"lora_targets": ("all-linear", "experts")} if base == "experts" else {}
+    with pytest.warns(UserWarning, match="dequantised"):
+        usual = train(TrainConfig(**given, output="usual"))
+        offloaded = train(TrainConfig(**given, offload=("weights",), output="offloaded"))
+    assert [block.offloaded_weights is None for block in usual.model.blocks] == [True, True]
+    held = offloaded.model.blocks[0].offloaded_weights[0]
+    assert sorted(held.held) == [0, 1] and all(memory.any() for memory in held.on_host)
+    runs = offloaded, usual
+    found, expected = ([record[key] for record in run.metrics for key in LOSSES & record.keys()] for run in runs)
+    assert found == expected and len(found) == 5 and len({*found}) > 2
+    (a,), (b,) = (run.exported.glob("*.safetensors") for run in runs)
+    assert a.read_bytes() == b.read_bytes()
+
+
+def test_the_plan_counts_offloaded_weights_on_the_host_and_two_blocks_of_them_on_the_device(folder):
+    given = LORA | objectives(folder)["sft"] | {"model": str(folder / "base"), "quantize": "nf4", "output": "run"}
+    configs = (TrainConfig(**given, activation_checkpointing="full", offload=offload) for offload in ((), ("weights",)))
+    usual, offloaded = (prepare(config, World(torch.device("cpu"))) for config in configs)
+    memory, model = offloaded.plan.memory, offloaded.model
+    model.offload_weights("cpu")
+    held = model.blocks[0].offloaded_weights[0]
+    assert memory.host == sum(map(len, held.on_host)) > 0 == usual.plan.memory.host
+    on_device = sum(p.nbytes for name, p in model.named_parameters() if not name.endswith("_bytes"))
+    assert memory.weights == on_device + held.buffers.nbytes == usual.plan.memory.weights
+    assert f"{memory_size(memory.host)} of them quantised weights" in offloaded.plan.text()

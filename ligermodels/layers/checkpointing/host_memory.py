@@ -5,6 +5,7 @@ import mmap
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,6 +47,13 @@ def available_in_group() -> float:
     statistics = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
     used = int((CGROUP / "memory.current").read_text()) - int(statistics["inactive_file"])
     return int(text) - used
+
+
+def event_on(stream: Any, module: Any) -> Any:
+    """An event behind all that is on the stream of a device module by now."""
+    event = module.Event()
+    event.record(stream)
+    return event
 
 
 def read_async(x: Tensor) -> Callable[[], list[float]]:

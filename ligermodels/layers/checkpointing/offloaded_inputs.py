@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from ligermodels.layers.checkpointing.host_memory import pinned_memory
+from ligermodels.layers.checkpointing.host_memory import event_on, pinned_memory
 
 
 def blocks_between(inputs: Sequence[int], budget: float) -> int:
@@ -115,10 +115,3 @@ class OffloadedInputs:
             torch.get_device_module(x.device).synchronize(x.device)  # a copy may still read what is freed
             self.free.pop()
         return pinned_memory(x.nbytes, x.device)
-
-
-def event_on(stream: Any, module: Any) -> Any:
-    """An event behind all that is on the stream of a device module by now."""
-    event = module.Event()
-    event.record(stream)
-    return event

@@ -56,10 +56,6 @@ class Share(NamedTuple):
         sums, maxima = ({name: function(x) for name, x in values.items()} for values in (self.sums, self.maxima))
         return Share(function(self.loss), sums, maxima)
 
-    def of_one_of(self, ranks: int) -> "Share":
-        """What each of the ranks adds that have all computed this one."""
-        return Share(self.loss / ranks, {name: value / ranks for name, value in self.sums.items()}, self.maxima)
-
 
 class StepTotals:
     """The shares of a step, added up over micro-batches, and then over ranks."""

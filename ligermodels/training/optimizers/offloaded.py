@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ligermodels.layers.checkpointing.host_memory import pinned_memory
+from ligermodels.layers.checkpointing.host_memory import event_on, pinned_memory
 
 STATE_ALIGNMENT = 256  # bytes, of the states in the host's memory and in the ring
 AHEAD = 2  # parameters whose states are copied to the device before their update
@@ -131,7 +131,7 @@ class OffloadedStates:
         self.outward.wait_stream(current)
         with self.module.stream(self.outward):
             self.packed[p].copy_(packed, non_blocking=True)
-        part.copied = self.returned[p] = self.event_on(self.outward)
+        part.copied = self.returned[p] = event_on(self.outward, self.module)
         part.needed = False
 
     def synchronize(self) -> None:
@@ -172,7 +172,7 @@ class OffloadedStates:
                 self.inward.wait_event(event)
         with self.module.stream(self.inward):
             self.ring[part.start : part.stop].copy_(self.packed[p], non_blocking=True)
-        part.copied = self.event_on(self.inward)
+        part.copied = event_on(self.inward, self.module)
         self.fetched = {q: old for q, old in self.fetched.items() if old not in replaced}
         self.parts = [*(old for old in self.parts if old not in replaced), part]
         self.end = part.stop
@@ -186,11 +186,6 @@ class OffloadedStates:
 
     def overlapping(self, part: RingPart) -> list[RingPart]:
         return [old for old in self.parts if old.start < part.stop and part.start < old.stop]
-
-    def event_on(self, stream: Any) -> Any:
-        event = self.module.Event()
-        event.record(stream)
-        return event
 
 
 def moved_to_meta(state: TensorState) -> TensorState:

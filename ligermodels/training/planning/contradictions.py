@@ -58,8 +58,7 @@ def refuse_contradictions(config: TrainConfig) -> None:
             "--on-nan skip: --optimizer-in-backward has updated some parameters before it sees a gradient that is not "
             "finite; leave one of the two out"
         )
-    if "activations" in (config.offload or ()):
-        refuse_unused_offload(config)
+    refuse_unused_offload(config)
     if config.float8 and not config.compile and not config.quantize:
         raise InputError("--float8 takes twice the time of bfloat16 unless blocks are compiled: add --compile")
     if config.quantize:
@@ -110,12 +109,16 @@ def refuse_unfit_quantisation(config: TrainConfig) -> None:
 
 def refuse_unused_offload(config: TrainConfig) -> None:
     """Raises InputError where no block saves its input alone, outside of compiled code."""
-    if config.activation_checkpointing == "none" or (config.activation_checkpointing is None and config.is_tiny):
-        raise InputError(
-            "--offload activations: keeps inputs of checkpointed blocks: add --activation-checkpointing full"
-        )
+    offload, checkpointing = config.offload or (), config.activation_checkpointing
+    given = next((f"--offload {name}" for name in ("activations", "weights") if name in offload), None)
+    if given is None:
+        return
+    if "activations" in offload and (checkpointing == "none" or (checkpointing is None and config.is_tiny)):
+        raise InputError(f"{given}: keeps inputs of checkpointed blocks: add --activation-checkpointing full")
+    if "weights" in offload and checkpointing != "full":
+        raise InputError("--offload weights: every block is recomputed: add --activation-checkpointing full")
     if config.compile:
-        raise InputError("--offload activations: compiled blocks save other tensors; leave --compile out")
+        raise InputError(f"{given}: compiled blocks save other tensors; leave --compile out")
 
 
 def refuse_unused_rounding(config: TrainConfig) -> None:
@@ -170,6 +173,10 @@ def refuse_unfit_offload(config: RunConfig, world: "World", memory: "TrainingMem
         raise InputError(
             f"--offload optimizer: runs on one process; {world.size} ranks share the states already; {out}"
         )
+    if "weights" in config.offload and world.size > 1:
+        raise InputError(f"--offload weights: runs on one process; {world.size} ranks shard the weights; leave it out")
+    if "weights" in config.offload and not memory.offloaded_weights:
+        raise InputError("--offload weights: the model has no weights in few bits; add --quantize nf4, or leave it out")
     if "activations" in config.offload and not checkpointed_blocks:
         raise InputError(
             "--offload activations: has no effect, because a step fits into memory without activation checkpointing; "

@@ -19,6 +19,7 @@ from ligermodels.aliases import flag_of
 from ligermodels.distributed import World, gather_objects, ranks_of_host
 from ligermodels.errors import InputError
 from ligermodels.layers.checkpointing.host_memory import available_host_memory
+from ligermodels.layers.checkpointing.offloaded_weights import offloaded_bytes
 from ligermodels.layers.decoder import CausalLM
 from ligermodels.memory.blocks import CROSS_ENTROPY, HeadOp
 from ligermodels.memory.model import (
@@ -50,7 +51,11 @@ from ligermodels.training.settings.config import RL, SUPERVISED, UNIT_SETTINGS, 
 from ligermodels.units import counted, memory_size
 
 MANY_EPOCHS = 10
-OFFLOADED = {"optimizer": "optimizer states", "activations": "inputs of blocks"}  # by the values of --offload
+OFFLOADED = {  # by the values of --offload
+    "optimizer": "optimizer states",
+    "activations": "inputs of blocks",
+    "weights": "quantised weights",
+}
 
 
 @dataclass(frozen=True)
@@ -204,6 +209,8 @@ class Plan:
             inputs, every = memory_size(self.memory.offloaded_inputs), self.memory.offloads_every
             blocks = "every checkpointed block" if every == 1 else f"one of {every} checkpointed blocks"
             of_them = f", {inputs} of them the inputs of {blocks}" if every else ""
+            if self.memory.offloaded_weights:
+                of_them += f", {memory_size(self.memory.offloaded_weights)} of them quantised weights"
             known = self.world.planned_for is None
             limit = f"of {memory_size(available_host_memory())}" if known else "that the host must have for each rank"
             yield "  host memory", f"{memory_size(self.memory.host):>10} {limit}{of_them}"
@@ -434,19 +441,21 @@ def memory_needs(
     micro_batches: how many of them a step has, by their rows. row_patches: the most of the images of a row. head_op: as
     that of `training_memory`. The result takes the micro-batch size as `batch_size`.
     """
-    on_device, on_host, room = states.all, 0, 0.0
+    on_device, on_host, room, offload_weights = states.all, 0, 0.0, "weights" in config.offload
     # A checkpoint copies weights and states to the host, so that it can be written beside the next steps.
     copied = (sum(p.nbytes for p in trained_parameters(model)) + on_device) // dp_shard_size(world, config.dp_replicate)
     if "optimizer" in config.offload:
         _, on_device, on_host = states
     if "activations" in config.offload:
         free = min(gather_objects(available_host_memory() // ranks_of_host()))
-        room = max(0, free - copied - on_host) if world.planned_for is None else math.inf  # its host is not known
+        needed = copied + on_host + offloaded_bytes(model.blocks)[1] * offload_weights
+        room = max(0, free - needed) if world.planned_for is None else math.inf  # its host is not known
     estimate = functools.partial(
         training_memory, model, sequence_length=config.sequence_length, dtype=dtype,
         shards=dp_shard_size(world, config.dp_replicate), optimizer_states=on_device, offloaded_states=on_host,
         room_for_inputs=room, beside=beside, context=world.context, expert_ranks=config.expert_parallel,
         head_op=head_op, low_memory_loss=config.low_memory_loss, step_in_backward=config.optimizer_in_backward,
+        offload_weights=offload_weights,
     )  # fmt: skip
     return lambda *, batch_size, **options: estimate(
         batch_size, patches=batch_size * row_patches, micro_batches=micro_batches(batch_size), **options

@@ -52,7 +52,7 @@ from ligermodels.training.settings.fields import (
     setting,
 )
 
-Offloaded = Literal["none", "optimizer", "activations"]
+Offloaded = Literal["none", "optimizer", "activations", "weights"]
 TrainedPart = Literal["vision", "projector", "text"]
 LoggerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 
@@ -122,7 +122,8 @@ class TrainConfig:
         "complete, which frees the gradient; clips by the running norm of the steps before",
         shown="off, or on to fit into memory", objectives=("sft",))
     offload: OptionalValues[Offloaded] = setting("training", None, "what is kept "
-        "in pinned host memory: optimizer, its states; activations, the inputs of checkpointed blocks",
+        "in pinned host memory: optimizer, its states; activations, the inputs of checkpointed blocks; weights, "
+        "those of blocks in few bits",
         shown="none, or optimizer to fit into memory", may_be_empty=True)
     learning_rate: float | None = setting("training", None, "peak learning rate", ABOVE_ZERO,
         shown="2e-5; LoRA: 2e-4; new weights: 4.5e-3 at width 128, with images 1e-3, 1/width; of preferences and "

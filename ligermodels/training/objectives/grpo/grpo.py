@@ -69,6 +69,7 @@ from ligermodels.training.objectives.grpo.sampling import (
     most_prompt_tokens,
 )
 from ligermodels.training.objectives.objective import Objective, RunSetup, Share, Work
+from ligermodels.training.objectives.preference.groups import one_of
 from ligermodels.training.objectives.preference.references import (
     Reference,
     ReferenceSpec,
@@ -366,11 +367,11 @@ class GRPO(Objective):
             out = model(**self.model_inputs(batch), logprobs=options | {"temperature": self.temperature})
             assert out.loss is not None and out.logprobs is not None
             sums, maxima = metric_sums(self.policy, batch, self.of_all_rows(out.logprobs, batch))
-            of_whole_row = Share(out.loss, sums, maxima).of_one_of(self.world.context)
+            of_whole_row = one_of(self.world.context, Share(out.loss, sums, maxima))
             return of_whole_row._replace(loss=out.loss)  # which is that of this rank's part
         found = self.logprobs(model, batch)
         loss = self.loss_of_tokens(batch, work.counts, found.logprobs, found.entropy)
-        return Share(loss, *metric_sums(self.policy, batch, found)).of_one_of(self.world.context)
+        return one_of(self.world.context, Share(loss, *metric_sums(self.policy, batch, found)))
 
     def loss_of_tokens(
         self, batch: RolloutBatch, counts: Tensor, logprobs: Tensor, entropy: Tensor | None, only: Tensor | None = None

@@ -26,7 +26,7 @@ from ligermodels.training.data.preferences import GroupOptions, PreferenceBatch,
 from ligermodels.training.data.preferences.formats import GroupKind
 from ligermodels.training.data.reader import image_options
 from ligermodels.training.objectives.evaluation import start_stop_check
-from ligermodels.training.objectives.objective import Objective, StepTotals, Work
+from ligermodels.training.objectives.objective import Objective, Share, StepTotals, Work
 from ligermodels.training.planning.defaults import TRAINING_PASSES, Choice, image_limits, validation_interval
 from ligermodels.training.reporting.metrics import Validation
 from ligermodels.training.run.stopping import Stop
@@ -124,11 +124,6 @@ class GroupObjective(Objective):
         return HeadOp("linear_logprobs")
 
     @property
-    def has_whole_units(self) -> bool:
-        """Whether a rank has all tokens of a unit, so that the head can form the gradients of its loss."""
-        return self.world.context == 1
-
-    @property
     def shares_prompts(self) -> bool:
         """Whether a row has one copy of a prompt that several completions have."""
         return self.kind == "pairs" and self.data.training.groups.options.share_prompts
@@ -158,12 +153,16 @@ class GroupObjective(Objective):
         """The policy's pass over a row. extras are those of `ops.linear_logprobs`, beside what is always measured; loss
         has the row_loss of `ops.linear_logprobs_loss` and its borders, where the loss is one of units."""
         more = ["mean_logit"] if self.config.mean_logits else []
-        options, context = {"extras": (*MEASURED, *more, *extras), **loss}, self.run.context
+        options, context = {"extras": (*MEASURED, *more, *extras)}, self.run.context
+        options |= loss if context is None else {}
         output = model(**batch.model_inputs, row_lengths=batch.row_lengths, logprobs=options, context=context)
-        found = output.logprobs.map(lambda x: batch.of_all_rows(x, context)[: batch.supervised])
+        found, of_units = output.logprobs.map(lambda x: batch.of_all_rows(x, context)), output.loss
+        if context is not None and loss:
+            of_units = loss["row_loss"](found.logprobs, None, slice(0, len(found.logprobs)))
+        found = found.map(lambda x: x[: batch.supervised])
         if output.aux_loss is None:
-            return PolicyOutput(output.loss, found)
-        return PolicyOutput(output.loss, found, getattr(model.config, "router_aux_loss_coef", 0.0) * output.aux_loss)
+            return PolicyOutput(of_units, found)
+        return PolicyOutput(of_units, found, getattr(model.config, "router_aux_loss_coef", 0.0) * output.aux_loss)
 
     def validation_steps(self, model: CausalLM) -> Iterator[Step]:
         """The held-out groups, once."""
@@ -225,6 +224,11 @@ def mean_logits(sums: Mapping[str, float]) -> dict[str, float]:
 def balance_share(balance: Tensor | None, batch: PreferenceBatch, work: Work) -> Tensor | float:
     """The micro-batch's part of the routers' balance loss: its share of the step's tokens, which routers see."""
     return 0.0 if balance is None else balance * (batch.tokens / work.tokens)
+
+
+def one_of(ranks: int, share: Share) -> Share:
+    """What each of the ranks adds that have all computed this share."""
+    return Share(share.loss / ranks, {name: value / ranks for name, value in share.sums.items()}, share.maxima)
 
 
 def given(**options: Any) -> dict[str, Any]:

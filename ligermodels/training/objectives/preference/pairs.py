@@ -30,6 +30,7 @@ from ligermodels.training.objectives.preference.groups import (
     given,
     logit_sums,
     mean_logits,
+    one_of,
     token_sums,
 )
 from ligermodels.training.objectives.preference.references import ReferenceObjective
@@ -69,12 +70,13 @@ class PairObjective(GroupObjective):
     @property
     def reads_pairs_alone(self) -> bool:
         """Whether the loss of a pair reads its own log-probabilities alone, so that the head can form its gradients."""
-        return self.has_whole_units
+        return True
 
     @property
     def head_op(self) -> HeadOp:
-        longest = self.data.training.groups.longest_group
-        return HeadOp("linear_logprobs_loss", longest) if self.reads_pairs_alone else super().head_op
+        if self.world.context > 1 or not self.reads_pairs_alone:  # a pair may be on several ranks
+            return super().head_op
+        return HeadOp("linear_logprobs_loss", self.data.training.groups.longest_group)
 
     def loss(self, model: CausalLM, batch: PreferenceBatch, work: Work) -> Share:
         reference = self.reference_sums(model, batch)  # before the policy's pass: it may exchange weights
@@ -89,7 +91,7 @@ class PairObjective(GroupObjective):
         sums |= logit_sums(found, batch.completions, chosen)
         assert found.greedy is not None  # `policy` asked for it
         sums["mean_token_accuracy"] = segment_sums(found.greedy.float(), batch.completions)[chosen].sum()
-        return Share(of_pairs + balance_share(balance, batch, work), sums).of_one_of(self.world.context)
+        return one_of(self.world.context, Share(of_pairs + balance_share(balance, batch, work), sums))
 
     def loss_of_rows(
         self, batch: PreferenceBatch, reference: Mapping[str, Tensor], counts: Tensor, logprobs: Tensor, _: Any,
@@ -173,7 +175,7 @@ class DPO(ReferenceObjective, PairObjective):
 
     @property
     def reads_pairs_alone(self) -> bool:
-        return super().reads_pairs_alone and not self.sorts and not self.config.wpo
+        return not self.sorts and not self.config.wpo
 
     def policy(self, model: CausalLM, batch: PreferenceBatch, extras: Sequence[str] = (), **loss: Any) -> PolicyOutput:
         return super().policy(model, batch, [*extras, *(["log_sum_squares"] if self.config.wpo else [])], **loss)
@@ -316,7 +318,7 @@ class Reward(GroupObjective):
         found = losses.reward(scores, margin=batch.margins, center_rewards_coefficient=self.config.center_rewards)
         sums = {"pairs": found.pairs} | {name: found.metrics[name] for name in REWARD_MEANS}
         maxima = {"max_reward": found.metrics["max_reward"], "min_reward": -found.metrics["min_reward"]}
-        return Share(found.loss / work.counts[0], sums, maxima).of_one_of(self.world.context)
+        return one_of(self.world.context, Share(found.loss / work.counts[0], sums, maxima))
 
     def metrics(self, sums: Mapping[str, float], maxima: Mapping[str, float], step: int) -> dict[str, float]:
         means = {name: sums[name] / max(1.0, sums["pairs"]) for name in REWARD_MEANS}
