@@ -242,6 +242,17 @@ class PreferenceBatch:
         """The tokens of the row without padding, for `forward`: int64 [1]."""
         return self.rows.new_full((1,), self.tokens)
 
+    def borders(self, size: int) -> list[int]:
+        """Where groups of `size` completions end among the N rows, from 0 on; the last one has the padding too."""
+        return [0, *self.offsets[size:-1:size].tolist(), padded(self.supervised)]
+
+    def completions_in(self, rows: slice, size: int) -> tuple[slice, Tensor]:
+        """The completions that some of the N rows have, which are whole groups of `size`, and their offsets in them."""
+        borders = self.borders(size)
+        first, last = bisect_left(borders, rows.start), bisect_right(borders, rows.stop) - 1
+        found = slice(size * first, size * last)
+        return found, self.completions[found.start : found.stop + 1] - rows.start
+
     def of_all_rows(self, values: Tensor, context: ContextGroup | None) -> Tensor:
         """Values of this rank's `rows` -> those of all N rows, with zeros in the padding, where ranks share the row.
 
@@ -251,17 +262,6 @@ class PreferenceBatch:
             return values
         found = context.gather(values[: self.parts[context.rank]], self.parts)
         return F.pad(found, (0, padded(len(found)) - len(found)))
-
-    def borders(self, size: int) -> list[int]:
-        """Where groups of `size` completions end among the N rows, from 0 on; the last one has the padding too."""
-        return [0, *self.offsets[size:-1:size].tolist(), len(self.rows)]
-
-    def completions_in(self, rows: slice, size: int) -> tuple[slice, Tensor]:
-        """The completions that some of the N rows have, which are whole groups of `size`, and their offsets in them."""
-        borders = self.borders(size)
-        first, last = bisect_left(borders, rows.start), bisect_right(borders, rows.stop) - 1
-        found = slice(size * first, size * last)
-        return found, self.completions[found.start : found.stop + 1] - rows.start
 
     def to(self, device: torch.device) -> "PreferenceBatch":
         """Copies the batch to a device; copies from pinned memory do not block the host."""

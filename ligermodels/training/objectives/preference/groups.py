@@ -124,11 +124,6 @@ class GroupObjective(Objective):
         return HeadOp("linear_logprobs")
 
     @property
-    def has_whole_units(self) -> bool:
-        """Whether a rank has all tokens of a unit, so that the head can form the gradients of its loss."""
-        return self.world.context == 1
-
-    @property
     def shares_prompts(self) -> bool:
         """Whether a row has one copy of a prompt that several completions have."""
         return self.kind == "pairs" and self.data.training.groups.options.share_prompts
@@ -158,12 +153,16 @@ class GroupObjective(Objective):
         """The policy's pass over a row. extras are those of `ops.linear_logprobs`, beside what is always measured; loss
         has the row_loss of `ops.linear_logprobs_loss` and its borders, where the loss is one of units."""
         more = ["mean_logit"] if self.config.mean_logits else []
-        options, context = {"extras": (*MEASURED, *more, *extras), **loss}, self.run.context
+        options, context = {"extras": (*MEASURED, *more, *extras)}, self.run.context
+        options |= loss if context is None else {}
         output = model(**batch.model_inputs, row_lengths=batch.row_lengths, logprobs=options, context=context)
-        found = output.logprobs.map(lambda x: batch.of_all_rows(x, context)[: batch.supervised])
+        found, of_units = output.logprobs.map(lambda x: batch.of_all_rows(x, context)), output.loss
+        if context is not None and loss:
+            of_units = loss["row_loss"](found.logprobs, None, slice(0, len(found.logprobs)))
+        found = found.map(lambda x: x[: batch.supervised])
         if output.aux_loss is None:
-            return PolicyOutput(output.loss, found)
-        return PolicyOutput(output.loss, found, getattr(model.config, "router_aux_loss_coef", 0.0) * output.aux_loss)
+            return PolicyOutput(of_units, found)
+        return PolicyOutput(of_units, found, getattr(model.config, "router_aux_loss_coef", 0.0) * output.aux_loss)
 
     def validation_steps(self, model: CausalLM) -> Iterator[Step]:
         """The held-out groups, once."""

@@ -64,7 +64,7 @@ class KTO(ReferenceObjective):
     @property
     def head_op(self) -> HeadOp:
         longest = self.data.training.groups.longest_group
-        return HeadOp("linear_logprobs_loss", longest) if self.has_whole_units else super().head_op
+        return HeadOp("linear_logprobs_loss", longest) if self.world.context == 1 else super().head_op
 
     def default_reference(self) -> str:
         found = default_reference(self.config)
@@ -106,17 +106,14 @@ class KTO(ReferenceObjective):
 
     def loss(self, model: CausalLM, batch: PreferenceBatch, work: Work) -> Share:
         reference = self.reference.sums(model, batch, None)  # before the policy's pass: it may exchange weights
-        loss: dict[str, Any] = {}
-        if self.has_whole_units:
-            loss = {"row_loss": partial(self.loss_of_rows, batch, reference, work.counts), "borders": batch.borders(1)}
-        in_chunks, found, balance = self.policy(model, batch, **loss)
-        assert batch.desirable is not None  # of judged completions
-        examples, z = work.counts.unbind()
+        row_loss = partial(self.loss_of_rows, batch, reference, work.counts)
+        loss, found, balance = self.policy(model, batch, row_loss=row_loss, borders=batch.borders(1))
+        assert loss is not None and batch.desirable is not None
+        z = work.counts[1]
         result = losses.kto(found.logprobs, batch.completions, reference, batch.desirable, z, **self.options)
         sums = {"examples": result.examples, "kl": z * result.examples, **result.metrics, **token_sums(found)}
         sums |= logit_sums(found, batch.completions, batch.desirable)
-        of_examples = result.loss / examples + 0.0 * found.logprobs.sum() if in_chunks is None else in_chunks
-        return one_of(self.world.context, Share(of_examples + balance_share(balance, batch, work), sums))
+        return one_of(self.world.context, Share(loss + balance_share(balance, batch, work), sums))
 
     def loss_of_rows(
         self, batch: PreferenceBatch, reference: Tensor, counts: Tensor, logprobs: Tensor, _: Any, rows: slice

@@ -70,12 +70,13 @@ class PairObjective(GroupObjective):
     @property
     def reads_pairs_alone(self) -> bool:
         """Whether the loss of a pair reads its own log-probabilities alone, so that the head can form its gradients."""
-        return self.has_whole_units
+        return True
 
     @property
     def head_op(self) -> HeadOp:
-        longest = self.data.training.groups.longest_group
-        return HeadOp("linear_logprobs_loss", longest) if self.reads_pairs_alone else super().head_op
+        if self.world.context > 1 or not self.reads_pairs_alone:  # a pair may be on several ranks
+            return super().head_op
+        return HeadOp("linear_logprobs_loss", self.data.training.groups.longest_group)
 
     def loss(self, model: CausalLM, batch: PreferenceBatch, work: Work) -> Share:
         reference = self.reference_sums(model, batch)  # before the policy's pass: it may exchange weights
@@ -174,7 +175,7 @@ class DPO(ReferenceObjective, PairObjective):
 
     @property
     def reads_pairs_alone(self) -> bool:
-        return super().reads_pairs_alone and not self.sorts and not self.config.wpo
+        return not self.sorts and not self.config.wpo
 
     def policy(self, model: CausalLM, batch: PreferenceBatch, extras: Sequence[str] = (), **loss: Any) -> PolicyOutput:
         return super().policy(model, batch, [*extras, *(["log_sum_squares"] if self.config.wpo else [])], **loss)

@@ -55,18 +55,6 @@ def test_the_rows_of_the_head_predict_the_completions(share):
     assert (batch.shared_keys is None) != share
 
 
-def test_ranks_that_share_a_row_have_the_rows_of_their_parts():
-    groups = [group(30, 20, 40), group(60, 7, 150, first=100)]
-    whole = row(*groups)
-    worlds = [World(torch.device("cpu"), rank, 3, context=3) for rank in range(3)]
-    parts = [collate_groups(groups, range(2), 512, world=world)[0] for world in worlds]
-    length, sizes = parts[0].input_ids.shape[1], parts[0].parts
-    assert length == 384 and sizes == (60, 105, 52) and sum(sizes) == whole.supervised
-    places = [part.rows[:size] + rank * 128 for rank, (part, size) in enumerate(zip(parts, sizes, strict=True))]
-    assert torch.equal(torch.cat(places), whole.rows[: whole.supervised])
-    assert [part.rows[size:].unique().tolist() for part, size in zip(parts, sizes, strict=True)] == [[127]] * 3
-
-
 def test_groups_end_between_rows_of_the_head():
     batch = row(group(3, 2, 1), group(2, 6, 4, first=80), group(2, 3, 1, first=90))
     assert batch.borders(2) == [0, 3, 13, 128] and batch.borders(1) == [0, 2, 3, 9, 13, 16, 128]
@@ -77,6 +65,18 @@ def test_groups_end_between_rows_of_the_head():
     ]:
         got, found = batch.completions_in(rows, 2)
         assert (got, found.tolist()) == (inside, offsets)
+
+
+def test_ranks_that_share_a_row_have_the_rows_of_their_parts():
+    groups = [group(30, 20, 40), group(60, 7, 150, first=100)]
+    whole = row(*groups)
+    worlds = [World(torch.device("cpu"), rank, 3, context=3) for rank in range(3)]
+    parts = [collate_groups(groups, range(2), 512, world=world)[0] for world in worlds]
+    length, sizes = parts[0].input_ids.shape[1], parts[0].parts
+    assert length == 384 and sizes == (60, 105, 52) and sum(sizes) == whole.supervised
+    places = [part.rows[:size] + rank * 128 for rank, (part, size) in enumerate(zip(parts, sizes, strict=True))]
+    assert torch.equal(torch.cat(places), whole.rows[: whole.supervised])
+    assert [part.rows[size:].unique().tolist() for part, size in zip(parts, sizes, strict=True)] == [[127]] * 3
 
 
 def test_a_row_of_padding_supervises_nothing():
