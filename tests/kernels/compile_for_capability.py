@@ -82,6 +82,7 @@ if __name__ == "__main__":
     from tests.kernels.ops import OPS
     from tests.kernels.ops.base import run_all_kernels
     from tests.kernels.ops.norms import run_chunked_norm
+    from tests.kernels.ops.quantised import run_fp8_products
 
     for name, entry in OPS.items():
         if prefixes and not name.startswith(prefixes):
@@ -90,6 +91,7 @@ if __name__ == "__main__":
             run_all_kernels(name, entry.draw(1, tokens, *size).to(torch.bfloat16))
     if not prefixes:
         run_chunked_norm()
+        run_fp8_products()
         assert_all_compiled()
     for name, kernel in compiled_kernels():
         print(kernel.metadata.shared, *resources(kernel), name)

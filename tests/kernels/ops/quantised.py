@@ -13,6 +13,7 @@ from ligermodels.kernels.linear.linear import (
     norm_linear_reference,
 )
 from ligermodels.kernels.quant.fp8 import Float8, fp8_dequantize_reference
+from ligermodels.kernels.quant.fp8_products import quantize_rows, transposed
 from ligermodels.kernels.quant.mxfp4 import EXPONENT_BIAS, Mxfp4Layout, mxfp4_dequantize_reference
 from ligermodels.kernels.quant.nf4 import Nf4, nf4_dequantize_reference, nf4_encode, nf4_encode_reference
 from ligermodels.kernels.quant.quantised_weight import QuantisedWeight, frozen_linear
@@ -141,6 +142,16 @@ def nf4_encode_case(batch, length, columns) -> Case:
 
     ours, reference = partial(encode, nf4_encode), partial(encode, nf4_encode_reference)
     return Case(ours, reference, [normal(batch, length, columns)], [])
+
+
+def run_fp8_products() -> None:
+    """Runs the kernels around products in FP8, which have no place in the table: their rounding is the result."""
+    x, factors = normal(32, 4096).to(torch.bfloat16), normal(3, 4096).abs()
+    for group in (128, 4096):
+        codes, _ = quantize_rows(x, group)
+    quantize_rows(x, 4096, factors)
+    quantize_rows(x, 4096, factors, torch.arange(32, device=DEVICE) % 3)
+    transposed(codes)
 
 
 OPS = {
