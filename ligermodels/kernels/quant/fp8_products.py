@@ -26,7 +26,7 @@ from ligermodels.kernels.launch import as_matrix, cdiv, kernel
 from ligermodels.kernels.quant.fp8 import FP8_BLOCK, LARGEST, Float8, fp8_quantize
 
 FP8_SIZES = 16  # both sizes of a weight must be multiples of it
-SCALES_MULTIPLE = 4  # cuBLAS reads rows of a weight's scales of this many
+SCALES_MULTIPLE = 4  # cuBLAS reads scales of blocks so many at a time
 TILE = 4096  # elements that a program quantises at a time
 TRANSPOSED = 128  # rows and columns that a program transposes
 
@@ -101,11 +101,14 @@ def scaled_product(x: Tensor, x_scale: Tensor, codes: Tensor, scale: Tensor, *, 
             x, codes.t(), x_scale, ScalingType.RowWise, scale.t(), ScalingType.RowWise,
             output_dtype=torch.bfloat16, use_fast_accum=fast,
         )  # fmt: skip
-    scale = F.pad(scale, (0, -scale.shape[1] % SCALES_MULTIPLE))
+    rows, scale = len(x), F.pad(scale, (0, -scale.shape[1] % SCALES_MULTIPLE))
+    if missing := -rows % SCALES_MULTIPLE:
+        x = F.pad(x.view(torch.uint8), (0, 0, 0, missing)).view(x.dtype)
+        x_scale = F.pad(x_scale.t(), (0, missing)).t()
     return F.scaled_mm(
         x, codes.t(), x_scale, ScalingType.BlockWise1x128, scale.t(), ScalingType.BlockWise128x128,
         output_dtype=torch.bfloat16,
-    )  # fmt: skip
+    )[:rows]  # fmt: skip
 
 
 def scaled_grouped_product(
