@@ -19,6 +19,7 @@ from tests.kernels.error_budget import DTYPES, check, relative_error
 from tests.kernels.ops import OPS, parametrize_ops
 from tests.kernels.ops.attention import attention_case
 from tests.kernels.ops.base import as_list
+from tests.kernels.ops.quantised import run_fp8_products
 from tests.suites import quick, slow
 
 HALF = DTYPES[-1]
@@ -110,6 +111,10 @@ def calls_of_all_ops():
         for trained in (case, case.train_only(0), case.train_only(1)) if op.has_gradients else (case,):
             for function, args in record(trained).calls:
                 calls[function._schema.name][tuple(map(kind_of, args))] = function, args
+    with Recorder() as recorder:
+        run_fp8_products()
+    for function, args in recorder.calls:
+        calls[function._schema.name][tuple(map(kind_of, args))] = function, args
     return calls
 
 

@@ -416,7 +416,7 @@ def test_the_host_holds_at_most_one_gathered_parameter_and_one_block(tmp_path, m
     class Counted(torch.Tensor):
         __hash__ = object.__hash__
 
-    def gathered(parameter):
+    def gathered(parameter, _):
         alive.add(copy := parameter.detach().clone().as_subclass(Counted))
         most.append(len(alive))
         return copy

@@ -206,7 +206,7 @@ def input_gradient(
     dx = product_gradient(as_matrix(dy), weight, layout)
     if dlow is not None and a is not None:
         dx.addmm_(as_matrix(dlow), a)
-    return dx if dy.ndim == 2 else dx.view(*dy.shape[:-1], -1)
+    return dx if dy.ndim == 2 else dx.view(*dy.shape[:-1], dx.shape[1])
 
 
 def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:

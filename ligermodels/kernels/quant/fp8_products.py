@@ -154,7 +154,8 @@ def quantize_rows(
 
 def transposed(codes: Tensor) -> Tensor:
     """codes [..., N, K] -> [..., K, N], contiguous."""
-    return _transpose(codes) if runs_kernels(codes) else codes.view(torch.uint8).mT.contiguous().view(codes.dtype)
+    data = codes.view(torch.uint8)
+    return (_transpose(data) if runs_kernels(data) else data.mT.contiguous()).view(codes.dtype)
 
 
 @kernel(do_not_specialize=("rows",))
@@ -248,7 +249,7 @@ def _launch_transpose(codes: Tensor) -> Tensor:
     *matrices, rows, columns = codes.shape
     launch = _transpose_kernel.bind(SIZE=TRANSPOSED, num_warps=8)
     programs = math.prod(matrices) * cdiv(rows, TRANSPOSED) * cdiv(columns, TRANSPOSED)
-    launch(programs, codes.view(torch.uint8), result.view(torch.uint8), rows, columns)
+    launch(programs, codes, result, rows, columns)
     return result
 
 

@@ -222,7 +222,7 @@ class _FrozenLinear(Node):
         needs_x, _, _, needs_bias = ctx.needs_input_grad
         dx = ctx.layout.input_gradient(as_matrix(dy), data) if needs_x else None
         return (
-            dx if dx is None else dx.view(*dy.shape[:-1], -1),
+            dx if dx is None else dx.view(*dy.shape[:-1], dx.shape[1]),
             None,
             None,
             as_matrix(dy).sum(0) if needs_bias else None,
