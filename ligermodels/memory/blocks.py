@@ -324,7 +324,7 @@ CROSS_ENTROPY = HeadOp()
 def loss_bytes(
     op: HeadOp, tokens: int, hidden: int, vocab: int, dtype: torch.dtype, trained: bool, low_memory: bool = False
 ) -> int:
-    """Bytes of `op`, of which "linear_cross_entropy" alone can have low_memory.
+    """Bytes of `op`. low_memory is for "linear_cross_entropy" alone.
 
     tokens: N, those that have a target. trained: whether the weight has a gradient. Raises ValueError for another op.
     For few tokens, all logits and, later, the weight's gradient. Otherwise, where the forward computes the gradients,

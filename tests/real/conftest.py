@@ -73,7 +73,7 @@ def folder_of(shared, gguf_of) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="session")
 def shallow(shared, folder_of) -> Path:
-    """The folder of SmolLM2's first blocks, for what is no other in the blocks behind them."""
+    """The folder of SmolLM2's first blocks, for tests of what the later blocks only repeat."""
 
     def cut(folder: Path) -> None:
         whole = folder_of("smollm2")

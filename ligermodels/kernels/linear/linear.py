@@ -132,8 +132,8 @@ def gated_linear_reference(
     gate_up: Tensor, weight: Weight, bias: Tensor | None = None, activation: str = "silu",
     low_rank: LowRank | None = None, gate_multiplier: float = 1.0, down_multiplier: float = 1.0,
 ) -> Tensor:  # fmt: skip
-    product = gated_activation_reference(gate_up, activation, None, gate_multiplier, down_multiplier)
-    return low_rank_linear_reference(product, weight, bias, low_rank)
+    activated = gated_activation_reference(gate_up, activation, None, gate_multiplier, down_multiplier)
+    return low_rank_linear_reference(activated, weight, bias, low_rank)
 
 
 def check_operands(

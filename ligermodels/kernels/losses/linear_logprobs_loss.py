@@ -1,6 +1,6 @@
 """A loss of log-probabilities that is a sum over units of rows, with its gradients computed in the forward.
 
-    loss = Σ_units f(logprobs, entropies of its rows)      those of `linear_logprobs`, to the bit
+    loss = Σ_units f(logprobs, entropies of its rows)      both with the bits of `linear_logprobs`
 
 A unit is one row, as in GRPO, or the rows between two borders: in DPO those of a pair. Pieces of logits are projected
 into a ring of memory that holds any unit as a whole. The caller's f is called for the units that are complete and

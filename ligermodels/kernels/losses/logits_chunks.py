@@ -141,7 +141,7 @@ def chunks_of_pieces(
 class Sweep(NamedTuple):
     """A step over rows whose logits are projected once, into a ring; each field has consecutive rows.
 
-    filled: those whose logits are projected. complete: those of the units of which the last row is now there.
+    filled: those whose logits are projected. complete: those of units whose last row is among them by now.
     finished: the pieces that make room, because units that are not complete have no row in them.
     """
 

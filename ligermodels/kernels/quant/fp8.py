@@ -166,8 +166,12 @@ def fp8_quantize(matrix: Tensor, block: tuple[int, int] = FP8_BLOCK) -> tuple[Te
 
 def fp8_dequantize_reference(data: Tensor, layout: Float8) -> Tensor:
     scale_row, scale, codes = layout.view(data.contiguous())
-    of_row = scale.index_select(0, scale_row).repeat_interleave(layout.block[1], 1)[:, : layout.columns]
-    return (codes.float() * of_row).to(layout.dtype).view(layout.shape)
+    return scaled_codes(codes, scale.index_select(0, scale_row), layout.block[1]).to(layout.dtype).view(layout.shape)
+
+
+def scaled_codes(codes: Tensor, scale: Tensor, block: int) -> Tensor:
+    """codes e4m3 [M, K], scale fp32 [M, ⌈K / block⌉] -> what they stand for, fp32 [M, K]."""
+    return codes.float() * scale.repeat_interleave(block, 1)[:, : codes.shape[1]]
 
 
 @kernel()

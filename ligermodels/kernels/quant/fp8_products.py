@@ -23,7 +23,7 @@ from torch.nn.functional import ScalingType
 
 from ligermodels.kernels.dispatch import register_op, runs_kernels
 from ligermodels.kernels.launch import as_matrix, cdiv, kernel
-from ligermodels.kernels.quant.fp8 import FP8_BLOCK, LARGEST, Float8, fp8_quantize
+from ligermodels.kernels.quant.fp8 import FP8_BLOCK, LARGEST, Float8, fp8_quantize, scaled_codes
 
 FP8_SIZES = 16  # both sizes of a weight must be multiples of it
 SCALES_MULTIPLE = 4  # cuBLAS reads scales of blocks so many at a time
@@ -50,8 +50,7 @@ class MultipliedFloat8(Float8):
     def product(self, x: Tensor, data: Tensor, bias: Tensor | None) -> Tensor:
         if not self.is_multiplied:
             return super().product(x, data, bias)
-        scale_row, scale, codes = self.view(data)
-        scale = scale.index_select(0, scale_row) if self.has_row_scales else scale
+        scale, codes = self.factors(data)
         y = scaled_product(*quantize_rows(as_matrix(x), self.columns_of_scale), codes, scale, fast=True)
         y = y if bias is None else y.add_(bias)
         return y.view(*x.shape[:-1], self.rows)
@@ -59,9 +58,9 @@ class MultipliedFloat8(Float8):
     def input_gradient(self, dy: Tensor, data: Tensor) -> Tensor:
         if not self.is_multiplied:
             return super().input_gradient(dy, data)
-        scale_row, scale, codes = self.view(data)
+        scale, codes = self.factors(data)
         if self.has_row_scales:
-            quantised = quantize_rows(dy, self.rows, scale.index_select(0, scale_row).t())
+            quantised = quantize_rows(dy, self.rows, scale.t())
             scale = scale.new_ones(self.columns, 1)
         else:
             quantised, scale = quantize_rows(dy, FP8_BLOCK[1]), scale.mT
@@ -69,21 +68,23 @@ class MultipliedFloat8(Float8):
 
     def grouped_product(self, x: Tensor, data: Tensor, offsets: Tensor) -> Tensor:
         """x [R, K], the bytes of a weight [E, N, K], offsets int32 [E] of the groups' ends -> x_g Ŵ_gᵀ [R, N]."""
-        scale_row, scale, codes = self.view(data)
-        scale = scale.index_select(0, scale_row).view(self.shape[:2])
-        return scaled_grouped_product(
-            *quantize_rows(x, self.columns), codes.view(self.shape), scale, offsets, fast=True
-        )
+        scale, codes = self.factors(data)
+        weight = codes.view(self.shape), scale.view(self.shape[:2])
+        return scaled_grouped_product(*quantize_rows(x, self.columns), *weight, offsets, fast=True)
 
     def grouped_input_gradient(self, dy: Tensor, data: Tensor, offsets: Tensor) -> Tensor:
         """dy [R, N] -> dy_g Ŵ_g [R, K]."""
         experts, rows, columns = self.shape
-        scale_row, scale, codes = self.view(data)
-        scale = scale.index_select(0, scale_row).view(experts, rows)
+        scale, codes = self.factors(data)
         group = torch.searchsorted(offsets, torch.arange(len(dy), device=dy.device, dtype=offsets.dtype), right=True)
-        quantised = quantize_rows(dy, rows, scale, group)
+        quantised = quantize_rows(dy, rows, scale.view(experts, rows), group)
         ones = scale.new_ones(experts, columns)
         return scaled_grouped_product(*quantised, transposed(codes.view(self.shape)), ones, offsets, fast=False)
+
+    def factors(self, data: Tensor) -> tuple[Tensor, Tensor]:
+        """The scales, [rows, 1] or of the blocks, and the codes [rows, K] of a weight's bytes."""
+        scale_row, scale, codes = self.view(data)
+        return scale.index_select(0, scale_row) if self.has_row_scales else scale, codes
 
     @property
     def columns_of_scale(self) -> int:
@@ -130,8 +131,7 @@ def dequantized(codes: Tensor, scale: Tensor) -> Tensor:
     """codes [M, K], scale of equal blocks of them -> fp32 [M, K]."""
     rows, columns = codes.shape
     of_row = scale.repeat_interleave(cdiv(rows, scale.shape[0]), 0)[:rows]
-    block = columns if scale.shape[1] == 1 else FP8_BLOCK[1]
-    return codes.float() * of_row.repeat_interleave(block, 1)[:, :columns]
+    return scaled_codes(codes, of_row, columns if scale.shape[1] == 1 else FP8_BLOCK[1])
 
 
 def quantize_rows(

@@ -106,8 +106,8 @@ def test_double_backward_raises():
         torch.autograd.grad(loss, weight, create_graph=True)
 
 
-# Of 45 rows in pieces of 16, of which the ring has two: units that end between pieces and within, an empty one, and one
-# that needs three pieces.
+# 45 rows in pieces of 16; the ring holds two pieces. Units end between pieces or within one; one unit is empty, and one
+# needs three pieces.
 UNITS = (45, 40, 33)
 BORDERS = [0, 11, 11, 20, 33, 45], [0, 16, 32, 45], [0, 5, 44, 45], [0, 45]
 
