@@ -226,7 +226,7 @@ def write_first_files(config: TrainConfig, folder: Path) -> None:
 def place_model(run: Run, output: Path, say: Callable[[str], Any]) -> None:
     """Shards the model, then gives each rank's share of the weights its memory and its values."""
     config, world, model, data = run.config, run.world, run.model, run.objective.data
-    if config.float8 and not config.quantize:
+    if config.float8_by_torchao:
         float8.convert(model, world.device)
     if config.compile:
         compile_blocks(model, world.device)

@@ -179,7 +179,7 @@ def choose(given: TrainConfig, world: World) -> Start:
     objective = make_objective(config, sharing)
     check_logger_packages(config.log_to)
     if config.float8 and world.planned_for is None:
-        (float8.check_float8_support if config.quantize else float8.import_torchao)(world.device)
+        (float8.import_torchao if config.float8_by_torchao else float8.check_float8_support)(world.device)
     refuse_other_settings(named)
     check_hub_access(config, sharing)
     pretrained = None if config.has_new_weights else resolve(str(config.model), revision=config.revision)

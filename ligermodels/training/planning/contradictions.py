@@ -59,7 +59,7 @@ def refuse_contradictions(config: TrainConfig) -> None:
             "finite; leave one of the two out"
         )
     refuse_unused_offload(config)
-    if config.float8 and not config.compile and not config.quantize:
+    if config.float8_by_torchao and not config.compile:
         raise InputError("--float8 takes twice the time of bfloat16 unless blocks are compiled: add --compile")
     if config.quantize:
         refuse_unfit_quantisation(config)

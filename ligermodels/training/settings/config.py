@@ -366,6 +366,11 @@ class TrainConfig:
         return f"{self.model}" if self.size == DEFAULT_SIZE else f"{self.model}:{self.size}"
 
     @property
+    def float8_by_torchao(self) -> bool:
+        """Whether torchao makes products float8; those of a quantised base are its layout's."""
+        return self.float8 and not self.quantize
+
+    @property
     def with_lora(self) -> bool:
         """Whether LoRA is trained, new or that of an adapter."""
         return self.lora_rank is not None or self.adapter is not None
